@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from hetero_gateway.core.prefixes.index import PrefixIndex
+from hetero_gateway.core.prefixes.caches import PrefixIndex
 from hetero_gateway.core.prefixes.keys import (
     seed_of,
 )
 from hetero_gateway.core.types import InstanceId, PrefixKeys
-from hetero_gateway.gateway.request.folding import LEAST_BYTES, Result, Steps
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import parse_body, parse_in_steps
+from hetero_gateway.gateway.turns import Result, Steps
 
 SEED = seed_of(b"benchmark")
 WORDS = "The quick brown fox jumps over the lazy dog. "

@@ -34,18 +34,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.planner.search import drawn_rows
 from benchmarks.tables import Column, report
 from hetero_gateway.core.policies.slo import Slo
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.planner import trials
-from hetero_gateway.planner.accelerators import ACCELERATORS
-from hetero_gateway.planner.buying import Counts, is_part_of
 from hetero_gateway.planner.goals import HEADROOM, Goals, price_per_hour_usd, usd_per_hour
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
+from hetero_gateway.planner.least_resource import Counts, is_part_of
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Figures, Layout, Machine, Plan
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search
+from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Mix, run_alone
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
@@ -108,7 +108,7 @@ def draw_setting(seed: int) -> Setting:
         options = EngineOptions(max_model_len=CONTEXT, max_num_seqs=128)
         types, _ = instance_types(
             model_card(MODEL), machines, list(builtin_profiles().values()), options,
-            needed_tokens=CONTEXT,
+            needed_tokens=CONTEXT, find=accelerator,
         )  # fmt: skip
         if len({accelerator for accelerator, _ in types}) < KINDS - 1:
             continue
@@ -186,20 +186,20 @@ class Every:
         profiles = {self._setting.types[key].profile: n for key, n in sorted(used.items())}
         if sum(self._alone[p].tokens_per_s * n for p, n in profiles.items()) < 0.9 * wanted:
             return False
-        system = trials.reduced(profiles, self._alone, 1200)
-        options = (self._policy, self._mix, self._engines)
-        full = trials.saturate(system, *options, 1200, can_compile())
+        system, trials = reduced(profiles, self._alone, 1200), self._trials(1200)
+        full = trials.saturate(system, self._mix)
         if full is None or full.tokens_per_s < wanted:
             return False
         # As the planner: twice, the second time with other requests and twice as many.
-        for mix, requests in ((self._mix, 1200), (self._second, 2400)):
-            seen = trials.hold(
-                system, self._policy, mix, self._engines, self._setting.rate_per_s, requests,
-                can_compile(), self._setting.slo,
-            )  # fmt: skip
+        for mix, times in ((self._mix, 1), (self._second, 2)):
+            seen = trials.hold(system, mix, self._setting.rate_per_s, times)
             if seen is None or goals.missed(seen):
                 return False
         return True
+
+    def _trials(self, requests: int) -> Trials:
+        slo = self._setting.slo
+        return Trials(self._policy, self._engines, requests, can_compile(), slo)
 
     @property
     def _tokens(self) -> float:
@@ -214,10 +214,8 @@ class Every:
         profiles = {self._setting.types[key].profile: n for key, n in sorted(used.items())}
         mix = Mix.of(self._setting.lengths, HELD_OUT_SEED)
         requests = HELD_OUT_FACTOR * 1200
-        return trials.hold(
-            trials.reduced(profiles, self._alone, requests), self._policy, mix, self._engines,
-            self._setting.rate_per_s, requests, can_compile(), self._setting.slo,
-        )  # fmt: skip
+        system = reduced(profiles, self._alone, requests)
+        return self._trials(requests).hold(system, mix, self._setting.rate_per_s)
 
 
 def run_setting(seed: int, policy: str) -> dict[str, Any] | None:

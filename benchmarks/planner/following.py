@@ -53,7 +53,8 @@ from hetero_gateway.core.types import (
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.planner.following import Arrivals, Follower, Rules, Sample, ScaledType
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion, find_held_rates
+from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held_rates
+from hetero_gateway.planner.plan import Key
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.figures import request_times
 from hetero_gateway.sim.fleet import can_compile
@@ -222,7 +223,7 @@ class Elastic(Scheduler):
             self._off(life, now_s)
 
     def _see_off(self, life: Life, now_s: float) -> None:
-        if life.state == "draining" and not self._members.table[life.spec.instance_id].in_flight:
+        if life.state == "draining" and not self.members.table[life.spec.instance_id].in_flight:
             self._off(life, now_s)
 
     def _off(self, life: Life, now_s: float) -> None:
@@ -490,7 +491,7 @@ def _usual(
     rates: HeldRates, profiles: Mapping[Key, Profile], requests: list[tuple[int, int]]
 ) -> dict[Key, float]:
     """Requests in flight on one instance at the rate that it holds (Little's law)."""
-    from hetero_gateway.planner import trials
+    from hetero_gateway.planner.trials import Trials
     from hetero_gateway.sim.alone import Engines, Mix
     from hetero_gateway.sim.workload import TraceLengths
 
@@ -499,7 +500,7 @@ def _usual(
     result = {}
     for key, profile in profiles.items():
         rate = max(rates.per_s[key], 1e-3)
-        figures = trials.hold_alone(profile, mix, Engines(), rate)
+        figures = Trials("finish-time", Engines()).hold_alone(profile, mix, rate)
         assert figures is not None
         result[key] = rate * figures.latency_mean_s
     return result

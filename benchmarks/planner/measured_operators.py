@@ -12,8 +12,8 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
-from hetero_gateway.planner.accelerators import accelerator
-from hetero_gateway.planner.models import model_card
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.roofline import all_reduce_s, step_times
 
 # Milliseconds of one all-reduce of so many bfloat16 numbers by vLLM 0.14 and 0.24, as

@@ -24,17 +24,17 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.accelerators import GIB, Accelerator, accelerator
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
+from hetero_gateway.planner.accelerators import GIB, Accelerator
 from hetero_gateway.planner.memory import (
     FITTED,
     Coefficients,
     EngineOptions,
-    estimate_memory,
+    StartUp,
     is_feasible,
-    outside_bytes,
 )
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import MemoryEstimate
 
 # Where the rows of a fit say nothing of a coefficient, it stays here: counts, not fits. A logit is
@@ -79,6 +79,9 @@ class Fact:
     outside_gib: float | None
     graphs_gib: float | None
     refused: bool
+
+    def start_up(self, c: Coefficients) -> StartUp:
+        return StartUp(self.model, self.accelerator, self.tensor_parallel, self.options, c)
 
     @property
     def family(self) -> str:
@@ -218,14 +221,7 @@ def _accelerator(row: dict[str, str]) -> Accelerator:
 
 
 def estimate(fact: Fact, c: Coefficients, paper: bool = False) -> MemoryEstimate:
-    return estimate_memory(
-        fact.model,
-        fact.accelerator,
-        fact.tensor_parallel,
-        fact.options,
-        "paper" if paper else "fitted",
-        coefficients=c,
-    )
+    return fact.start_up(c).memory("paper" if paper else "fitted")
 
 
 def fit(facts: Sequence[Fact]) -> Coefficients:
@@ -253,8 +249,7 @@ def _residuals_gib(fact: Fact, c: Coefficients) -> list[float]:
     if fact.activations_gib is not None:
         off.append(parts["activations"] - fact.activations_gib)
     if fact.outside_gib is not None:
-        outside = outside_bytes(fact.accelerator, fact.tensor_parallel, fact.options, c) / GIB
-        off.append(outside - fact.outside_gib)
+        off.append(fact.start_up(c).outside_bytes() / GIB - fact.outside_gib)
     if fact.graphs_gib is not None:
         off.append(c.graphs + c.graphs_per_layer * fact.model.layers - fact.graphs_gib)
     if fact.activations_gib is None:

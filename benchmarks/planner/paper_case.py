@@ -25,7 +25,7 @@ from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import System, saturate
+from hetero_gateway.planner.trials import System, Trials
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
@@ -108,9 +108,8 @@ def main() -> None:
                     assert alone is not None
                     count = ACCELERATORS // t
                     system = System(((profile, count),), count * alone.batch)
-                    figures = saturate(
-                        system, "round-robin", mix, engines, SIMULATED_REQUESTS, False
-                    )
+                    trials = Trials("round-robin", engines, SIMULATED_REQUESTS)
+                    figures = trials.saturate(system, mix)
                     assert figures is not None
                     values[t] = figures.tokens_per_s
                 print(row(name, link, method, values), flush=True)

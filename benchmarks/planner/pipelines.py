@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.trace import CHAT_MIX
 from hetero_gateway.planner import pipelines
-from hetero_gateway.planner.accelerators import accelerator
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.pipelines import pipelined_profile
 from hetero_gateway.planner.roofline import roofline_profile
 from hetero_gateway.planner.sizes import Size
@@ -38,10 +38,7 @@ from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 BUDGET = 2048
 MIXES = {
-    "chat": LogNormalLengths(
-        LogNormal(CHAT_MIX.input_median, CHAT_MIX.input_sigma, CHAT_MIX.input_max),
-        LogNormal(CHAT_MIX.output_median, CHAT_MIX.output_sigma, CHAT_MIX.output_max),
-    ),
+    "chat": CHAT_MIX,
     "long prompts": LogNormalLengths(LogNormal(3000, 0.5, 7000), LogNormal(120, 0.6, 1000)),
     "long answers": LogNormalLengths(LogNormal(200, 0.7, 1000), LogNormal(900, 0.5, 3000)),
 }

@@ -18,14 +18,11 @@ from scipy.optimize import least_squares
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner import roofline
-from hetero_gateway.planner.accelerators import (
-    COMPUTE_EFFICIENCY,
-    MEMORY_EFFICIENCY,
-    accelerator,
-)
-from hetero_gateway.planner.models import model_card
+from hetero_gateway.planner.accelerators import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
 
 # compute, memory, link (shares); a layer's small kernels, the start of an all-reduce (seconds).
 NAMES = ("compute", "memory", "link", "layer", "all-reduce start")

@@ -46,13 +46,13 @@ from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.planner.accelerators import ACCELERATORS
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.layouts import describe, machine_layouts
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Layout, Machine
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
@@ -116,7 +116,9 @@ def draw_setting(seed: int) -> Setting:
         output = LogNormal(float(np.exp(rng.uniform(np.log(24), np.log(800)))),
                            float(rng.uniform(0.3, 1.0)), 2048)  # fmt: skip
         options = EngineOptions(max_model_len=CONTEXT, max_num_seqs=int(rng.choice((128, 256))))
-        types, _ = instance_types(model_card(model), [machine], [], options, needed_tokens=CONTEXT)
+        types, _ = instance_types(
+            model_card(model), [machine], [], options, needed_tokens=CONTEXT, find=accelerator
+        )
         if not types:
             continue
         changed = _change(types, rng)
@@ -139,7 +141,7 @@ def _change(types: Types, rng: np.random.Generator) -> Types:
     kept = CONTEXT * (smallest.kv_capacity_tokens / CONTEXT) ** share
     taken_bytes = (1 - kept / smallest.kv_capacity_tokens) * smallest.kv_bytes / least[1]
     result: Types = {}
-    for (accelerator, t), found in types.items():
+    for (name, t), found in types.items():
         c = found.profile.constants
         links = math.log2(t)
         constants = dataclasses.replace(
@@ -155,7 +157,7 @@ def _change(types: Types, rng: np.random.Generator) -> Types:
         tokens = int(share_left * found.memory.kv_capacity_tokens)
         if tokens < CONTEXT:
             continue
-        result[accelerator, t] = dataclasses.replace(
+        result[name, t] = dataclasses.replace(
             found,
             profile=dataclasses.replace(
                 found.profile, constants=constants, kv_capacity_tokens=tokens
@@ -297,7 +299,7 @@ def plan_large() -> int:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         types, unfit = instance_types(
             model_card("Llama-3-8B"), machines, profiles, EngineOptions(max_model_len=4096),
-            needed_tokens=4096,
+            needed_tokens=4096, find=accelerator,
         )  # fmt: skip
         question = Question(tuple(machines), types, lengths, goals, unfit=tuple(unfit))
         plan = search(question)

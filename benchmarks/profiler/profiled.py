@@ -49,7 +49,7 @@ from hetero_gateway.lab.load.emulated import write_profile
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind
 from hetero_gateway.lab.profiler.batch import BatchSender
 from hetero_gateway.lab.profiler.chunked import KEY
-from hetero_gateway.lab.profiler.grid import Cell
+from hetero_gateway.lab.profiler.grid import GridCell
 from hetero_gateway.lab.profiler.live import samples_path
 from hetero_gateway.lab.profiler.samples import kept_samples, read_json_lines
 from hetero_gateway.lab.profiler.tracks import Track, read_batch, track
@@ -163,7 +163,7 @@ async def gates(url: str, planted: Constants) -> None:
     for b, prompt in ((2, 512), (4, 64), (8, 128), (16, 16), (32, 16), (32, 64)):
         with_gate, without = [], []
         for _ in range(5):
-            shot = await sender.measure(Cell(b, prompt, 16, one_step=True), 512)
+            shot = await sender.measure(GridCell(b, prompt, 16, one_step=True), 512)
             assert shot.reading is not None
             with_gate.append(shot.reading.prefill_s)
             await client.warm(b)

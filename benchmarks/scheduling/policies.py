@@ -44,7 +44,7 @@ from hetero_gateway.sim.experiment import (
     run_once,
 )
 from hetero_gateway.sim.result import RunResult
-from hetero_gateway.sim.workload import Lengths, LogNormal, LogNormalLengths, TraceLengths
+from hetero_gateway.sim.workload import Lengths, TraceLengths
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = {"A": "paper-a", "B": "paper-b", "mix": "modern-mix"}
@@ -216,10 +216,7 @@ def _mean_sd(values: Sequence[float], digits: int) -> str:
 
 
 def chat_mix() -> Lengths:
-    return LogNormalLengths(
-        LogNormal(CHAT_MIX.input_median, CHAT_MIX.input_sigma, CHAT_MIX.input_max),
-        LogNormal(CHAT_MIX.output_median, CHAT_MIX.output_sigma, CHAT_MIX.output_max),
-    )
+    return CHAT_MIX
 
 
 def trace_mix(path: Path) -> Lengths:

@@ -43,8 +43,9 @@ import numpy as np
 
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request, Usage
+from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
-from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.fleet import Fleet, jit
 from hetero_gateway.sim.prefixes import Prefixes
 
 BLOCK = DEFAULT_BLOCK_TOKENS
@@ -94,7 +95,7 @@ class Load:
 
 
 class PeerGateway:
-    """Stands where the scheduler stands (``sim.cluster.Gateways``), and follows a peer's rule.
+    """Stands where the scheduler stands (``sim.cluster.simulate``), and follows a peer's rule.
 
     Args:
         rule: chooses among candidates.
@@ -112,9 +113,16 @@ class PeerGateway:
         self._loads: list[Load] = []
         self._placed: list[PlacedTicket] = []
         self._fleet: Fleet | None = None
+        self._found: Any = []
+        self._look_up: Any = block_cache.look_up
 
     def watch(self, fleet: Fleet) -> None:
+        """What no gateway can see: the engines themselves."""
         self._fleet = fleet
+        self._found = [0] * (self._prefixes.most_tokens // BLOCK + 1)
+        if fleet.compiled:
+            self._found = np.array(self._found)
+            self._look_up = jit(block_cache.look_up, allocates=False)
 
     def compile(self, jit: Jit) -> None:
         pass
@@ -141,18 +149,25 @@ class PeerGateway:
         prompt_keys = keys[: prompt // BLOCK]
         plain = prompt_keys.tolist()
         looked_up = prompt_keys if fleet.compiled else plain
+        _, counts, _, caches, *_ = fleet.tables()
         candidates = []
         for i, (spec, load) in enumerate(zip(self._specs, self._loads, strict=True)):
             if prompt + 1 > fleet.capacity_tokens(i):
                 continue
-            match = min(fleet.prefix_hits(i, looked_up) * BLOCK, prompt - 1)
+            n = counts[i]
+            hits = 0
+            if n[kernel.CACHING]:
+                most = min(len(looked_up), len(self._found) - 1)
+                mask = n[kernel.BUCKET_MASK]
+                hits = int(self._look_up(caches[i], mask, looked_up, self._found, most))
+            match = min(hits * BLOCK, prompt - 1)
             candidates.append(
                 Candidate(
                     i,
                     load.requests,
                     match,
-                    fleet.waiting(i),
-                    fleet.kv_usage(i),
+                    int(n[kernel.NUM_WAITING]),
+                    1 - float(n[kernel.FREE_BLOCKS]) / float(n[kernel.TOTAL_BLOCKS]),
                     load.waiting_tokens,
                     load.waiting_s,
                     prefill_s(spec, prompt - match),

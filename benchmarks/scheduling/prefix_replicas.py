@@ -36,12 +36,12 @@ from benchmarks.scheduling.prefix import (
     workload_of,
 )
 from benchmarks.scheduling.prefix_peers import geometric_mean
+from benchmarks.scheduling.several_gateways import Replicas
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
-from hetero_gateway.sim.replicas import Replicas
 from hetero_gateway.sim.result import RunResult, summarise
 from hetero_gateway.sim.workload import Workload
 

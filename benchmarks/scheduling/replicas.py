@@ -57,7 +57,7 @@ from benchmarks.clusters import PROFILES
 from benchmarks.ports import free_port
 from benchmarks.tables import Column, report
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.files.trace import LengthMix, LoadRequest, schedule, synthetic_trace
+from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace
 from hetero_gateway.lab.load.admin import fetch_document
 from hetero_gateway.lab.load.children import START_TIMEOUT_S, Child, Children
 from hetero_gateway.lab.load.client import parse_target
@@ -66,11 +66,12 @@ from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import ReplayOptions, replay
 from hetero_gateway.lab.load.result import RequestRecord, summarise
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 REPLICAS = 4
 MODEL = "m"
 MAX_NUM_SEQS = 64
-MIX = LengthMix(256, 1.0, 3072, 64, 0.7, 512)
+MIX = LogNormalLengths(LogNormal(256, 1.0, 3072), LogNormal(64, 0.7, 512))
 MAX_TOKENS = 1024  # of every request: it says nothing of its length
 # The emulated answers are as long as min_tokens says: by themselves they would end at once.
 INSTANCE_OPTIONS = (

@@ -34,6 +34,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.clusters import PROFILES
+from benchmarks.scheduling.several_gateways import Replicas, Shards
 from benchmarks.scheduling.sharing import (
     capacity_per_s,
     make_instances,
@@ -51,7 +52,6 @@ from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import Request
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.replicas import Replicas, Shards
 from hetero_gateway.sim.workload import Workload
 
 KINDS = ("shards", "replicas", "samples")

@@ -41,6 +41,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.clusters import PROFILES, draw_lengths
+from benchmarks.scheduling.several_gateways import Assumed, Replicas, ReplicaScheduler
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
@@ -50,7 +51,6 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.replicas import Assumed, Replicas, ReplicaScheduler
 from hetero_gateway.sim.workload import Workload, gamma_arrivals
 
 REPLICAS = (2, 4, 8)
@@ -227,7 +227,7 @@ def cost_rows() -> Iterator[dict[str, Any]]:
             now_s = float(turn)
             for scheduler, _ in (mine, other):
                 for name, _ in names:
-                    scheduler._members.table[name].dispatch(Request("m", 100, 50.0), 0.5, now_s)
+                    scheduler.members.table[name].dispatch(Request("m", 100, 50.0), 0.5, now_s)
             message = other[1].say(now_s)
             assert message is not None
             size = len(data := pack(message))

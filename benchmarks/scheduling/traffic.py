@@ -81,7 +81,7 @@ class Gateway:
     def live(self, requests: int, now_s: float) -> None:
         """So many begin, and what is over ends."""
         scheduler, outstanding = self.fleet.scheduler, self._outstanding
-        table = scheduler._members.table
+        table = scheduler.members.table
         ids = list(self.fleet.instances)
         for i in self._rng.integers(len(ids), size=requests).tolist():
             dispatch = table[ids[i]].dispatch(Request("m", 400, 100.0), 0.5, now_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,10 +17,9 @@ from real_vllm.servers import ALIASES, SERVED_NAME, Server, load_server, wait_un
 # Only a hang meets it. Where vLLM's kernels were slow (335 tokens/s), one prefill step took 46 s,
 # an abort waits for the step that runs, and 200 streams share those tokens.
 PATIENCE_S = 900.0
-LOAD_GAUGES = (
-    "hetero_gateway_in_flight_requests",
-    "hetero_gateway_instance_workload",
-)
+LOAD_GAUGES = ("hetero_gateway_in_flight_requests", "hetero_gateway_instance_workload")
+
+Figure = Callable[[str], None]  # prints a line of figures at the end of the run
 
 
 class Cluster:
@@ -34,25 +33,35 @@ class Cluster:
         self.url = self.gateway.base_url
         self.http = httpx.Client(timeout=PATIENCE_S)
 
+    def samples(self, base_url: str = "") -> Iterator[tuple[str, dict[str, str], float]]:
+        """Name, labels and value of every sample that the gateway, or another server, shows."""
+        text = self.http.get(f"{base_url or self.url}/metrics").text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+
+    def total(self, *metrics: str, base_url: str = "", **labels: str) -> float:
+        """The sum of the samples of these names that have these labels."""
+        return sum(
+            value
+            for name, found, value in self.samples(base_url)
+            if name in metrics and labels.items() <= found.items()
+        )
+
     def engine_requests(self, name: str) -> float:
         """Requests running and waiting on an engine, as it says itself."""
-        text = self.http.get(f"{self.engines[name].base_url}/metrics").text
-        wanted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        return sum(value for metric, _, value in samples(text) if metric in wanted)
+        gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return self.total(*gauges, base_url=self.engines[name].base_url)
 
     def engine_completions(self, name: str) -> float:
         """Requests that an engine brought to their full length; an aborted one is not counted."""
-        text = self.http.get(f"{self.engines[name].base_url}/metrics").text
-        return sum(
-            value
-            for metric, labels, value in samples(text)
-            if metric == "vllm:request_success_total" and labels["finished_reason"] == "length"
-        )
+        url = self.engines[name].base_url
+        return self.total("vllm:request_success_total", base_url=url, finished_reason="length")
 
     def gateway_values(self, metric: str) -> dict[str, float]:
         """One metric of the gateway by instance, summed over its other labels."""
         values: dict[str, float] = {}
-        for name, labels, value in samples(self.http.get(f"{self.url}/metrics").text):
+        for name, labels, value in self.samples():
             if name == metric and "backend" in labels:
                 key = labels["backend"]
                 values[key] = values.get(key, 0.0) + value
@@ -92,17 +101,8 @@ class Cluster:
         headers = {"content-type": "application/json"}
         return self.http.post((base_url or self.url) + path, content=content, headers=headers)
 
-    @contextmanager
-    def stream(self, path: str, body: object) -> Iterator[httpx.Response]:
-        with self.http.stream("POST", self.url + path, json=body) as response:
-            yield response
-
-
-def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of every sample of a metrics page."""
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            yield sample.name, sample.labels, sample.value
+    def stream(self, path: str, body: object) -> AbstractContextManager[httpx.Response]:
+        return self.http.stream("POST", self.url + path, json=body)
 
 
 def chat(max_tokens: int, model: str = SERVED_NAME, **more: Any) -> dict[str, Any]:

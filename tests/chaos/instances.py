@@ -11,7 +11,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,9 +20,10 @@ import yaml
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.server import Server
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.server import EmulatedServer
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from tests.chaos.faults import Faults, faulty
+from tests.fakes.vllm import bound
 
 MODEL = "chaos"
 # A decode step of the fastest; the others take these times as long.
@@ -127,15 +127,6 @@ class Instance:
         self._held.close()
 
 
-def bound(port: int) -> socket.socket:
-    """A socket on a loopback port that does not listen yet."""
-    # Named as TCP, or asyncio would not turn off Nagle's algorithm on its connections.
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", port))
-    return held
-
-
 def make_instances(count: int, seed: int) -> list[Instance]:
     """Not yet started."""
     # What numpy starts on import would not outlive a fork.
@@ -169,7 +160,7 @@ def _serve(port: int, slowness: float, seed: int, control: Connection) -> None:
     """The process: serve until it is killed, or whoever holds the other end is gone."""
     sys.stderr = open(os.devnull, "w")  # broken connections are meant
     faults = Faults(seed)
-    emulated = EmulatedVLLM(Settings(profile(slowness), models=(MODEL,)))
+    emulated = EmulatedVLLM(EmulatorSettings(profile(slowness), models=(MODEL,)))
     listener = bound(port)
     listener.listen(4096)
 
@@ -183,6 +174,6 @@ def _serve(port: int, slowness: float, seed: int, control: Connection) -> None:
         asyncio.get_running_loop().add_reader(control.fileno(), obey)
         control.send("ready")
 
-    server = Server(emulated, listener, on_ready=ready)
+    server = EmulatedServer(emulated, listener, on_ready=ready)
     server.config.http = faulty(faults)
     server.serve_until_signal()

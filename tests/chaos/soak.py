@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import resource
@@ -24,7 +25,7 @@ from typing import Any, cast
 import yaml
 
 from tests.chaos.gateway import GatewayProcess
-from tests.chaos.instances import bound
+from tests.fakes.vllm import bound
 
 INSTANCES = 2
 EVENTS_PER_STREAM = 120
@@ -350,40 +351,29 @@ class Soak:
                 transport.abort()
 
 
-class _instances:
+@contextlib.contextmanager
+def _instances(interval_s: float) -> Iterator[list[str]]:
     """The instances' URLs, while the block lasts."""
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._processes: list[Any] = []
-        self._pipes: list[Pipe] = []
-
-    def __enter__(self) -> list[str]:
-        context = multiprocessing.get_context("forkserver")
-        urls = []
-        for _ in range(INSTANCES):
-            held = bound(0)
+    context = multiprocessing.get_context("forkserver")
+    urls, running = [], []
+    for _ in range(INSTANCES):
+        with bound(0) as held:
             port = held.getsockname()[1]
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve_instance, args=(port, self._interval_s, theirs), daemon=True
-            )
+            arguments = (port, interval_s, theirs)
+            process = context.Process(target=serve_instance, args=arguments, daemon=True)
             process.start()
             theirs.close()
             if not ours.poll(60):
                 raise RuntimeError("an instance did not come up")
             ours.recv()
-            held.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-            urls.append(f"http://127.0.0.1:{port}")
-        return urls
-
-    def __exit__(self, *_: object) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.close()
-            process.join(10)
-            process.kill()
+        running.append((ours, process))
+        urls.append(f"http://127.0.0.1:{port}")
+    yield urls
+    for pipe, process in running:
+        pipe.close()
+        process.join(10)
+        process.kill()
 
 
 def max_connections(streams: int, idle: int) -> int:

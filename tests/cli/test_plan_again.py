@@ -22,7 +22,7 @@ from hetero_gateway.cli import main, parse, plan_watch
 from hetero_gateway.cli.arguments import settings
 from hetero_gateway.deploy.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
-from hetero_gateway.lab.profiler.seen import Seen
+from hetero_gateway.lab.profiler.seen import SeenGateway
 from tests.deploy.plans import options, plan
 
 PATIENCE_S = 60.0
@@ -118,7 +118,7 @@ def trace_of(folder: Path, *rows: tuple[int, int]) -> tuple[str, str]:
 
 def test_requests_of_other_models_count_neither_in_lengths_nor_in_the_rate():
     rows = [TraceRequest(float(k), 10, 5, "a" if k % 2 else "b") for k in range(9)]
-    seen = Seen("http://x", "finish-time", (), tuple(rows))
+    seen = SeenGateway("http://x", "finish-time", (), tuple(rows))
     assert (seen.span_s, seen.rate_per_s) == (8.0, 1.0)
     of_a = seen.of_models({"a"})
     assert {row.model for row in of_a.rows} == {"a"}
@@ -128,7 +128,7 @@ def test_requests_of_other_models_count_neither_in_lengths_nor_in_the_rate():
 @pytest.mark.parametrize("arrivals", [[], [1.0], [1.0, 1.0], [None, None]])
 def test_too_few_arrivals_make_no_rate(arrivals):
     rows = tuple(TraceRequest(arrival_s, 10, 5) for arrival_s in arrivals)
-    assert Seen("http://x", "finish-time", (), rows).rate_per_s is None
+    assert SeenGateway("http://x", "finish-time", (), rows).rate_per_s is None
 
 
 def test_the_document_has_what_runs_and_what_would_be_better(url, cluster, capsys, replanned):

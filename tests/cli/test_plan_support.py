@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from hetero_gateway.planner.accelerators import ACCELERATORS, accelerator
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.memory import EngineOptions, estimate_memory
-from hetero_gateway.planner.models import model_card
 
 
 def test_a_card_on_every_accelerator_at_every_size(document):

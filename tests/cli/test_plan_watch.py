@@ -11,10 +11,11 @@ from hetero_gateway.cli import parse
 from hetero_gateway.cli.plan_again import Replan
 from hetero_gateway.cli.plan_watch import LoadWatch
 from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
-from hetero_gateway.lab.profiler.seen import Seen
+from hetero_gateway.lab.profiler.seen import SeenGateway
 from hetero_gateway.planner.following import Change, Seat, changes
 from hetero_gateway.planner.present import Running, place
 
@@ -73,11 +74,12 @@ class Gateway:
 
     def ask(self) -> Replan:
         rows = tuple(TraceRequest(at_s, 500, 150, "m") for at_s in self.arrived)
-        seen = Seen("http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,))
-        question = self._request.question
-        return Replan(
-            seen, self._request, place(self.instances, question.machines, self._request.model)
+        seen = SeenGateway(
+            "http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,)
         )
+        question = self._request.question
+        present = place(self.instances, question.machines, self._request.model, accelerator)
+        return Replan(seen, self._request, present)
 
 
 def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_path):

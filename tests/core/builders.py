@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import ROWS, SEATS, SPEED
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
-from hetero_gateway.core.policies import PolicyOptions, View, make_policy
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
 
@@ -50,15 +51,23 @@ def request(
 
 def scheduler(
     *specs: InstanceSpec,
-    policy: str = "min-max",
+    policy: str | Policy = "min-max",
     seed: int = 0,
-    theta: float = 2.0,
     options: PolicyOptions | None = None,
+    **settings: Any,
 ) -> Scheduler:
-    result = Scheduler(make_policy(policy, options), np.random.default_rng(seed), theta)
+    made = make_policy(policy, options) if isinstance(policy, str) else policy
+    result = Scheduler(made, np.random.default_rng(seed), **settings)
     for one in specs:
         result.add(one)
     return result
+
+
+def placed(s: Scheduler, body: Request, now_s: float = 0.0) -> Ticket:
+    """What is not refused; it may wait."""
+    ticket = s.place(body, now_s)
+    assert isinstance(ticket, Ticket), ticket
+    return ticket
 
 
 def chosen(result: Decision | Reject) -> Decision:

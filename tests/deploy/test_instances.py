@@ -16,11 +16,11 @@ from hetero_gateway.deploy.instances import deployed_instances, on_one_host
 from hetero_gateway.deploy.script import instance_program
 from hetero_gateway.deploy.templates import pieces
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import MODEL_CARDS
 from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS
-from hetero_gateway.planner.accelerators import accelerator
 from hetero_gateway.planner.layouts import machine_names
-from hetero_gateway.planner.models import MODEL_CARDS
 from hetero_gateway.planner.plan import Plan
 from hetero_gateway.planner.sizes import Size
 from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan

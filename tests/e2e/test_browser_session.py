@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import subprocess
 from collections.abc import AsyncIterator
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from tests.fakes.gateway_files import clients
 from tests.fakes.realtime import Speaker, serving
 
 CHROMIUM = "/usr/bin/chromium"
@@ -69,17 +68,11 @@ async def first_word(url: str, told: asyncio.Queue[str], profile: Path) -> str:
 
 @pytest.mark.system
 async def test_a_page_with_a_key_gets_a_session_and_one_without_does_not(tmp_path: Path) -> None:
-    file = tmp_path / "keys.yaml"
-    key = {"name": "a", "hash": f"sha256:{sha256(b'ka').hexdigest()}"}
-    file.write_text(json.dumps({"keys": [key]}))
     speaker = Speaker()
     speaker.chooses = False  # a subprotocol: vLLM does not
     async with page_server() as (origin, pages, told):
-        sections = {
-            "clients": {"keys_file": str(file)},
-            "server": {"port": 0, "cors": {"origins": [origin]}},
-        }
-        async with serving(speaker, **sections) as running:
+        server = {"cors": {"origins": [origin]}}
+        async with serving(speaker, server=server, clients=clients(tmp_path, a={})) as running:
             url = f"ws://127.0.0.1:{running.port}/v1/realtime"
             for shown, expected in (("ka", "realtime%20%7B%22type%22"), ("kb", "closed%201006")):
                 pages["page"] = PAGE % (url, shown)

@@ -15,7 +15,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.emulated import write_profile
 from hetero_gateway.lab.profiler.observed import fit_observed
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
@@ -78,7 +78,9 @@ async def test_what_an_engine_has_cached_is_not_prefilled(
     alarms: list[InstanceId] = []
     monkeypatch.setattr(Fleet, "tell_drift", lambda _, instance_id: alarms.append(instance_id))
     write_profile(ENGINE, tmp_path / "right.yaml")
-    settings = Settings(ENGINE, models=("m",), max_model_len=4096, prompt_tokens_details=details)
+    settings = EmulatorSettings(
+        ENGINE, models=("m",), max_model_len=4096, prompt_tokens_details=details
+    )
     speeds: list[float] = []
 
     async def watch(fleet: Fleet) -> None:

@@ -10,6 +10,7 @@ import argparse
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,37 +34,50 @@ workload:
 """
 
 
+async def measured(
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    policies: tuple[str, ...],
+    load_per_s: float,
+    workers: int = 1,
+    text: str = CLUSTER,
+    **options: Any,
+) -> dict[str, Any]:
+    """What the benchmark's document has of each policy."""
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    cluster = load_cluster(path)
+    lengths = LogNormalLengths(cluster.workload.prompt.to_core(), cluster.workload.output.to_core())
+    experiment = Experiment(
+        cluster.instances, lengths, slo=Slo(2.0, 0.2), faults=cluster.faults, **options
+    )
+    args = argparse.Namespace(
+        config=path, policies=policies, loads=(load_per_s,),
+        seeds=1, time_scale=1.0, attempts=1, json=True,
+    )  # fmt: skip
+    async with task_children(workers) as children:
+        patch.setattr(benchmark, "Children", children)
+        (cell,) = (await benchmark.measure(args, cluster, experiment))["loads"]
+    assert tuple(cell["policies"]) == policies
+    return cell["policies"]
+
+
 # All at once, two workers would bring the requests in another order than one.
 @pytest.mark.parametrize(("workers", "load_per_s"), [(1, math.inf), (1, 20.0), (2, 20.0)])
 async def test_the_same_requests_take_as_long_as_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, load_per_s: float
 ) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(CLUSTER)
-    cluster = load_cluster(path)
-    assert cluster.workload.prompt is not None
-    assert cluster.workload.output is not None
-    lengths = LogNormalLengths(cluster.workload.prompt.to_core(), cluster.workload.output.to_core())
-    experiment = Experiment(
-        cluster.instances, lengths, count=40, slo=Slo(2.0, 0.2), faults=cluster.faults
-    )
-    args = argparse.Namespace(
-        config=path, policies=("round-robin", "finish-time"), loads=(load_per_s,),
-        seeds=1, time_scale=1.0, attempts=1, json=True,
-    )  # fmt: skip
-    async with task_children(workers) as children:
-        monkeypatch.setattr(benchmark, "Children", children)
-        (cell,) = (await benchmark.measure(args, cluster, experiment))["loads"]
-    assert list(cell["policies"]) == ["round-robin", "finish-time"]
-    for row in cell["policies"].values():
-        (measured,) = row["runs"]
+    policies = ("round-robin", "finish-time")
+    rows = await measured(tmp_path, monkeypatch, policies, load_per_s, workers, count=40)
+    for row in rows.values():
+        (run,) = row["runs"]
         # That every token of the workload was counted, the script checks itself.
-        assert measured["errors"] == 0
-        assert measured["quiet"]
+        assert run["errors"] == 0
+        assert run["quiet"]
         # What HTTP adds takes no virtual time; the order of events is the simulator's.
         assert list(row["ratio"].values()) == pytest.approx([1.0] * 5, abs=0.005)
     # The faults were real: half of the requests were on an instance that was twice as slow.
-    factors = cell["policies"]["finish-time"]["runs"][0]["speed_factors"]
+    factors = rows["finish-time"]["runs"][0]["speed_factors"]
     assert factors
     assert set(factors[0]) == {"at_s", "fast", "slow"}
 
@@ -71,23 +85,12 @@ async def test_the_same_requests_take_as_long_as_simulated(
 async def test_two_classes_are_two_clients_whose_shares_are_the_simulators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(re.sub(r"(profile: \S+)}", r"\1, max_num_seqs: 4}", CLUSTER))
-    cluster = load_cluster(path)
-    assert cluster.workload.prompt is not None
-    assert cluster.workload.output is not None
-    lengths = LogNormalLengths(cluster.workload.prompt.to_core(), cluster.workload.output.to_core())
-    experiment = Experiment(
-        cluster.instances, lengths, 60, Slo(2.0, 0.2), faults=cluster.faults, batch_share=0.5
+    text = re.sub(r"(profile: \S+)}", r"\1, max_num_seqs: 4}", CLUSTER)
+    policies = ("finish-time", "finish-time+classes")
+    rows = await measured(
+        tmp_path, monkeypatch, policies, 20.0, text=text, count=60, batch_share=0.5
     )
-    args = argparse.Namespace(
-        config=path, policies=("finish-time", "finish-time+classes"), loads=(20.0,),
-        seeds=1, time_scale=1.0, attempts=1, json=True,
-    )  # fmt: skip
-    async with task_children(1) as children:
-        monkeypatch.setattr(benchmark, "Children", children)
-        (cell,) = (await benchmark.measure(args, cluster, experiment))["loads"]
-    fifo, classes = cell["policies"]["finish-time"], cell["policies"]["finish-time+classes"]
+    fifo, classes = rows.values()
     for row in (fifo, classes):
         assert row["runs"][0]["errors"] == 0
         assert list(row["ratio"].values()) == pytest.approx([1.0] * 5, abs=0.02)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.server import Server
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.server import EmulatedServer
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
+from tests.fakes.vllm import bound
 
 
 @asynccontextmanager
-async def emulated(settings: Settings, port: int = 0) -> AsyncIterator[tuple[str, EmulatedVLLM]]:
+async def emulated(
+    settings: EmulatorSettings, port: int = 0
+) -> AsyncIterator[tuple[str, EmulatedVLLM]]:
     """(its URL, itself) until the block ends."""
     instance = EmulatedVLLM(settings)
     async with serving(instance, port) as url:
@@ -23,13 +25,10 @@ async def emulated(settings: Settings, port: int = 0) -> AsyncIterator[tuple[str
 @asynccontextmanager
 async def serving(app: EmulatedVLLM, port: int = 0) -> AsyncIterator[str]:
     """The URL of an emulated instance, or of something around one."""
-    # asyncio sends small writes at once only where the socket says that it is TCP.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
+    listener = bound(port)
     listener.listen(1024)
     ready = asyncio.Event()
-    server = Server(app, listener, on_ready=ready.set)
+    server = EmulatedServer(app, listener, on_ready=ready.set)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve(sockets=[listener]))
         await ready.wait()

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from tests.fakes.emulated import serving
 
 # Steps of 3 ms and more: quick, and slow enough that the engine is what takes the time.
@@ -114,9 +114,11 @@ async def _answer(send: Callable[[Any], Awaitable[None]], status: int, body: byt
 
 @contextlib.asynccontextmanager
 async def engine(
-    settings: Settings | None = None, **manners: Any
+    settings: EmulatorSettings | None = None, **manners: Any
 ) -> AsyncIterator[tuple[str, Manners]]:
     """(its URL, its manners), in the test's event loop; ``settings`` default to quick ones."""
-    app = Manners(EmulatedVLLM(settings or Settings(quick_profile(), max_model_len=512)), **manners)
+    app = Manners(
+        EmulatedVLLM(settings or EmulatorSettings(quick_profile(), max_model_len=512)), **manners
+    )
     async with serving(app) as url:
         yield url, app

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.serve.picker import PickerServer
 from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.admin_key import kept
+from tests.fakes.memory import resident_mb
 from tests.fakes.processes import Process
+from tests.fakes.running import loads_of
 
 START_S = 30.0
 
@@ -116,10 +118,7 @@ class RunningPicker:
         return self.server.picker.port, int(self.url.rsplit(":", 1)[1])
 
     def loads(self) -> list[tuple[float, int, int]]:
-        """(load, KV tokens, in flight) of every instance."""
-        scheduler = self.gateway.fleet.scheduler
-        seen = [scheduler.snapshot(i) for i in self.gateway.fleet.instances]
-        return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
+        return loads_of(self.gateway)
 
     def settled(self) -> bool:
         """Every load is exactly 0, nobody waits, and no stream is open."""
@@ -138,9 +137,13 @@ class PickerProcess(Process):
         super().__init__("picker", "-c", str(path), "--port", "0", "--http-port", "0")
 
     async def ports(self) -> tuple[int, int]:
+        """(the picker's, that of its HTTP)"""
         url = await asyncio.to_thread(self.wait_ready)
         (line,) = (line for line in self.lines if line.startswith("hetero-gateway: picking"))
         return int(line.split(", serving")[0].rsplit(":", 1)[1]), int(url.rsplit(":", 1)[1])
+
+    def resident_mb(self) -> float:
+        return resident_mb(self.process.pid)
 
 
 @contextlib.asynccontextmanager
@@ -149,8 +152,7 @@ async def running_picker(
 ) -> AsyncIterator[RunningPicker]:
     """A picker in the test's own event loop until the block ends."""
     ready: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-    on_ready: Callable[[str, str], None] = lambda a, u: ready.set_result((a, u))  # noqa: E731
-    server = PickerServer(config, config_path, on_ready)
+    server = PickerServer(config, config_path, lambda *addresses: ready.set_result(addresses))
     task = asyncio.ensure_future(server.serve())
     try:
         done, _ = await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)

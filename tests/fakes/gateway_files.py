@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,12 @@ def error_of(tmp_path: Path, data: Any, **overrides: Any) -> str:
     said = re.fullmatch(rf"{re.escape(str(tmp_path / 'gateway.yaml'))}:(\d+:)? (.*)", text)
     assert said is not None, text
     return said[2]
+
+
+def clients(folder: Path, **keys: dict[str, Any]) -> dict[str, str]:
+    """The section ``clients`` for a file of keys: that of ``a`` is ``ka``; with further fields."""
+    entries = [
+        {"name": name, "hash": f"sha256:{sha256(f'k{name}'.encode()).hexdigest()}"} | fields
+        for name, fields in keys.items()
+    ]
+    return {"keys_file": str(write(folder / "keys.yaml", {"keys": entries}))}

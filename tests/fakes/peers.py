@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator
 
 import hpack
+import pytest
 
 from hetero_gateway.scaleout.picker.http2 import frames
 from hetero_gateway.scaleout.picker.http2.frames import (
@@ -17,6 +18,7 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     END_STREAM,
     GOAWAY,
     HEADERS,
+    PING,
     PREFACE,
     SETTINGS,
     ErrorCode,
@@ -24,6 +26,12 @@ from hetero_gateway.scaleout.picker.http2.frames import (
 )
 
 ECHO = "/test.Test/Echo"
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """The picker runs on uvloop, other tests on asyncio."""
+    return "asyncio", {"use_uvloop": request.param == "uvloop"}
 
 
 def table_less_encoder() -> hpack.Encoder:
@@ -76,6 +84,11 @@ class Peer:
                 if seen == kind and stream_id in (None, number):
                     return flags, payload
                 assert seen != GOAWAY, payload
+
+    async def pong(self) -> None:
+        """What was sent has been read."""
+        self.send(frame(PING, 0, 0, b"12345678"))
+        await self.until(PING)
 
     async def until_goaway(self) -> tuple[int, bytes]:
         async with asyncio.timeout(20):

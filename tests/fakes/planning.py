@@ -11,6 +11,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.plan import InstanceType, MemoryEstimate, MemoryPart
+from hetero_gateway.sim import alone
 from hetero_gateway.sim.cluster import Records, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
@@ -33,6 +34,14 @@ def compiled_plans() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "simulate", run)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_runs() -> Iterator[None]:
+    """One instance alone is simulated with fewer requests, where a test imports this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alone, "_REQUESTS", 1000)
         yield
 
 

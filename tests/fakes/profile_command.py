@@ -25,7 +25,7 @@ from tests.fakes.engine import engine
 def run(stop_after: int, words: list[str]) -> int:
     measure = live.measure
 
-    async def measure_own(_target: object, *args: Any, **options: Any) -> live.Measured:
+    async def measure_own(_target: object, *args: Any, **options: Any) -> live.MeasuredProfile:
         async with engine(stop_after=stop_after) as (url, _):
             return await measure(parse_target(url), *args, **options)
 

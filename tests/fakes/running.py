@@ -10,10 +10,10 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
 import httpx
@@ -25,10 +25,10 @@ from hetero_gateway.http.protocol import Service
 from hetero_gateway.scaleout.workers.hub import SECRET_ENV, listen
 from hetero_gateway.serve.app import App, create_app
 from hetero_gateway.serve.processes.worker import Worker
-from hetero_gateway.serve.server import BACKLOG, GatewayServer, Served
-from hetero_gateway.serve.wiring.gateway import Gateway
+from hetero_gateway.serve.server import BACKLOG, GatewayServer
+from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 from tests.fakes.admin_key import kept
-from tests.fakes.vllm import FakeInstance
+from tests.fakes.vllm import FakeInstance, bound
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
@@ -63,10 +63,7 @@ class RunningGateway:
         return [self.gateway, *self.workers]
 
     def loads(self) -> list[tuple[float, int, int]]:
-        """(load, KV tokens, in flight) of every instance."""
-        scheduler = self.gateway.fleet.scheduler
-        seen = [scheduler.snapshot(i) for i in self.gateway.fleet.instances]
-        return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
+        return loads_of(self.gateway)
 
     def progress(self) -> list[list[float]]:
         """Each instance's sums of sequences and tokens, as the queue's policy sees them."""
@@ -99,8 +96,21 @@ class RunningGateway:
             return (await client.get(f"{self.url}/metrics")).text
 
 
+def loads_of(gateway: Gateway) -> list[tuple[float, int, int]]:
+    """(load, KV tokens, in flight) of every instance."""
+    seen = [gateway.fleet.scheduler.snapshot(i) for i in gateway.fleet.instances]
+    return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
+
+
+class Addressed(Protocol):
+    """An instance, or what stands for one."""
+
+    @property
+    def url(self) -> str: ...
+
+
 def config_for(
-    fakes: list[FakeInstance], *, profiles: tuple[str | None, ...] = (FAST, SLOW), **sections: Any
+    fakes: Sequence[Addressed], *, profiles: tuple[str | None, ...] = (FAST, SLOW), **sections: Any
 ) -> GatewayConfig:
     """A configuration over fakes named i0, i1, …; sections are merged over quick defaults."""
     data: dict[str, Any] = {
@@ -164,7 +174,7 @@ async def running_gateway(
 
 @contextlib.asynccontextmanager
 async def serving(
-    service: Service, gateway: Served, listener: socket.socket | None = None
+    service: Service, gateway: Parts, listener: socket.socket | None = None
 ) -> AsyncIterator[tuple[GatewayServer, str]]:
     """One server until the block ends, and its URL."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -196,10 +206,7 @@ async def dealt(servers: list[GatewayServer], port: int) -> AsyncIterator[str]:
             connection, _ = await loop.sock_accept(listener)
             await loop.connect_accepted_socket(server._connections({}), connection)
 
-    # asyncio switches Nagle's algorithm off for sockets that say that they are TCP's.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
+    with bound(port) as listener:
         listener.listen(BACKLOG)
         listener.setblocking(False)
         dealing = asyncio.create_task(deal())
@@ -212,6 +219,37 @@ async def dealt(servers: list[GatewayServer], port: int) -> AsyncIterator[str]:
 
 def _port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1])
+
+
+class Rig(NamedTuple):
+    running: RunningGateway
+    client: httpx.AsyncClient
+    fakes: list[Any]
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    fakes: int | Sequence[Any] = 1, *, workers: int = 1, **sections: Any
+) -> AsyncIterator[Rig]:
+    """A gateway over so many fakes, or over these, and a client of it (of its first worker).
+
+    At the end every load is 0. Fakes that do not run yet are started; all are closed.
+    """
+    there: list[Any] = (
+        [FakeInstance() for _ in range(fakes)] if isinstance(fakes, int) else [*fakes]
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        for fake in there:
+            if not fake.port:
+                await fake.start()
+            stack.push_async_callback(fake.close)
+        config = config_for(there, **sections)
+        running = await stack.enter_async_context(running_gateway(config, workers=workers))
+        url = f"http://127.0.0.1:{running.port}"
+        many = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=many) as client:
+            yield Rig(running, client, there)
+        await eventually(running.settled)
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:

@@ -7,7 +7,7 @@ The gateway passes bodies on unchanged, so a test puts what it wants under the k
     die           "before_head", "after_head", "mid_chunk", "after_events": the socket is reset
     die_mid_body  a non-streamed answer stops half way
     status, body  a plain answer instead
-    head          header lines of that, as text
+    head          header lines of that, or of a stream, as text
     empty         "bytes" (content-length: 0) or "chunks" (the last chunk alone), under status 200
     end           "error" (the engine's error event, then [DONE]) or "abort"
     framing       "close" (the body ends with the connection), "bytes" (one byte per write)
@@ -72,7 +72,7 @@ class FakeInstance:
 
     async def start(self, ssl_context: ssl.SSLContext | None = None) -> None:
         """Listen: again where it did before it was killed, or on a free port."""
-        held, self._held = self._held or _bound(0), None
+        held, self._held = self._held or bound(0), None
         self._server = await asyncio.start_server(
             self._connection, sock=held, backlog=1024, ssl=ssl_context
         )
@@ -82,7 +82,7 @@ class FakeInstance:
         """Stop listening and reset every connection, as a killed process would."""
         assert self._server is not None
         self._server.close()
-        self._held = self._held or _bound(self.port)
+        self._held = self._held or bound(self.port)
         self.reset_connections()
         await asyncio.sleep(0)
 
@@ -224,6 +224,7 @@ class FakeInstance:
         one_by_one = fake.get("framing") == "bytes"
         framing = b"" if close else b"transfer-encoding: chunked\r\n"
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n" + framing
+        head += fake.get("head", "").encode()
 
         async def write(data: bytes) -> None:
             if one_by_one:
@@ -314,7 +315,8 @@ async def _chunked_body(reader: asyncio.StreamReader) -> bytes:
     return body
 
 
-def _bound(port: int) -> socket.socket:
+def bound(port: int) -> socket.socket:
+    """A socket on a loopback port (0: any) that does not listen yet: connections are refused."""
     # Named as TCP, or asyncio would not turn off Nagle's algorithm on its connections.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

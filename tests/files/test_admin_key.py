@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_gateway.files.admin_key import Found, find, forget, keep
+from hetero_gateway.files.admin_key import FoundKey, find, forget, keep
 
 KEY = "0123456789abcdef" * 4
 URL = "http://127.0.0.1:8000"
@@ -51,7 +51,7 @@ def test_a_key_is_its_users_alone_from_the_first_moment(
     assert path.parent == expected
     assert (mode(path), mode(path.parent)) == (0o600, 0o700)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert find(URL) == Found(KEY, URL)
+    assert find(URL) == FoundKey(KEY, URL)
     forget(KEY)
     assert find(URL) is None
     assert not list(runtime.iterdir()) + list(temporary.iterdir())
@@ -76,7 +76,7 @@ def test_it_is_found_by_what_means_its_gateway_and_sent_to_its_very_address(
 ) -> None:
     """Who else listens on another address that is called localhost does not get it."""
     keep(KEY, at)
-    assert find(asked) == Found(KEY, address)
+    assert find(asked) == FoundKey(KEY, address)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_directory_that_others_could_enter_is_not_used(
     assert find(URL) is None
     # A new key goes elsewhere.
     assert keep("another", URL).is_relative_to(temporary)
-    assert find(URL) == Found("another", URL)
+    assert find(URL) == FoundKey("another", URL)
     assert first.read_text("ascii").strip() == KEY
     for each in temporary.iterdir():
         each.chmod(0o777)
@@ -183,7 +183,7 @@ def test_a_new_start_overwrites_and_an_old_one_that_ends_leaves_it() -> None:
     keep("the-second", URL)
     keep("the-first", "http://127.0.0.1:9000")
     forget("the-first")
-    assert find(URL) == Found("the-second", URL)
+    assert find(URL) == FoundKey("the-second", URL)
     assert find("http://127.0.0.1:9000") is None
 
 
@@ -194,7 +194,7 @@ def test_the_latest_counts_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as service:
         service.delenv("XDG_RUNTIME_DIR")
         keep("the-second", URL)
-    assert find(URL) == Found("the-second", URL)
+    assert find(URL) == FoundKey("the-second", URL)
 
 
 def test_a_relative_runtime_directory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

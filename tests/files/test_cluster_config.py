@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -9,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from hetero_gateway.cli import main
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files import cluster_config
 from hetero_gateway.files.cluster_config import Cluster, ClusterConfig, is_cluster, load_cluster
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import read_yaml
 from hetero_gateway.sim.workload import Fault, FaultKind
+from tests.fakes import gateway_files
+from tests.fakes.gateway_files import PROFILE
 
 ROOT = Path(__file__).parents[2]
 TP4 = "V100-32GB-NVLink2/Llama-3-8B/tp4"
@@ -25,9 +28,7 @@ TP1 = "V100-32GB-NVLink2/Llama-3-8B/tp1"
 
 
 def write(tmp_path: Path, data: Any) -> Path:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data), encoding="utf-8")
-    return path
+    return gateway_files.write(tmp_path / "cluster.yaml", data)
 
 
 def load(tmp_path: Path, data: Any) -> Cluster:
@@ -43,14 +44,7 @@ def ids(loaded: Cluster) -> list[str]:
 
 
 def test_the_example_of_the_interface_loads(tmp_path: Path) -> None:
-    loaded = load(
-        tmp_path,
-        """
-        instances:
-          - {profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 1}
-          - {profile: V100-32GB-NVLink2/Llama-3-8B/tp1, count: 1}
-        """,
-    )
+    loaded = load(tmp_path, cluster({"profile": TP4, "count": 1}, {"profile": TP1, "count": 1}))
     assert ids(loaded) == ["V100-32GB-NVLink2-tp4", "V100-32GB-NVLink2-tp1"]
     assert [i.profile for i in loaded.instances] == [load_profile(TP4), load_profile(TP1)]
     assert all(i.believed == i.profile and i.weight == 1 for i in loaded.instances)
@@ -67,50 +61,32 @@ def test_several_of_a_kind_are_numbered_over_all_entries(tmp_path: Path) -> None
 
 
 def test_what_the_scheduler_believes_may_be_wrong_or_nothing(tmp_path: Path) -> None:
-    wrong, unknown = load(
+    wrong, unknown, limited = load(
         tmp_path,
-        cluster({"profile": TP4, "believed_scale": 2.0}, {"profile": TP1, "profiled": False}),
+        cluster(
+            {"profile": TP4, "id": "a", "believed_scale": 2.0},
+            {"profile": TP1, "profiled": False},
+            {"profile": TP4, "max_num_seqs": 64, "weight": 3.0},
+        ),
     ).instances
-    assert wrong.profile == load_profile(TP4)
-    assert wrong.believed is not None
-    assert wrong.believed.constants == wrong.profile.constants.scaled(2.0)
-    assert wrong.believed.kv_capacity_tokens == wrong.profile.kv_capacity_tokens
+    true = load_profile(TP4)
+    assert wrong.profile == true
+    assert wrong.believed == dataclasses.replace(true, constants=true.constants.scaled(2.0))
     assert unknown.believed is None
-
-
-def test_max_num_seqs_and_weight_are_the_instances_own(tmp_path: Path) -> None:
-    (one,) = load(tmp_path, cluster({"profile": TP4, "max_num_seqs": 64, "weight": 3.0})).instances
-    assert one.profile.max_num_seqs == 64
-    assert one.believed is not None
-    assert one.believed.max_num_seqs == 64
-    assert one.weight == 3
+    assert limited.profile == limited.believed == dataclasses.replace(true, max_num_seqs=64)
+    assert limited.weight == 3
 
 
 def test_a_profile_file_is_found_beside_the_cluster_and_names_a_decent_id(tmp_path: Path) -> None:
-    document = {
-        "gpu": "[red]My <b>GPU</b>",
-        "model": "m",
-        "tensor_parallel": 2,
-        "constants": {f"p{i}": 1e-3 for i in range(1, 9)},
-        "kv_capacity_tokens": 1000,
-    }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    document = PROFILE | {"gpu": "[red]My <b>GPU</b>", "tensor_parallel": 2}
+    gateway_files.write(tmp_path / "mine.yaml", document)
     (one,) = load(tmp_path, cluster({"profile": "mine.yaml"})).instances
     assert one.instance_id == "red-My-b-GPU-b-tp2"
     assert one.profile.gpu == "[red]My <b>GPU</b>"
-
-
-def test_a_profile_without_room_for_a_block_is_refused(tmp_path: Path) -> None:
-    document = {
-        "gpu": "x",
-        "model": "m",
-        "tensor_parallel": 1,
-        "constants": {f"p{i}": 1e-3 for i in range(1, 9)},
-        "kv_capacity_tokens": 15,
-    }
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    # One without room for a block is refused.
+    gateway_files.write(tmp_path / "mine.yaml", document | {"kv_capacity_tokens": 15})
     with pytest.raises(ConfigError, match=r"instances\.0\.profile: a KV capacity of 15 tokens"):
-        load(tmp_path, cluster({"profile": "tiny.yaml"}))
+        load(tmp_path, cluster({"profile": "mine.yaml"}))
 
 
 def test_faults_name_an_instance_by_id_or_position(tmp_path: Path) -> None:
@@ -257,16 +233,9 @@ def test_every_cluster_that_ships_loads(path: Path) -> None:
 def fields_of(model: type[BaseModel], section: str = "") -> set[tuple[str, str]]:
     found = set()
     for name, field in model.model_fields.items():
-        inner = [
-            part
-            for part in re.findall(r"\w+Config", repr(field.annotation))
-            if part != "ConfigDict"
-        ]
         found.add((section, name))
-        for part in inner:
-            import hetero_gateway.files.cluster_config as module
-
-            found |= fields_of(getattr(module, part), name)
+        for part in re.findall(r"\w+Config\b", repr(field.annotation)):
+            found |= fields_of(getattr(cluster_config, part), name)
     return found
 
 

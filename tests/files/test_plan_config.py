@@ -17,7 +17,7 @@ from hetero_gateway.files.cluster_config import ClusterConfig, LengthConfig
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.plan_config import PlanConfig
 from hetero_gateway.files.plan_request import PlanRequest, load_request
-from hetero_gateway.files.profile_file import builtin_profiles
+from hetero_gateway.files.profile_file import builtin_profiles, profile_document
 from hetero_gateway.sim.alone import Mix
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.prefixes import KnownText, Run
@@ -26,16 +26,10 @@ ROOT = Path(__file__).parents[2]
 V100 = {"id": "box", "accelerator": "V100-32GB-NVLink2", "count": 8}
 # What a Hugging Face config.json of Llama-3-8B says, as far as it matters.
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "vocab_size": 128256, "max_position_embeddings": 8192, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
@@ -68,19 +62,9 @@ def trace(tmp_path: Path, *rows: tuple[int, int]) -> Path:
 
 
 def test_the_example_of_the_interface_loads(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text(
-        """
-        model: Llama-3-8B
-        max_model_len: 4096
-        machines:
-          - {id: v100-box, accelerator: V100-32GB-NVLink2, count: 8}
-          - {id: a800-box, accelerator: A800-80GB-PCIe, count: 1}
-        """,
-        encoding="utf-8",
-    )
-    request = load_request(path)
-    assert [m.id for m in request.question.machines] == ["v100-box", "a800-box"]
+    request = load(tmp_path, machines=[V100, {"id": "a", "accelerator": "A800-PCIe", "count": 1}])
+    assert [m.id for m in request.question.machines] == ["box", "a"]
+    # Another name of an accelerator is the same one.
     assert set(request.question.types) == {
         *(("V100-32GB-NVLink2", t) for t in (1, 2, 4, 8)),
         ("A800-80GB-PCIe", 1),
@@ -96,23 +80,16 @@ def test_only_a_plan_has_machines() -> None:
     assert "machines" not in ClusterConfig.model_fields
 
 
-def test_copies_are_machines_of_their_own(tmp_path: Path) -> None:
-    request = load(tmp_path, machines=[V100 | {"copies": 3}])
-    assert [m.id for m in request.question.machines] == ["box-0", "box-1", "box-2"]
-
-
-def test_other_names_of_an_accelerator_are_the_same_one(tmp_path: Path) -> None:
-    request = load(tmp_path, machines=[V100 | {"accelerator": "v100-32gb-sxm2"}])
-    assert request.question.machines[0].accelerator == "V100-32GB-NVLink2"
-
-
-def test_a_price_is_of_the_machine_or_of_the_accelerator(tmp_path: Path) -> None:
-    request = load(
-        tmp_path,
-        machines=[V100, V100 | {"id": "dear", "price_per_hour_usd": 3.0}],
-        prices={"V100-32GB-NVLink2": 1.0},
-    )
-    assert [m.price_per_hour_usd for m in request.question.machines] == [1.0, 3.0]
+def test_copies_are_machines_of_their_own_and_a_price_is_of_one_or_of_its_accelerator(
+    tmp_path: Path,
+) -> None:
+    dear = V100 | {"id": "dear", "price_per_hour_usd": 3.0}
+    prices = {"V100-32GB-NVLink2": 1.0}
+    machines = load(
+        tmp_path, machines=[V100 | {"copies": 2}, dear], prices=prices
+    ).question.machines
+    told = [(m.id, m.price_per_hour_usd) for m in machines]
+    assert told == [("box-0", 1.0), ("box-1", 1.0), ("dear", 3.0)]
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -137,20 +114,9 @@ def test_a_config_json_is_read_beside_the_file(tmp_path: Path) -> None:
 def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
     built_in = builtin_profiles()["V100-32GB-NVLink2/Llama-3-8B/tp1"]
     constants = {f"p{i}": 2 * getattr(built_in.constants, f"p{i}") for i in range(1, 9)}
+    document = profile_document(built_in, {"how": "measured"}) | {"constants": constants}
     profile = tmp_path / "measured.yaml"
-    profile.write_text(
-        yaml.safe_dump(
-            {
-                "gpu": built_in.gpu,
-                "model": built_in.model,
-                "tensor_parallel": 1,
-                "constants": constants,
-                "kv_capacity_tokens": 90_000,
-                "source": {"how": "measured"},
-            }
-        ),
-        encoding="utf-8",
-    )
+    profile.write_text(yaml.safe_dump(document), encoding="utf-8")
     types = load_request(write(tmp_path), profiles=[str(profile)]).question.types
     assert types[built_in.gpu, 1].profile.source["how"] == "measured"
     assert types[built_in.gpu, 1].profile.constants.p8 == constants["p8"]
@@ -168,26 +134,15 @@ def test_the_chat_mix_is_cut_to_the_context(tmp_path: Path) -> None:
     assert any("cut" in note for note in question.notes)
 
 
+def lengths(prompt_max: int) -> dict[str, Any]:
+    longest = {"prompt": prompt_max, "output": 300}
+    return {name: {"median": 100, "sigma": 0.5, "max": most} for name, most in longest.items()}
+
+
 def test_without_a_context_the_longest_request_makes_one(tmp_path: Path) -> None:
-    workload = {
-        "prompt": {"median": 100, "sigma": 0.5, "max": 900},
-        "output": {"median": 100, "sigma": 0.5, "max": 300},
-    }
-    request = load(tmp_path, max_model_len=None, workload=workload)
+    request = load(tmp_path, max_model_len=None, workload=lengths(900))
     assert request.max_model_len == 2048
     assert any("2048" in note for note in request.question.notes)
-
-
-def test_lengths_that_exceed_the_context_are_refused(tmp_path: Path) -> None:
-    workload = {
-        "prompt": {"median": 100, "sigma": 0.5, "max": 4000},
-        "output": {"median": 100, "sigma": 0.5, "max": 300},
-    }
-    assert "4000 prompt and 300 output" in error(tmp_path, workload=workload)
-
-
-def test_a_context_beyond_the_model_is_refused(tmp_path: Path) -> None:
-    assert "8192" in error(tmp_path, max_model_len=9000)
 
 
 def test_a_request_longer_than_the_context_is_named(tmp_path: Path) -> None:
@@ -204,59 +159,57 @@ def test_a_request_longer_than_the_context_is_named(tmp_path: Path) -> None:
 # Errors
 
 
-def test_an_unknown_key_is_named(tmp_path: Path) -> None:
-    assert "machine: unknown key; did you mean machines?" in error(tmp_path, machine=[])
-    assert "machines.0.acelerator" in error(tmp_path, machines=[V100 | {"acelerator": "x"}])
+H100 = {"id": "h", "accelerator": "H100-80GB-SXM", "count": 1}
 
 
-def test_an_unknown_accelerator_gets_the_nearest_names(tmp_path: Path) -> None:
-    text = error(tmp_path, machines=[V100 | {"accelerator": "V100-32G-NVLink"}])
-    assert "machines.0.accelerator" in text
-    assert "V100-32GB-NVLink2" in text
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"machine": []}, "machine: unknown key; did you mean machines?"),
+        ({"machines": [V100 | {"acelerator": "x"}]}, "machines.0.acelerator"),
+        (
+            {"machines": [V100 | {"accelerator": "V100-32G-NVLink"}]},
+            "machines.0.accelerator: accelerator 'V100-32G-NVLink' is not in the catalogue; "
+            "the nearest: V100-32GB-NVLink2",
+        ),
+        ({"machines": []}, "machines: there are none"),
+        ({"machines": [V100, V100]}, "'box' is used twice"),
+        ({"model": "Lama-3-8B"}, "Llama-3-8B"),
+        ({"model": {"config": "nowhere.json"}}, "cannot be read"),
+        (
+            {"machines": [V100, H100], "prices": {"H100": 2.0}, "goals": {"goal": "cost"}},
+            "prices: the goal cost needs USD per accelerator-hour of V100-32GB-NVLink2",
+        ),
+        ({"goals": {"goal": "fewest"}}, "rate_per_s"),
+        ({"engine": {"kv_cache_dtype": "int3"}}, "engine"),
+        ({"engine": {"vllm_version": "new"}}, "engine"),
+        ({"workload": lengths(4000)}, "4000 prompt and 300 output"),
+        ({"max_model_len": 9000}, "8192"),
+        (
+            {"accelerators": {"my-card": {"memory_bytes": -1}}},
+            "accelerators.my-card.memory_bytes: must be greater than 0",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    assert said in error(tmp_path, **changes)
 
 
-def test_no_machines_is_said(tmp_path: Path) -> None:
-    assert "machines: there are none" in error(tmp_path, machines=[])
+LACKING = json.dumps({k: v for k, v in LLAMA.items() if k != "num_hidden_layers"})
 
 
-def test_an_id_is_used_once(tmp_path: Path) -> None:
-    assert "'box' is used twice" in error(tmp_path, machines=[V100, V100])
-
-
-def test_an_unknown_model_gets_the_nearest_names(tmp_path: Path) -> None:
-    assert "Llama-3-8B" in error(tmp_path, model="Lama-3-8B")
-
-
-def test_a_config_json_without_a_needed_field_names_it(tmp_path: Path) -> None:
-    lacking = {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}
-    (tmp_path / "config.json").write_text(json.dumps(lacking), encoding="utf-8")
-    assert "num_hidden_layers" in error(tmp_path, model={"config": "config.json"})
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", '"text"', "[" * 100_000])
-def test_a_broken_config_json_is_one_line(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (LACKING, "num_hidden_layers"),
+        *((text, "config.json") for text in ("{", "[1]", '"text"', "[" * 100_000)),
+    ],
+)
+def test_what_is_wrong_with_a_config_json_is_one_line(
+    tmp_path: Path, content: str, said: str
+) -> None:
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
-    assert "config.json" in error(tmp_path, model={"config": "config.json"})
-
-
-def test_a_config_json_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert "cannot be read" in error(tmp_path, model={"config": "nowhere.json"})
-
-
-def test_the_goal_cost_names_the_accelerators_without_a_price(tmp_path: Path) -> None:
-    machines = [V100, {"id": "h", "accelerator": "H100-80GB-SXM", "count": 1}]
-    text = error(tmp_path, machines=machines, prices={"H100-80GB-SXM": 2.0}, goals={"goal": "cost"})
-    assert "V100-32GB-NVLink2" in text
-    assert "H100" not in text
-
-
-def test_the_goal_fewest_needs_a_rate(tmp_path: Path) -> None:
-    assert "rate_per_s" in error(tmp_path, goals={"goal": "fewest"})
-
-
-def test_a_bad_engine_option_is_one_line(tmp_path: Path) -> None:
-    assert "engine" in error(tmp_path, engine={"kv_cache_dtype": "int3"})
-    assert "engine" in error(tmp_path, engine={"vllm_version": "new"})
+    assert said in error(tmp_path, model={"config": "config.json"})
 
 
 def prefix_trace(directory: Path) -> str:
@@ -312,57 +265,32 @@ def test_every_field_is_in_the_documentation() -> None:
     assert fields_of(PlanConfig) <= listed
 
 
-OWN = """\
-model: Llama-3-8B
-max_model_len: 4096
-accelerators:
-  my-card:
-    memory_bytes: 51539607552
-    memory_bytes_per_s: 1.0e+12
-    flop_per_s: 2.0e+14
-    link_bytes_per_s: 32.0e+9
-    cuda_capability: 7.5
-machines: [{id: box, accelerator: My Card, count: 2}]
-"""
+OWN = {
+    "memory_bytes": 51539607552, "memory_bytes_per_s": 1.0e12, "flop_per_s": 2.0e14,
+    "link_bytes_per_s": 32.0e9, "cuda_capability": 7.5,
+}  # fmt: skip
 
 
-def test_an_accelerator_of_the_users_own_is_planned_with(tmp_path):
-    path = tmp_path / "plan.yaml"
-    path.write_text(OWN)
-    request = load_request(path)
+def test_an_accelerator_of_the_users_own_is_planned_with(tmp_path: Path) -> None:
+    machine = {"id": "box", "accelerator": "My Card", "count": 2}
+    request = load(tmp_path, machines=[machine], accelerators={"my-card": OWN})
     assert sorted(request.question.types) == [("my-card", 1), ("my-card", 2)]
     assert request.question.types["my-card", 1].time_uncertainty == 0.4
     assert not request.accelerators["my-card"].bf16
 
 
-def test_what_is_wrong_with_an_accelerator_is_named(tmp_path):
-    path = tmp_path / "plan.yaml"
-    path.write_text(OWN.replace("memory_bytes: 51539607552", "memory_bytes: -1"))
-    with pytest.raises(ConfigError, match=r"accelerators\.my-card\.memory_bytes"):
-        load_request(path)
-
-
-def test_a_name_of_several_cards_is_noted(tmp_path):
-    path = tmp_path / "plan.yaml"
-    path.write_text("model: Llama-3-8B\nmachines: [{id: a, accelerator: H100, count: 1}]\n")
-    request = load_request(path)
+def test_a_name_of_several_cards_is_noted(tmp_path: Path) -> None:
+    request = load(tmp_path, machines=[H100 | {"accelerator": "H100"}])
     assert any("H100 is taken for H100-80GB-SXM" in note for note in request.question.notes)
 
 
-def test_a_modelopt_checkpoint_says_beside_its_config_how_it_is_stored(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-    }))  # fmt: skip
+def test_a_modelopt_checkpoint_says_beside_its_config_how_it_is_stored(tmp_path: Path) -> None:
     stored = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(stored))
-    path = tmp_path / "plan.yaml"
-    path.write_text(
-        f"model: {{config: {tmp_path}}}\nmax_model_len: 4096\n"
-        "machines: [{id: a, accelerator: B200, count: 1}]\n"
-    )
-    request = load_request(path)
+    machine = {"id": "a", "accelerator": "B200", "count": 1}
+    request = load(tmp_path, model={"config": str(tmp_path)}, machines=[machine])
+    assert request.model.quantization is not None
     assert request.model.quantization.method == "modelopt_fp4"
     assert request.model.kv_dtype == "fp8"
     assert request.stored_in_config

@@ -61,7 +61,7 @@ async def _target(findings: Findings) -> AsyncIterator[RunningPicker]:
                     (server,) = picker.server.picker._servers
                     findings.add(
                         f"not at rest: {picker.loads()}, {server.open_calls} calls, "
-                        f"{server.pool.held_bytes} bytes, {server.limits.buffered_bytes} long ones",
+                        f"{server.held_bytes} bytes, {server.limits.buffered_bytes} long ones",
                         b"",
                     )
 
@@ -71,7 +71,7 @@ def _is_at_rest(picker: RunningPicker) -> bool:
     return (
         picker.settled()
         and not server.open_calls
-        and not server.pool.held_bytes
+        and not server.held_bytes
         and not server.limits.buffered_bytes
         and not len(server.turns)
     )

@@ -17,11 +17,11 @@ from uvicorn.server import ServerState
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http.bodies import BodyLimits
-from hetero_gateway.http.chunks import ChunkedBody
+from hetero_gateway.http.chunks import ChunkDecoder
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.headers import Headers
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.protocol import EngineProtocol
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import InstancePool, UpstreamConnection
@@ -31,7 +31,7 @@ _MOST_BODY_BYTES = 1 << 20
 
 def chunks_by_us(pieces: list[bytes]) -> tuple[bytes, bytes] | None:
     """(body, what is behind it); None: it is refused or not complete."""
-    body, parts = ChunkedBody(), list[bytes]()
+    body, parts = ChunkDecoder(), list[bytes]()
     for number, piece in enumerate(pieces):
         rest = piece
         while rest and not body.complete:

@@ -20,21 +20,20 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from hetero_gateway.engines.vllm import Work
-from hetero_gateway.engines.vllm.prompts import Prompts, prompts_at
+from hetero_gateway.engines.vllm.paths import Prompts, prompts_at
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.request import whole_numbers
-from hetero_gateway.gateway.request.folding import finish
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
     parse_body,
     parse_in_steps,
     with_model,
 )
-from hetero_gateway.http.heads import RequestHead, read_head
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.gateway.turns import finish
+from hetero_gateway.http.heads import Inbound, RequestHead, read_head
 from tests.fuzz.fuzzing import CORPUS, Findings, bodies_of
 from tests.fuzz.mutation import mutated_bytes, mutated_head
 from tests.fuzz.readers import (
@@ -315,7 +314,7 @@ def _bodies(rng: random.Random) -> ShortWay:
             if short == "invalid_json" and _decoded(body) is not None:
                 return False, "an engine reads it"
             return False, ""
-        if short != long and not _alike(body, short, long):
+        if short != long:
             return True, f"at once {short}, in steps {long}"
         return True, _misread(path, body, short)
 
@@ -328,20 +327,6 @@ def _parsed(read: Callable[[], ParsedRequest]) -> ParsedRequest | str:
         return read()
     except Refusal as refusal:
         return refusal.code
-
-
-def _alike(body: bytes, short: ParsedRequest, long: ParsedRequest) -> bool:
-    """Only the keys of their prompt differ, of one that no engine takes: it is no JSON, or an array
-    of objects has plain values between them, which only one of the ways makes keys of.
-    """
-    short.prefix = long.prefix = None
-    if short != long:
-        return False
-    found = _decoded(body)
-    return found is None or any(
-        isinstance(field, list) and len({isinstance(each, (list, dict)) for each in field}) == 2
-        for field in found.values()
-    )
 
 
 def _decoded(body: bytes) -> dict[str, Any] | None:

@@ -4,112 +4,97 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hetero_gateway.gateway.dataplane import intake
 from hetero_gateway.gateway.dataplane.realtime_events import ClientEvent, ClientEvents
+from hetero_gateway.http.response import ChunkedBody
+from hetero_gateway.scaleout.picker import stream
+from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fuzz.answers import fuzz_answers
 from tests.fuzz.fuzzing import Findings, bodies_of, fuzz_bodies, fuzz_heads
-from tests.fuzz.key_files import fuzz_keys
 from tests.fuzz.picking import frames_of, fuzz_grpc, fuzz_http2, messages_of
-from tests.fuzz.redis_rows import fuzz_redis
 from tests.fuzz.sink import sink
 from tests.fuzz.websockets import fuzz_websocket
 
 pytestmark = pytest.mark.slow
+Fuzz = Callable[[int, int], Awaitable[Findings]]
 
 
-def assert_none(findings: Findings) -> None:
+async def run(fuzz: Fuzz, count: int, **least: int) -> Findings:
+    """Nothing is found; ``least``: how often each status has come, as s200=20, at the least."""
+    findings = await fuzz(1, count)
     shown = "\n".join(f"{text}: {data[:300]!r}" for text, data in findings.violations[:10])
     assert not findings.violations, shown
+    assert all(findings.statuses[int(s[1:])] > few for s, few in least.items()), findings.statuses
+    return findings
+
+
+async def notices(fuzz: Fuzz, count: int, what: str) -> None:
+    findings = await fuzz(1, count)
+    assert any(what in text for text, _ in findings.violations)
 
 
 async def test_no_body_gets_an_answer_of_5xx_or_hurts_the_next_request() -> None:
-    findings = await fuzz_bodies(seed=1, count=300)
-    assert_none(findings)
-    assert findings.statuses[200] > 20
-    assert findings.statuses[400] > 100
+    await run(fuzz_bodies, 300, s200=20, s400=100)
 
 
 async def test_no_head_gets_through_that_an_instance_could_misread() -> None:
-    findings = await fuzz_heads(seed=1, count=300)
-    assert_none(findings)
-    assert findings.statuses[200] > 20
-    assert findings.statuses[400] > 100
+    await run(fuzz_heads, 300, s200=20, s400=100)
 
 
 async def test_no_frame_or_handshake_of_a_websocket_hurts_another_session() -> None:
-    findings = await fuzz_websocket(seed=1, count=100)
-    assert_none(findings)
-    assert findings.statuses[101] > 40
-
-
-async def test_the_websocket_fuzzer_notices_a_session_that_may_say_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def blind(_: object, message: str | bytes) -> ClientEvent:
-        return ClientEvent(message, 0, 0)
-
-    monkeypatch.setattr(ClientEvents, "read", blind)
-    findings = await fuzz_websocket(seed=1, count=60)
-    assert any("may not pass" in text for text, _ in findings.violations)
+    await run(fuzz_websocket, 100, s101=40)
 
 
 async def test_no_frames_of_a_peer_hurt_another_ones_call() -> None:
-    findings = await fuzz_http2(seed=1, count=150)
-    assert_none(findings)
-    assert findings.statuses[1] > 10
+    findings = await run(fuzz_http2, 150, s1=10)
     assert sum(count for status, count in findings.statuses.items() if status > 100) > 10
 
 
 async def test_no_messages_of_a_peer_hurt_another_ones_call() -> None:
-    findings = await fuzz_grpc(seed=1, count=100)
-    assert_none(findings)
-    assert findings.statuses[1] > 30
+    await run(fuzz_grpc, 100, s1=30)
 
 
-@pytest.mark.parametrize("fuzz", [fuzz_http2, fuzz_grpc])
-async def test_the_fuzzers_notice_a_picker_that_breaks(
-    fuzz: Callable[[int, int], Awaitable[Findings]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise ArithmeticError("spoilt on purpose")
-
-    monkeypatch.setattr("hetero_gateway.scaleout.picker.stream.inbound_of", broken)
-    findings = await fuzz(1, 20)
-    assert any("in the log" in text for text, _ in findings.violations)
+async def test_whatever_an_instance_answers_its_client_gets_http_and_the_next_is_served() -> None:
+    await run(fuzz_answers, 400, s200=50, s502=50)
 
 
-async def test_no_file_of_keys_is_anything_but_read_or_refused_in_words() -> None:
-    findings = await fuzz_keys(seed=1, count=100)
-    assert_none(findings)
-    assert findings.statuses[200] > 1
-    assert findings.statuses[400] > 60
+def broken(*_: object) -> None:
+    raise ArithmeticError("spoilt on purpose")
 
 
-async def test_no_reply_or_row_of_redis_costs_more_than_the_view_of_others() -> None:
-    findings = await fuzz_redis(seed=1, count=200)
-    assert_none(findings)
-    assert min(findings.statuses[each] for each in (200, 400, 503)) > 10
+_feed = ChunkedBody.feed
 
 
-async def test_the_fuzzers_notice_a_traceback_and_rows_that_are_believed(
+@pytest.mark.parametrize(
+    ("fuzz", "count", "spoilt", "name", "by", "found"),
+    [
+        (fuzz_bodies, 30, intake, "parse_body", broken, "answered 500"),
+        (fuzz_heads, 30, intake, "parse_body", broken, "answered 500"),
+        # A session that may say anything.
+        (fuzz_websocket, 60, ClientEvents, "read", lambda _, text: ClientEvent(text, 0, 0),
+         "may not pass"),
+        (fuzz_http2, 20, stream, "inbound_of", broken, "in the log"),
+        (fuzz_grpc, 20, stream, "inbound_of", broken, "in the log"),
+        (fuzz_answers, 60, ChunkedBody, "feed",
+         lambda body, data: _feed(body, data).replace(b"\r\n", b"\n", 1), "not HTTP"),
+    ],
+    ids=("bodies", "heads", "websocket", "http2", "grpc", "answers"),
+)  # fmt: skip
+async def test_a_fuzzer_notices_what_is_spoilt(
+    fuzz: Fuzz, count: int, spoilt: Any, name: str, by: Any, found: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*_: object) -> None:
-        raise ArithmeticError("spoilt on purpose")
-
-    monkeypatch.setattr("hetero_gateway.files.client_keys.KeyConfig.digest", property(broken))
-    findings = await fuzz_keys(1, 100)
-    assert any("ArithmeticError" in text for text, _ in findings.violations)
-    monkeypatch.setattr(
-        "hetero_gateway.core.sharing.belief.Belief.believed", lambda _, rows, doubted: rows
-    )
-    findings = await fuzz_redis(1, 400)
-    assert any("more than two engines hold" in text for text, _ in findings.violations)
+) -> None:  # fmt: skip
+    monkeypatch.setattr(spoilt, name, by)
+    await notices(fuzz, count, found)
 
 
 @pytest.mark.parametrize("drawn_of", [bodies_of, frames_of, messages_of])
@@ -118,18 +103,6 @@ def test_one_seed_draws_the_same(drawn_of: Callable[[int], Callable[[], object]]
     first, again, other = ([draw() for _ in range(50)] for draw in draws)
     assert first == again
     assert first != other
-
-
-@pytest.mark.parametrize("fuzz", [fuzz_bodies, fuzz_heads])
-async def test_the_fuzzers_notice_a_gateway_that_answers_500(
-    fuzz: Callable[[int, int], Awaitable[Findings]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise ArithmeticError("spoilt on purpose")
-
-    monkeypatch.setattr("hetero_gateway.gateway.dataplane.intake.parse_body", broken)
-    findings = await fuzz(1, 30)
-    assert any("answered 500" in text for text, _ in findings.violations)
 
 
 async def test_the_control_paths_never_fail_by_their_own_openapi_document(
@@ -149,14 +122,9 @@ async def test_the_control_paths_never_fail_by_their_own_openapi_document(
                 f"{running.url}/openapi.json", "--seed=1", "--max-examples=5", "--no-color",
                 "--checks=not_a_server_error", "--suppress-health-check=all",
             )  # fmt: skip
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                cwd=tmp_path,
-            )
-            output, _ = await process.communicate()
-            text = output.decode("utf-8", "replace")
-            assert process.returncode == 0, text[-4000:]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, **streams)
+            text = done.stdout
+            assert done.returncode == 0, text[-4000:]
             assert re.search(r"(\d{2,}) generated, \1 passed", text), text[-4000:]
             assert running.settled()

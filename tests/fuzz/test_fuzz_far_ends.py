@@ -1,48 +1,39 @@
-"""Short seeded runs against what instances and API servers answer; scripts/fuzz has longer ones."""
+"""Short seeded runs against what API servers, Redis and files of keys say; scripts/fuzz has more.
+
+What they wait for is not all in the event loop: this is real time.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from hetero_gateway.core.sharing.belief import Belief
+from hetero_gateway.files.client_keys import KeyConfig
 from hetero_gateway.gateway.fleet.sources.kubernetes_objects import ObjectReader
-from hetero_gateway.http.response import ChunkedBody
-from tests.fuzz.answers import fuzz_answers
+from tests.fuzz.key_files import fuzz_keys
 from tests.fuzz.kubernetes import fuzz_kubernetes
-from tests.fuzz.test_fuzz import assert_none
+from tests.fuzz.redis_rows import fuzz_redis
+from tests.fuzz.test_fuzz import broken, notices, run
+
+pytestmark = pytest.mark.slow
 
 
-async def test_whatever_an_instance_answers_its_client_gets_http_and_the_next_is_served() -> None:
-    findings = await fuzz_answers(seed=1, count=400)
-    assert_none(findings)
-    assert findings.statuses[200] > 50
-    assert findings.statuses[502] > 50
+async def test_no_file_of_keys_is_anything_but_read_or_refused_in_words() -> None:
+    await run(fuzz_keys, 100, s200=1, s400=60)
+
+
+async def test_no_reply_or_row_of_redis_costs_more_than_the_view_of_others() -> None:
+    await run(fuzz_redis, 200, s200=10, s400=10, s503=10)
 
 
 async def test_whatever_an_api_server_says_the_next_good_list_is_read() -> None:
-    findings = await fuzz_kubernetes(seed=1, count=1500)
-    assert_none(findings)
-    assert findings.statuses[400] > 20
+    await run(fuzz_kubernetes, 1500, s400=20)
 
 
-async def test_an_answer_that_breaks_the_gateway_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    feed = ChunkedBody.feed
-
-    def spoilt(self: ChunkedBody, data: bytes) -> bytes:
-        return feed(self, data).replace(b"\r\n", b"\n", 1)
-
-    monkeypatch.setattr(ChunkedBody, "feed", spoilt)
-    findings = await fuzz_answers(seed=1, count=60)
-    assert any("not HTTP" in text for text, _ in findings.violations)
-
-
-async def test_a_document_that_breaks_the_source_is_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(self: ObjectReader, line: bytes) -> None:
-        raise ArithmeticError("spoilt on purpose")
-
+async def test_a_fuzzer_notices_what_is_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyConfig, "digest", property(broken))
+    await notices(fuzz_keys, 100, "ArithmeticError")
+    monkeypatch.setattr(Belief, "believed", lambda _, rows, doubted: rows)
+    await notices(fuzz_redis, 400, "more than two engines hold")
     monkeypatch.setattr(ObjectReader, "event", broken)
-    findings = await fuzz_kubernetes(seed=1, count=100)
-    assert any("spoilt on purpose" in text for text, _ in findings.violations)
+    await notices(fuzz_kubernetes, 100, "spoilt on purpose")

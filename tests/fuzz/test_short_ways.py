@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_gateway.gateway.admission import clients
-from hetero_gateway.gateway.request import body_fields
-from hetero_gateway.gateway.request.folding import Folded, Steps
+from hetero_gateway.gateway.request import prompts
 from hetero_gateway.http import chunks, upstream
 from hetero_gateway.http.protocol import EngineProtocol
 from tests.fuzz.short_ways import SHORT_WAYS
@@ -66,14 +65,9 @@ def _any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "whole_chunk_length", lambda start: Equal())
 
 
-def _cut_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    fold = body_fields.fold
-
-    def spoilt(body: bytes) -> Steps[Folded]:
-        short, cuts, items = yield from fold(body)
-        return Folded(short, cuts, items[1:])
-
-    monkeypatch.setattr(body_fields, "fold", spoilt)
+def _without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    places_of = prompts.places_of
+    monkeypatch.setattr(prompts, "places_of", lambda *array: places_of(*array)[1:])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +77,7 @@ def _cut_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
         ("credentials", _known_key_first),
         ("requests", _whole_too_soon),
         ("answers", _any_chunk),
-        ("bodies", _cut_too_much),
+        ("bodies", _without_the_first),
     ],
 )
 def test_a_short_way_that_reads_otherwise_is_noticed(

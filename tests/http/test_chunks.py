@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http import chunks
-from hetero_gateway.http.chunks import ChunkedBody
+from hetero_gateway.http.chunks import ChunkDecoder
 from hetero_gateway.http.heads import MAX_FIELDS
 
 
 def read(data: bytes, step: int = 10**9) -> tuple[bytes, bytes, bool]:
     """(body, what is behind it, whether it is complete), fed in pieces."""
-    body, parts, at = ChunkedBody(), [], 0
+    body, parts, at = ChunkDecoder(), [], 0
     while at < len(data):
         rest = data[at : at + step]
         at += step
@@ -132,7 +132,7 @@ def test_what_is_accepted_another_parser_reads_in_the_same_way(data: bytes) -> N
 @pytest.mark.parametrize("chunk", [b"1\r\na\r\n", b"1;x\r\na\r\n"])
 def test_a_step_takes_so_many_chunks_and_no_more(chunk: bytes) -> None:
     most = chunks._CHUNKS_PER_STEP + chunks._OTHERS_PER_STEP
-    body, rest, size = ChunkedBody(), chunk * 3 * most, 0
+    body, rest, size = ChunkDecoder(), chunk * 3 * most, 0
     while rest:
         part, rest = body.feed(rest)
         assert 0 < len(part) <= most

@@ -64,44 +64,32 @@ def test_attention_is_of_the_longest_prompt_or_of_each_one():
 
 
 @given(lengths, capacities)
-def test_it_is_the_printed_algorithm(requests, capacity):
-    batches, total_time_s = as_printed(requests, capacity)
-    result = estimate(requests, kv_capacity_tokens=capacity)
-    assert isinstance(result, BatchEstimate)
-    assert result.batch_sizes == batches
-    assert result.total_time_s == pytest.approx(total_time_s)
-
-
-@given(lengths, capacities)
-def test_unpadded_has_the_same_batches_and_never_takes_longer(requests, capacity):
-    padded = estimate(requests, kv_capacity_tokens=capacity)
-    unpadded = estimate(requests, kv_capacity_tokens=capacity, estimator="unpadded")
-    assert unpadded.batch_sizes == padded.batch_sizes
-    assert unpadded.total_time_s == pytest.approx(as_printed(requests, capacity, padded=False)[1])
-    assert unpadded.total_time_s <= padded.total_time_s * (1 + 1e-12)
-
-
-@given(lengths, capacities)
-def test_every_request_is_in_one_batch_that_fits(requests, capacity):
-    sizes = estimate(requests, kv_capacity_tokens=capacity).batch_sizes
-    assert sum(sizes) == len(requests)
+def test_it_is_the_printed_algorithm_and_unpadded_never_takes_longer(requests, capacity):
+    results = {}
+    for estimator in ("paper", "unpadded"):
+        batches, total_time_s = as_printed(requests, capacity, padded=estimator == "paper")
+        result = estimate(requests, kv_capacity_tokens=capacity, estimator=estimator)
+        assert isinstance(result, BatchEstimate)
+        assert result.batch_sizes == batches
+        assert result.total_time_s == pytest.approx(total_time_s)
+        results[estimator] = result
+    assert results["unpadded"].total_time_s <= results["paper"].total_time_s * (1 + 1e-12)
+    assert sum(batches) == len(requests)
     begin = 0
-    for size in sizes:
+    for size in batches:
         batch = requests[begin : begin + size]
         assert sum(i for i, _ in batch) + size * max(o for _, o in batch) <= capacity
         begin += size
 
 
-def test_a_batch_is_padded_to_its_longest_prompt_and_output():
-    result = estimate([(10, 40), (100, 20)])
+@pytest.mark.parametrize(("estimator", "prompt"), [("paper", 100), ("unpadded", 55)])
+def test_a_batch_is_padded_to_its_longest_output_and_to_its_longest_prompt_or_the_mean(
+    estimator, prompt
+):
+    result = estimate([(10, 40), (100, 20)], estimator=estimator)
     assert result.batch_sizes == (2,)
-    assert result.total_time_s == pytest.approx(
-        prefill_time_s(CONSTANTS, 2, 100) + decode_time_s(CONSTANTS, 2, 100, 40)
-    )
-    unpadded = estimate([(10, 40), (100, 20)], estimator="unpadded")
-    assert unpadded.total_time_s == pytest.approx(
-        prefill_time_s(CONSTANTS, 2, 55) + decode_time_s(CONSTANTS, 2, 55, 40)
-    )
+    times_s = prefill_time_s(CONSTANTS, 2, prompt), decode_time_s(CONSTANTS, 2, prompt, 40)
+    assert result.total_time_s == pytest.approx(sum(times_s))
 
 
 def test_the_last_request_is_batched_and_the_loop_ends():

@@ -9,14 +9,15 @@ import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.plan_request import load_request
-from hetero_gateway.planner.accelerators import GIB, accelerator
+from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.allocation import best_sums
 from hetero_gateway.planner.expert_parallel import expert_parallel_times
 from hetero_gateway.planner.further_sizes import across, within
 from hetero_gateway.planner.layouts import group_machines, machine_layouts
 from hetero_gateway.planner.memory import EngineOptions, estimate_memory
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import Machine, Plan
@@ -36,13 +37,11 @@ def weights(model, card, size):
     return sum(p.bytes_per_accelerator for p in memory.parts if p.name == "weights")
 
 
-def test_a_plain_size_has_the_memory_it_had() -> None:
-    for t in (1, 2, 4):
+def test_the_fullest_stage_decides() -> None:
+    for t in (1, 2, 4):  # a plain size has one
         card = accelerator("H100")
         assert instance_memory(LARGE, card, t, TOLD) == estimate_memory(LARGE, card, t, TOLD)
-
-
-def test_the_fullest_stage_decides() -> None:
+    assert 30 * GIB < weights(LARGE, "L40S", Size(1, 4)) < 35 * GIB
     # 80 layers over 3 stages are 26, 27, 27; the last has the output layer.
     layer = LARGE.layer_weights / LARGE.layers * 2
     table = LARGE.output_weights * 2
@@ -90,12 +89,7 @@ def test_a_round_of_a_pipeline_costs_what_its_stages_do() -> None:
     assert two.constants.p1 < base.constants.p1
     assert two.constants.p8 > base.constants.p8
     assert two.source["pipeline_parallel"] == 2
-
-
-def test_a_slow_network_makes_rounds_longer() -> None:
-    card = accelerator("L40S")
-    base = roofline_profile(card, LARGE, 2, 256, 60_000)
-    assert base is not None
+    # A slow network makes rounds longer.
     size = Size(2, 2, machines=2)
     fast, slow, far = (
         decode_step_time_s(pipelined_profile(base, LARGE, card, size, n).constants, 128, 600)
@@ -117,13 +111,15 @@ def test_spread_experts_read_fewer_weights_and_pay_all_to_all() -> None:
 
 
 def test_vllms_rules() -> None:
-    mamba = dataclasses.replace(SMALL, family="mamba2")
-    assert "no pipeline" in str(refusal(mamba, Size(1, 2)))
-    assert "do not fill" in str(refusal(model_card("Llama-3.2-1B"), Size(1, 17)))
-    assert "no experts" in str(refusal(SMALL, Size(2, experts=True)))
-    assert "instances of their own" in str(refusal(EXPERTS, Size(1, data=2)))
+    for model, size, why in (
+        (dataclasses.replace(SMALL, family="mamba2"), Size(1, 2), "no pipeline"),
+        (model_card("Llama-3.2-1B"), Size(1, 17), "do not fill"),
+        (SMALL, Size(2, experts=True), "no experts"),
+        (EXPERTS, Size(1, data=2), "instances of their own"),
+        (LARGE, Size(3, 2), "heads"),
+    ):
+        assert why in str(refusal(model, size))
     assert refusal(LARGE, Size(2, 3)) is None
-    assert "heads" in str(refusal(LARGE, Size(3, 2)))
     # Its experts of 1536 over 8 are no whole blocks of fp8; whole experts are.
     blocks = model_card("Qwen/Qwen3-235B-A22B-FP8")
     assert "block" in str(refusal(blocks, 8))
@@ -138,16 +134,14 @@ def test_what_is_asked_about() -> None:
     assert Size(1, 6, machines=3) in found
 
 
-def test_an_instance_over_machines_takes_all_of_each() -> None:
-    wide = Size(2, 2, machines=2)
-    assert machine_layouts(2, [wide]) == [(wide,)]
-    assert (wide,) not in machine_layouts(4, [2, wide])
+def asked(tmp_path: Path, text: str) -> Question:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"max_model_len: 4096\n{text}")
+    return load_request(path).question
 
 
 def planned(tmp_path: Path, text: str) -> Plan:
-    path = tmp_path / "plan.yaml"
-    path.write_text(f"max_model_len: 4096\n{text}")
-    return search(load_request(path).question)
+    return search(asked(tmp_path, text))
 
 
 TWO = "machines: [{id: a, accelerator: L40S, count: 2, copies: 2}]\n"
@@ -168,8 +162,10 @@ def test_a_model_that_fits_no_machine_stretches_over_two(tmp_path: Path) -> None
     assert any("stages" in note for note in plan.notes)
 
 
-def test_the_machine_that_is_left_over_stays_out() -> None:
+def test_an_instance_over_machines_takes_all_of_each_and_what_is_left_over_stays_out() -> None:
     wide: tuple[int, ...] = (Size(2, 2, machines=2),)
+    assert machine_layouts(2, wide) == [wide]
+    assert wide not in machine_layouts(4, [2, *wide])
     (group,) = group_machines([Machine(f"a-{i}", "L40S", 2) for i in range(5)])
     assert best_sums([group], {group: {wide: 10.0}}, 3) == [(((wide, 4),),)]
     # Four machines at 10 each are worth less than five at 9.
@@ -192,10 +188,8 @@ def test_stages_win_where_an_all_reduce_is_slow(tmp_path: Path) -> None:
         tmp_path, "model: Llama-3.3-70B-AWQ\nmachines: [{id: a, accelerator: A10G, count: 4}]\n"
     )
     assert plan.best.layouts["a"] == (Size(2, 2),)
-    fast = planned(
-        tmp_path,
-        "model: Llama-3.3-70B-AWQ\nmachines: [{id: a, accelerator: A100-40GB-SXM, count: 4}]\n",
-    )
+    nvlink = "machines: [{id: a, accelerator: A100-40GB-SXM, count: 4}]\n"
+    fast = planned(tmp_path, f"model: Llama-3.3-70B-AWQ\n{nvlink}")
     assert all(Size(t).plain for layout in fast.best.layouts.values() for t in layout)
 
 
@@ -205,21 +199,9 @@ def test_a_network_says_how_fast_it_is_once(tmp_path: Path) -> None:
             planned(tmp_path, f"model: Llama-3.1-8B\n{TWO}network: {network}\n")
 
 
-def test_weights_of_a_stage_are_gib_of_a_card() -> None:
-    assert 30 * GIB < weights(LARGE, "L40S", Size(1, 4)) < 35 * GIB
-
-
 def test_what_nobody_measured_does_not_win_by_a_little(tmp_path: Path) -> None:
     plan = planned(tmp_path, "model: gpt-oss-20b\nmachines: [{id: a, accelerator: H100, count: 2}]")
     assert all(Size(t).plain for t in plan.best.layouts["a"])
     # Where it is worth much, it does: a latent vector is held once, not eight times.
-    wide = load_plan(
-        tmp_path, "model: DeepSeek-V3\nmachines: [{id: a, accelerator: H200, count: 8}]"
-    )
+    wide = asked(tmp_path, "model: DeepSeek-V3\nmachines: [{id: a, accelerator: H200, count: 8}]")
     assert Size(1, data=8, experts=True) in {size for _, size in wide.types}
-
-
-def load_plan(tmp_path: Path, text: str) -> Question:
-    path = tmp_path / "plan.yaml"
-    path.write_text(f"max_model_len: 4096\n{text}")
-    return load_request(path).question

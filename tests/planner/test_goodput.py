@@ -8,28 +8,18 @@ import math
 import pytest
 
 from hetero_gateway.core.policies.slo import Slo
-from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner import trials
-from hetero_gateway.planner.goals import HEADROOM, Goals
-from hetero_gateway.planner.goodput import find_goodput
+from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
 from hetero_gateway.planner.plan import Candidate, Figures, Machine, Plan
-from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
-from hetero_gateway.sim import alone
+from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
-from tests.fakes.planning import LENGTHS, Types, types_of
+from tests.fakes.planning import LENGTHS, Types, short_runs, types_of  # noqa: F401 - a fixture
 
 ONE_MACHINE = (Machine("m", "gpu", 4, 1.5),)
 # Large instances take shorter steps, and one alone more sequences than the limit allows.
 TYPES = types_of("gpu", kv_tokens=60_000, all_reduce_s=5e-4)
 TIGHT, LOOSE = Slo(2.0, 0.015), Slo(10.0, 0.2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_runs():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alone, "_REQUESTS", 1000)
-        yield
 
 
 def plan(
@@ -68,17 +58,15 @@ def test_a_limit_of_a_percentile_counts_too() -> None:
 def exhaustive(slo: Slo) -> dict[tuple[int, ...], float]:
     """Requests/s of each equal layout, by trials of every rate in hundredths."""
     mix, engines, goals = Mix.of(LENGTHS, 0), Engines(), Goals("goodput", slo=slo)
+    trials = Trials("capacity-weighted", engines, 600, slo=slo)
     result = {}
     for (_, t), found in TYPES.items():
         its = {found.profile: run_alone(found.profile, mix, engines)}
-        system = trials.reduced({found.profile: 4 // t}, its, 600)
-        full = trials.saturate(system, "capacity-weighted", mix, engines, 600, compiled=False)
-        most = full.tokens_per_s / (1 + HEADROOM) / (mix.mean_prompt + mix.mean_output)
+        system = reduced({found.profile: 4 // t}, its, 600)
+        most = trials.saturate(system, mix).tokens_per_s / (1 + HEADROOM) / mix.mean_tokens
         held = [0.0]
         for step in range(5, 101, 5):
-            seen = trials.hold(
-                system, "capacity-weighted", mix, engines, most * step / 100, 600, False, slo
-            )
+            seen = trials.hold(system, mix, most * step / 100)
             if seen is None or goals.missed(seen):
                 break
             held.append(most * step / 100)
@@ -150,21 +138,3 @@ def test_what_misses_the_share_says_so() -> None:
     assert missed
     assert all("of the requests within TTFT 2 s, TPOT 15 ms, under 95 %" in c.why_not
                for c in missed)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("goals", "message"),
-    [
-        (Goals("goodput"), "needs limits"),
-        (Goals("throughput", slo=TIGHT), "goodput"),
-        (Goals("fewest", slo=TIGHT), "rate"),
-    ],
-)
-def test_what_is_lacking_is_one_line(goals: Goals, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        plan(goals)
-
-
-def test_limits_that_nothing_keeps_are_told() -> None:
-    with pytest.raises(NoPlan, match=r"95 % within TTFT 2 s, TPOT 0\.01 ms"):
-        plan(Goals("goodput", slo=Slo(2.0, 1e-5)))

@@ -1,36 +1,18 @@
 """Model cards against published counts, and config.json of the families that vLLM serves."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.models import MODEL_CARDS, model_card, model_from_config
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import MODEL_CARDS, model_card
 
 GIB = 2**30
 
 # Billions, as the models' own pages have them (the sum of their checkpoints' tensors).
-PUBLISHED = {
-    "Llama-2-7B": 6.738, "Llama-2-13B": 13.016, "Llama-2-70B": 68.977, "CodeLlama-7B": 6.739,
-    "Llama-3-8B": 8.030, "Llama-3-70B": 70.554, "Llama-3.1-8B": 8.030, "Llama-3.1-70B": 70.554,
-    "Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213, "Llama-3.3-70B": 70.554,
-    "Qwen2.5-0.5B": 0.494, "Qwen2.5-1.5B": 1.544, "Qwen2.5-3B": 3.086, "Qwen2.5-7B": 7.616,
-    "Qwen2.5-14B": 14.770, "Qwen2.5-32B": 32.764, "Qwen2.5-72B": 72.706,
-    "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.721, "Qwen3-4B": 4.022, "Qwen3-8B": 8.191,
-    "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Qwen3-30B-A3B": 30.532, "Qwen3-235B-A22B": 235.094,
-    "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616,
-    "DeepSeek-R1-Distill-Qwen-14B": 14.770, "DeepSeek-R1-Distill-Qwen-32B": 32.764,
-    "DeepSeek-R1-Distill-Llama-8B": 8.030, "DeepSeek-R1-Distill-Llama-70B": 70.554,
-    "Mistral-7B": 7.248, "Mistral-Nemo-12B": 12.248, "Mistral-Small-24B": 23.572,
-    "Mixtral-8x7B": 46.703, "Mixtral-8x22B": 140.630,
-    "gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.227,
-    "granite-3.1-2b": 2.534, "granite-3.1-8b": 8.171, "granite-3.3-8b": 8.171,
-    "phi-2": 2.780, "Phi-3-mini": 3.821, "phi-4": 14.660, "Phi-4-mini": 3.836,
-    "Llama-3.1-405B": 405.85, "Qwen3-4B-2507": 4.022, "Qwen3-30B-A3B-2507": 30.532,
-    "Qwen3-Coder-30B-A3B": 30.532, "Qwen3-Coder-480B-A35B": 480.155,
-    "Qwen3-235B-A22B-2507": 235.094, "Qwen3-Next-80B-A3B": 79.674,
-    "gpt-oss-20b": 20.915, "gpt-oss-120b": 116.829, "DeepSeek-V3": 671.026,
-    "DeepSeek-V3-0324": 671.026, "DeepSeek-V3.1": 671.026, "DeepSeek-R1": 671.026,
-    "gemma-3-1b": 1.000, "gemma-3-4b": 4.300, "gemma-3-12b": 12.187, "gemma-3-27b": 27.432,
-}  # fmt: skip
+PUBLISHED = json.loads(Path(__file__).with_name("published_cards.json").read_text())
 
 
 def test_every_card_has_the_published_number_of_parameters():
@@ -52,6 +34,8 @@ def config(**changes):
 
 def test_a_config_gives_what_the_card_holds():
     assert model_from_config(config(), name="Llama-3-8B") == model_card("Llama-3-8B")
+    # Without KV heads every head is one.
+    assert model_from_config(config(num_key_value_heads=...), name="m").kv_heads == 32
 
 
 @pytest.mark.parametrize(
@@ -67,10 +51,6 @@ def test_a_missing_field_is_named(field):
 def test_a_field_of_no_use_is_named_with_its_value(value):
     with pytest.raises(ConfigError, match="num_hidden_layers is"):
         model_from_config(config(num_hidden_layers=value), name="mine")
-
-
-def test_without_kv_heads_every_head_is_one():
-    assert model_from_config(config(num_key_value_heads=...), name="m").kv_heads == 32
 
 
 def test_the_dtype_is_the_files_unless_told_otherwise():
@@ -110,18 +90,12 @@ def test_kv_matrices_are_copied_where_accelerators_outnumber_the_kv_heads():
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, "gptq", 4),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", 4),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
-            },
-            "compressed-tensors",
-            8,
-        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {
+            "num_bits": 8, "type": "int"}}}}, "compressed-tensors", 8),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", 4),
         ({"quant_method": "mxfp4"}, "mxfp4", 4.25),
     ],
-)
+)  # fmt: skip
 def test_a_quantised_checkpoint_keeps_its_embeddings_wide(stored, method, bits):
     model = model_from_config(config(quantization_config=stored), name="m")
     assert (model.quantization.method, model.quantization.bits) == (method, bits)
@@ -184,18 +158,11 @@ def test_shared_experts_and_dense_layers_count():
         ({"model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 32}, "sliding"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 32}, "hybrid"),
-        (
-            {
-                "model_type": "gpt_oss",
-                "num_local_experts": 32,
-                "num_experts_per_tok": 4,
-                "sliding_window": 128,
-                "layer_types": ["sliding_attention", "full_attention"] * 16,
-            },
-            "sliding",
-        ),
+        ({"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4,
+          "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 16},
+         "sliding"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_modelled_is_said(changes, word):
     found = model_from_config(config(**changes), name="m").unmodelled
     assert any(word in doubt.what for doubt in found)
@@ -219,35 +186,40 @@ def test_of_a_multimodal_model_the_text_part_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        ("llama-3-8b", "Llama-3-8B"),
-        ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-8B"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
-        ("Qwen/Qwen2.5-14B-Instruct", "Qwen2.5-14B"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B"),
-        ("google/gemma-2-9b-it", "gemma-2-9b"),
-        ("deepseek-r1-distill-qwen-14b", "DeepSeek-R1-Distill-Qwen-14B"),
-    ],
-)
-def test_a_card_is_found_by_what_people_call_it(said, meant):
-    assert model_card(said).name == meant
-
-
-@pytest.mark.parametrize(
     ("said", "meant", "method", "bits"),
     [
+        ("llama-3-8b", "Llama-3-8B", None, 0),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-8B", None, 0),
+        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B", None, 0),
+        ("Qwen/Qwen2.5-14B-Instruct", "Qwen2.5-14B", None, 0),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B", None, 0),
+        ("google/gemma-2-9b-it", "gemma-2-9b", None, 0),
+        ("deepseek-r1-distill-qwen-14b", "DeepSeek-R1-Distill-Qwen-14B", None, 0),
+        ("google/gemma-3-27b-it", "gemma-3-27b", None, 0),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B-2507", None, 0),
+        ("Qwen/Qwen3-4B-Thinking-2507", "Qwen3-4B-2507", None, 0),
+        ("microsoft/Phi-4-mini-instruct", "Phi-4-mini", None, 0),
+        ("meta-llama/Llama-3.1-405B-Instruct", "Llama-3.1-405B", None, 0),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "Mistral-Small-24B", None, 0),
+        # A quantised checkpoint is known by its suffix, or by what its publisher stores it in.
         ("Qwen/Qwen2.5-72B-Instruct-AWQ", "Qwen2.5-72B", "awq", 4),
         ("Qwen/Qwen2.5-14B-Instruct-GPTQ-Int8", "Qwen2.5-14B", "compressed-tensors", 8),
         ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", "Llama-3.1-8B",
          "compressed-tensors", 4),
         ("neuralmagic/Meta-Llama-3-70B-Instruct-FP8", "Llama-3-70B", "fp8", 8),
+        ("openai/gpt-oss-20b", "gpt-oss-20b", "mxfp4", 4.25),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8", "Qwen3-Coder-30B-A3B", "fp8", 8),
+        ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3", "fp8", 8),
+        ("deepseek-ai/DeepSeek-R1-0528", "DeepSeek-R1", "fp8", 8),
+        ("unsloth/Llama-3.2-3B-Instruct-bnb-4bit", "Llama-3.2-3B", "bitsandbytes", 4),
+        ("nvidia/DeepSeek-R1-NVFP4", "DeepSeek-R1", "modelopt_fp4", 4.5),
     ],
 )  # fmt: skip
-def test_a_quantised_checkpoint_is_known_by_its_suffix(said, meant, method, bits):
+def test_a_card_is_found_by_what_people_call_it(said, meant, method, bits):
     model = model_card(said)
     assert model.name == meant
-    assert (model.quantization.method, model.quantization.bits) == (method, bits)
+    stored = model.quantization
+    assert (stored.method, stored.bits) == (method, bits) if method else stored is None
     # What is said beside the name counts more.
     assert model_card(said, quantization="none").quantization is None
 

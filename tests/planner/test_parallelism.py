@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero_gateway.planner.accelerators import accelerator
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.model_shape import Quantization
-from hetero_gateway.planner.models import model_card, model_from_config
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from tests.planner.asked_sizes import SIZES, small
 

@@ -12,26 +12,18 @@ from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.present import simulate_present
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import reduced, saturate
-from hetero_gateway.sim import alone
+from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, mix_moments, run_once
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.prefixes import KnownText, Run
 from hetero_gateway.sim.workload import TraceLengths
-from tests.fakes.planning import instance_type, types_of
+from tests.fakes.planning import instance_type, short_runs, types_of  # noqa: F401 - a fixture
 
 BLOCK_TOKENS = 16
 MACHINES = (Machine("m", "gpu", 4),)
 REQUESTS = 600
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_runs():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alone, "_REQUESTS", 800)
-        yield
 
 
 def trace(*, shared: bool, rows: int = 800, sessions: int = 60) -> OrderedTrace:
@@ -117,8 +109,8 @@ def test_what_a_smaller_system_stands_for_has_as_many_hits():
     mix = Mix.of(SHARED, 0)
     plain = {profile: run_alone(profile, mix, Engines())}
     found = {
-        requests: saturate(
-            reduced({profile: 16}, plain, requests), "finish-time", mix, Engines(), requests, False
+        requests: Trials("finish-time", Engines(), requests).saturate(
+            reduced({profile: 16}, plain, requests), mix
         )
         for requests in (300, 4000)
     }

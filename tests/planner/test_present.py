@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner import comparison
+from hetero_gateway.planner import present as presents
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.models import model_card
 from hetero_gateway.planner.plan import Machine, Unfit
 from hetero_gateway.planner.present import (
     Present,
@@ -19,7 +21,6 @@ from hetero_gateway.planner.present import (
     aligned,
     capacity_notes,
     observed_profiles,
-    place,
     simulate_present,
     with_running_types,
 )
@@ -39,6 +40,10 @@ def running(
     return Running(name, host, profile(accelerator, size), **more)
 
 
+def place(seen: list[Running], machines=MACHINES) -> Present:
+    return presents.place(seen, machines, MODEL, accelerator)
+
+
 def slower(running: Running, factor: float) -> Running:
     assert running.profile is not None
     constants = running.profile.constants.scaled(factor)
@@ -50,22 +55,25 @@ def layouts(present: Present) -> dict[str, tuple[int, ...]]:
     return {machine: layout for machine, layout in present.layouts.items() if layout}
 
 
-def test_instances_fill_machines_of_their_accelerator_the_largest_first():
-    seen = [running("x", 1), running("y", 4), running("z", 2), running("w", 1, A800)]
-    found = place(seen, MACHINES, MODEL)
-    assert layouts(found) == {"box-a": (4,), "box-b": (2, 1), "a800": (1,)}
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        # The largest first.
+        (
+            [running("x", 1), running("y", 4), running("z", 2), running("w", 1, A800)],
+            {"box-a": (4,), "box-b": (2, 1), "a800": (1,)},
+        ),
+        # A machine of the same name comes first.
+        ([running("box-b-tp2-0", 2)], {"box-b": (2,)}),
+        ([running("other", 2, host="box-b")], {"box-b": (2,)}),
+        # Another spelling is the same accelerator.
+        ([running("x", 1, "v100-32gb nvlink2")], {"box-a": (1,)}),
+    ],
+)
+def test_instances_fill_machines_of_their_accelerator(seen, expected):
+    found = place(seen)
+    assert layouts(found) == expected
     assert not found.left_out
-
-
-@pytest.mark.parametrize("name", ["box-b-tp2-0", "other"])
-def test_a_machine_of_the_same_name_comes_first(name):
-    host = "10.0.0.1" if name.startswith("box-b") else "box-b"
-    assert layouts(place([running(name, 2, host=host)], MACHINES, MODEL)) == {"box-b": (2,)}
-
-
-def test_another_spelling_of_an_accelerator_is_the_same():
-    seen = dataclasses.replace(running("x", 1), profile=profile("v100-32gb nvlink2", 1))
-    assert layouts(place([seen], MACHINES, MODEL)) == {"box-a": (1,)}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,7 @@ def test_another_spelling_of_an_accelerator_is_the_same():
 )
 def test_what_cannot_be_placed_is_left_out_with_the_reason(changes, reason):
     odd = dataclasses.replace(running("odd", 1), **changes)
-    found = place([odd, running("good", 1)], MACHINES, MODEL)
+    found = place([odd, running("good", 1)])
     assert layouts(found) == {"box-a": (1,)}
     ((name, why),) = found.left_out
     assert name == "odd"
@@ -94,7 +102,7 @@ def types(*keys):
 
 def test_what_was_observed_takes_the_place_of_what_was_believed():
     seen = [slower(running("x", 1), 1.5), slower(running("y", 1), 2.5)]
-    found = observed_profiles(place(seen, MACHINES, MODEL), types((V100, 1)), MODEL, 200.0, 100.0)
+    found = observed_profiles(place(seen), types((V100, 1)), MODEL, 200.0, 100.0)
     (observed,) = found
     believed = profile(V100, 1)
     assert observed.constants.p8 == pytest.approx(2.0 * believed.constants.p8)  # their mean
@@ -103,7 +111,7 @@ def test_what_was_observed_takes_the_place_of_what_was_believed():
 
 
 def test_a_size_that_was_not_tried_is_scaled_like_the_one_that_was():
-    present = place([slower(running("x", 1), 3.0)], MACHINES, MODEL)
+    present = place([slower(running("x", 1), 3.0)])
     believed = types((V100, 1), (V100, 2), (A800, 1))
     found = {p.name: p for p in observed_profiles(present, believed, MODEL, 200.0, 100.0)}
     assert set(found) == {f"{V100}/Llama-3-8B/tp1", f"{V100}/Llama-3-8B/tp2"}
@@ -116,7 +124,7 @@ def test_a_size_that_was_not_tried_is_scaled_like_the_one_that_was():
 
 
 def test_what_runs_as_believed_scales_nothing():
-    present = place([running("x", 1)], MACHINES, MODEL)
+    present = place([running("x", 1)])
     (only,) = observed_profiles(present, types((V100, 1), (V100, 2)), MODEL, 200.0, 100.0)
     assert only.tensor_parallel == 1
     assert only.source["how"] == "derived"
@@ -132,7 +140,7 @@ def question(of, machines=MACHINES, **changes) -> Question:
 
 
 def test_a_type_that_runs_can_be_deployed_whatever_the_memory_model_says():
-    present = place([running("x", 1, kv_capacity_tokens=5000)], MACHINES, MODEL)
+    present = place([running("x", 1, kv_capacity_tokens=5000)])
     unfit = (Unfit(V100, 1, "too small"), Unfit(V100, 2, "too small"))
     asked = question(types((A800, 1)), unfit=unfit)
     found = with_running_types(asked, present, MODEL)
@@ -145,15 +153,8 @@ def test_a_type_that_runs_can_be_deployed_whatever_the_memory_model_says():
 def test_an_engine_with_another_cache_than_modelled_is_told():
     believed = types((V100, 1))
     tokens = believed[V100, 1].memory.kv_capacity_tokens
-    placed = place(
-        [
-            running("as-modelled", 1, kv_capacity_tokens=int(tokens * 1.05)),
-            running("half", 1, kv_capacity_tokens=tokens // 2),
-            running("silent", 1),
-        ],
-        MACHINES,
-        MODEL,
-    )
+    reported = {"as-modelled": int(tokens * 1.05), "half": tokens // 2, "silent": None}
+    placed = place([running(name, 1, kv_capacity_tokens=n) for name, n in reported.items()])
     (note,) = capacity_notes(placed, believed)
     assert note.startswith("half reports")
 
@@ -187,12 +188,8 @@ def test_equal_machines_are_changed_as_little_as_can_be():
     now = {"a": (1, 1), "b": (2,), "c": (2,)}
     found = aligned(planned.best, planned.machines, now)
     assert found.layouts == {"a": (1, 1), "b": (2,), "c": (1, 1)}
-    assert sorted(found.layouts.values()) == sorted(planned.best.layouts.values())
-
-
-def test_unequal_machines_keep_their_layouts():
+    # Unequal ones keep their layouts.
     planned = plan({"a": (V100, 2, (2,)), "b": (V100, 4, (1, 1, 1, 1))})
-    now = {"a": (1, 1), "b": (2,)}
     assert aligned(planned.best, planned.machines, now).layouts == planned.best.layouts
 
 

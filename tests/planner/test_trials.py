@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hetero_gateway.planner.trials import System, hold, hold_alone, reduced, saturate
+from hetero_gateway.planner.trials import System, Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 from tests.fakes.planning import LENGTHS, instance_type
@@ -17,7 +17,7 @@ def test_equal_instances_do_as_much_as_one_does_times_their_number():
     profile = instance_type().profile
     alone = run_alone(profile, MIX, ENGINES)
     system = System(((profile, 4),), 4 * alone.batch)
-    together = saturate(system, "round-robin", MIX, ENGINES, 3000, False)
+    together = Trials("round-robin", ENGINES, 3000).saturate(system, MIX)
     assert together.tokens_per_s == pytest.approx(4 * alone.tokens_per_s, rel=0.04)
 
 
@@ -27,7 +27,7 @@ def test_instances_that_prefill_most_of_the_time_are_not_counted_twice():
     alone = run_alone(profile, mix, ENGINES)
     assert alone.batch < 0.5 * mix.batch(profile)
     system = reduced({profile: 4}, {profile: alone}, 2400)
-    together = saturate(system, "round-robin", mix, ENGINES, 2400, False)
+    together = Trials("round-robin", ENGINES, 2400).saturate(system, mix)
     assert together.tokens_per_s == pytest.approx(4 * alone.tokens_per_s, rel=0.04)
 
 
@@ -38,7 +38,7 @@ def test_a_smaller_system_stands_for_a_large_one():
     counts = dict(system.instances)
     assert 1 <= counts[slow] < 40
     assert counts[fast] == pytest.approx(2 * counts[slow], abs=1)
-    told = saturate(system, "finish-time", MIX, ENGINES, 2000, False)
+    told = Trials("finish-time", ENGINES, 2000).saturate(system, MIX)
     expected = 40 * alone[slow].tokens_per_s + 80 * alone[fast].tokens_per_s
     assert told.tokens_per_s == pytest.approx(expected, rel=0.1)
 
@@ -47,7 +47,7 @@ def test_round_robin_wastes_the_faster_instances():
     slow, fast = instance_type().profile, instance_type("fast", speed=4.0).profile
     system = System(((slow, 1), (fast, 1)), 2 * MIX.batch(slow))
     both = {
-        policy: saturate(system, policy, MIX, ENGINES, 2000, False).tokens_per_s
+        policy: Trials(policy, ENGINES, 2000).saturate(system, MIX).tokens_per_s
         for policy in ("round-robin", "finish-time")
     }
     assert both["round-robin"] < 0.85 * both["finish-time"]
@@ -56,15 +56,12 @@ def test_round_robin_wastes_the_faster_instances():
 def test_at_a_low_rate_everything_that_comes_is_done_at_once():
     profile = instance_type().profile
     rate = 0.2 * run_alone(profile, MIX, ENGINES).tokens_per_s
-    rate /= MIX.mean_prompt + MIX.mean_output
-    alone = hold_alone(profile, MIX, ENGINES, rate)
-    system = hold(
-        System(((profile, 1),), MIX.batch(profile)), "finish-time", MIX, ENGINES, rate, 1000, False
-    )
+    rate /= MIX.mean_tokens
+    trials = Trials("finish-time", ENGINES, 1000)
+    alone = trials.hold_alone(profile, MIX, rate)
+    system = trials.hold(System(((profile, 1),), MIX.batch(profile)), MIX, rate)
     for figures in (alone, system):
-        assert figures.tokens_per_s == pytest.approx(
-            rate * (MIX.mean_prompt + MIX.mean_output), rel=0.25
-        )
+        assert figures.tokens_per_s == pytest.approx(rate * MIX.mean_tokens, rel=0.25)
         assert 0 < figures.ttft_mean_s <= figures.ttft_p99_s < figures.latency_p99_s
         assert math.isfinite(figures.tpot_p99_s)
     # One instance behind the gateway is one instance.
@@ -73,9 +70,10 @@ def test_at_a_low_rate_everything_that_comes_is_done_at_once():
 
 def test_latency_rises_with_the_rate():
     profile = instance_type().profile
-    most = run_alone(profile, MIX, ENGINES).tokens_per_s / (MIX.mean_prompt + MIX.mean_output)
+    most = run_alone(profile, MIX, ENGINES).tokens_per_s / MIX.mean_tokens
+    trials = Trials("finish-time", ENGINES)
     latencies = [
-        hold_alone(profile, MIX, ENGINES, share * most).latency_mean_s for share in (0.2, 0.6, 1.2)
+        trials.hold_alone(profile, MIX, share * most).latency_mean_s for share in (0.2, 0.6, 1.2)
     ]
     assert latencies == sorted(latencies)
     assert latencies[2] > 1.5 * latencies[0]

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import httpx
 import pytest
-from real_vllm.cluster import PATIENCE_S, Cluster, chat
+from real_vllm.cluster import PATIENCE_S, Cluster, Figure, chat
 
 pytestmark = pytest.mark.real_vllm
 
 OUTPUT_TOKENS = 40
 
 
-async def shares(
-    cluster: Cluster, figure: Callable[[str], None], requests: int, clients: int
-) -> Counter[str]:
+async def shares(cluster: Cluster, figure: Figure, requests: int, clients: int) -> Counter[str]:
     """Send so many requests by so many clients; how many each instance got."""
     counts: Counter[str] = Counter()
     left = list(range(requests))
@@ -47,16 +44,14 @@ async def shares(
     return counts
 
 
-async def test_the_faster_instance_gets_more(
-    cluster: Cluster, figure: Callable[[str], None]
-) -> None:
+async def test_the_faster_instance_gets_more(cluster: Cluster, figure: Figure) -> None:
     # Twelve at a time are fastest all together on the fast one, five times as fast as the other.
     counts = await shares(cluster, figure, 60, 12)
     assert counts["small"] > counts["large"]
 
 
 async def test_the_slower_instance_gets_what_the_faster_has_no_slot_for(
-    cluster: Cluster, figure: Callable[[str], None]
+    cluster: Cluster, figure: Figure
 ) -> None:
     # The fast one runs 128 sequences at once.
     counts = await shares(cluster, figure, 400, 200)
@@ -66,13 +61,10 @@ async def test_the_slower_instance_gets_what_the_faster_has_no_slot_for(
 def test_the_books_agree_with_what_was_asked(cluster: Cluster) -> None:
     before = cluster.gateway_values("hetero_gateway_output_tokens_total")
     cluster.post("/v1/chat/completions", chat(17, "tiny-fast"))
-    with cluster.stream("/v1/chat/completions", chat(23, "tiny-fast", stream=True)) as response:
-        response.read()
-    with cluster.stream(
-        "/v1/chat/completions",
-        chat(31, "tiny-fast", stream=True, stream_options={"include_usage": True}),
-    ) as response:
-        response.read()
+    for tokens, more in ((23, {}), (31, {"stream_options": {"include_usage": True}})):
+        body = chat(tokens, "tiny-fast", stream=True, **more)
+        with cluster.stream("/v1/chat/completions", body) as response:
+            response.read()
     after = cluster.gateway_values("hetero_gateway_output_tokens_total")
     counted = after.get("small", 0) - before.get("small", 0)
     # Without usage the events are counted, and vLLM merges some tokens into one event.

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.real_vllm
 
 MESSAGES: Any = [{"role": "user", "content": "def f(x): return x"}]
 IGNORE_EOS = {"ignore_eos": True}
+FORCED: Any = {"model": SERVED_NAME, "messages": MESSAGES, "extra_body": IGNORE_EOS}
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "green"]}},
@@ -28,18 +29,8 @@ def client(cluster: Cluster) -> Any:
         yield client
 
 
-@pytest.fixture
-async def async_client(cluster: Cluster) -> Any:
-    async with openai.AsyncOpenAI(
-        base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
-
-
 def test_a_plain_chat_answers_with_the_tokens_asked_for(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=SERVED_NAME, messages=MESSAGES, max_tokens=20, extra_body=IGNORE_EOS
-    )
+    answer = client.chat.completions.create(**FORCED, max_tokens=20)
     assert answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -48,12 +39,7 @@ def test_a_plain_chat_answers_with_the_tokens_asked_for(client: openai.OpenAI) -
 
 def test_a_streamed_chat_ends_with_its_finish_reason_and_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        model=SERVED_NAME,
-        messages=MESSAGES,
-        max_tokens=20,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=IGNORE_EOS,
+        **FORCED, max_tokens=20, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -63,19 +49,15 @@ def test_a_streamed_chat_ends_with_its_finish_reason_and_usage(client: openai.Op
     assert chunks[-1].usage.completion_tokens == 20
 
 
-async def test_the_async_client_answers_plain_and_streamed(
-    async_client: openai.AsyncOpenAI,
-) -> None:
-    plain = await async_client.chat.completions.create(
-        model=SERVED_NAME, messages=MESSAGES, max_tokens=10, extra_body=IGNORE_EOS
-    )
+async def test_the_async_client_answers_plain_and_streamed(cluster: Cluster) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    plain = await client.chat.completions.create(**FORCED, max_tokens=10)
     assert plain.usage is not None
     assert plain.usage.completion_tokens == 10
-    stream = await async_client.chat.completions.create(
-        model=SERVED_NAME, messages=MESSAGES, max_tokens=10, stream=True, extra_body=IGNORE_EOS
-    )
+    stream = await client.chat.completions.create(**FORCED, max_tokens=10, stream=True)
     chunks = [chunk async for chunk in stream]
     assert chunks[-1].choices[0].finish_reason == "length"
+    await client.close()
 
 
 def test_completions_stream_every_choice_of_every_prompt(client: openai.OpenAI) -> None:

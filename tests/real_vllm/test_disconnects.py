@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from real_vllm.cluster import LOAD_GAUGES, PATIENCE_S, Cluster, chat, send_raw
+from real_vllm.cluster import LOAD_GAUGES, PATIENCE_S, Cluster, Figure, chat, send_raw
 from real_vllm.servers import ALIASES, wait_until
 
 pytestmark = pytest.mark.real_vllm
@@ -40,7 +40,7 @@ async def assert_aborted(
     cluster: Cluster,
     instance: str,
     writer: asyncio.StreamWriter,
-    figure: Callable[[str], None],
+    figure: Figure,
     what: str,
 ) -> None:
     """Close the client's connection; the engine's and the gateway's counts go to 0."""
@@ -59,14 +59,12 @@ async def assert_aborted(
 
 
 def disconnects_of(cluster: Cluster) -> float:
-    text = cluster.http.get(f"{cluster.url}/metrics").text
-    name = "hetero_gateway_client_disconnects_total"
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+    return cluster.total("hetero_gateway_client_disconnects_total")
 
 
 @pytest.mark.parametrize("instance", ALIASES)
 async def test_leaving_in_mid_stream_aborts_on_the_engine(
-    cluster: Cluster, instance: str, figure: Callable[[str], None]
+    cluster: Cluster, instance: str, figure: Figure
 ) -> None:
     body = long_chat(instance, stream=True)
     reader, writer = await send_raw(cluster.url, "/v1/chat/completions", body)
@@ -77,7 +75,7 @@ async def test_leaving_in_mid_stream_aborts_on_the_engine(
 
 
 async def test_leaving_before_the_answer_aborts_a_plain_request(
-    cluster: Cluster, figure: Callable[[str], None]
+    cluster: Cluster, figure: Figure
 ) -> None:
     _, writer = await send_raw(cluster.url, "/v1/chat/completions", long_chat("small"))
     await wait_for(lambda: cluster.engine_requests("small") > 0, "the engine never had it")
@@ -86,7 +84,7 @@ async def test_leaving_before_the_answer_aborts_a_plain_request(
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_leaving_before_the_first_token_aborts(
-    cluster: Cluster, streamed: bool, figure: Callable[[str], None]
+    cluster: Cluster, streamed: bool, figure: Figure
 ) -> None:
     body = long_prefill(stream=streamed)
     reader, writer = await send_raw(cluster.url, "/v1/completions", body)

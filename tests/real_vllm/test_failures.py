@@ -6,14 +6,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from real_vllm.cluster import PATIENCE_S, Cluster, chat, samples, send_raw
+from real_vllm.cluster import PATIENCE_S, Cluster, Figure, chat, send_raw
 from real_vllm.servers import ALIASES, SERVED_NAME, session_members, wait_until
 
 pytestmark = pytest.mark.real_vllm
@@ -31,15 +30,7 @@ def engine_core(cluster: Cluster, instance: str) -> int:
 
 def upstream_errors(cluster: Cluster) -> float:
     """Requests that ended in an error of the instance, whatever their HTTP status."""
-    return sum(
-        value
-        for name, labels, value in samples(cluster.http.get(f"{cluster.url}/metrics").text)
-        if name == "hetero_gateway_requests_total" and labels["outcome"] == "upstream_error"
-    )
-
-
-async def events_until_the_end(reader: asyncio.StreamReader) -> bytes:
-    return await asyncio.wait_for(reader.read(), PATIENCE_S)
+    return cluster.total("hetero_gateway_requests_total", outcome="upstream_error")
 
 
 async def test_a_server_killed_in_mid_stream(cluster: Cluster) -> None:
@@ -49,7 +40,7 @@ async def test_a_server_killed_in_mid_stream(cluster: Cluster) -> None:
     for _ in range(5):
         await asyncio.wait_for(reader.readuntil(b'"delta":{"content"'), PATIENCE_S)
     victim.signal(signal.SIGKILL)
-    rest = await events_until_the_end(reader)
+    rest = await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
     assert b'"error"' in rest, "the client was not told"
     assert b"[DONE]" not in rest, "a stream that was cut must not look complete"
@@ -97,7 +88,7 @@ def test_an_engine_process_killed_in_mid_stream_reaches_openai_as_an_error(
 
 
 async def test_a_plain_request_on_a_killed_server_goes_to_another_instance(
-    cluster: Cluster, figure: Callable[[str], None]
+    cluster: Cluster, figure: Figure
 ) -> None:
     """No byte of its answer was sent, so the request may be tried again elsewhere."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:

@@ -7,13 +7,12 @@ check is how many tokens go into it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_vllm.cluster import Cluster, samples
+from real_vllm.cluster import Cluster, Figure
 
-from hetero_gateway.planner.models import model_from_config
+from hetero_gateway.files.checkpoints.shape import model_from_config
 
 pytestmark = pytest.mark.real_vllm
 
@@ -22,7 +21,7 @@ GIB = 2**30
 
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_the_planner_fills_the_pool_with_as_many_blocks_as_the_engine(
-    servers: Cluster, name: str, figure: Callable[[str], None]
+    servers: Cluster, name: str, figure: Figure
 ) -> None:
     engine = servers.engines[name]
     directory = Path(engine.argv[engine.argv.index("--model") + 1])
@@ -30,10 +29,8 @@ def test_the_planner_fills_the_pool_with_as_many_blocks_as_the_engine(
     config = json.loads((directory / "config.json").read_text())
     model = model_from_config(config, name=name, dtype=dtype)
 
-    text = servers.http.get(f"{engine.base_url}/metrics").text
-    labels = next(
-        labels for metric, labels, _ in samples(text) if metric == "vllm:cache_config_info"
-    )
+    shown = servers.samples(engine.base_url)
+    labels = next(labels for metric, labels, _ in shown if metric == "vllm:cache_config_info")
     blocks, block_tokens = int(labels["num_gpu_blocks"]), int(labels["block_size"])
 
     pool_bytes = int(engine.env["VLLM_CPU_KVCACHE_SPACE"]) * GIB

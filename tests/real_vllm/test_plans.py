@@ -10,7 +10,8 @@ import pytest
 
 from hetero_gateway.deploy.command import serve_arguments
 from hetero_gateway.deploy.instances import deployed_instances
-from hetero_gateway.planner.models import model_card, model_from_config
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.sizes import Size, layer_partition
 from tests.deploy.plans import TWO_MACHINES, options, plan

@@ -10,13 +10,13 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-from real_vllm.cluster import PATIENCE_S, Cluster
+from real_vllm.cluster import PATIENCE_S, Cluster, Figure
 from real_vllm.servers import ALIASES, SERVED_NAME, TELLS_CACHED, wait_until
 
 pytestmark = pytest.mark.real_vllm
@@ -93,7 +93,7 @@ def other(name: str) -> str:
 
 @pytest.mark.parametrize("home", ALIASES)
 def test_the_next_turn_goes_where_the_conversation_is(
-    cluster: Cluster, figure: Callable[[str], None], home: str
+    cluster: Cluster, figure: Figure, home: str
 ) -> None:
     """Also to the slow one, which has to compute a thirtieth of what the fast one had to."""
     tells = home in TELLS_CACHED
@@ -124,7 +124,7 @@ def test_the_next_turn_goes_where_the_conversation_is(
     )
 
 
-def test_a_restarted_engine_has_nothing(cluster: Cluster, figure: Callable[[str], None]) -> None:
+def test_a_restarted_engine_has_nothing(cluster: Cluster, figure: Figure) -> None:
     talk = Talk(cluster)
     with draining(cluster, "small"):
         assert talk.turn() == "large"
@@ -140,9 +140,7 @@ def test_a_restarted_engine_has_nothing(cluster: Cluster, figure: Callable[[str]
     figure(f"large restarted: its part of the index, {bytes_before} bytes, is dropped")
 
 
-def test_an_engine_without_a_prefix_cache_is_not_trusted(
-    cluster: Cluster, figure: Callable[[str], None]
-) -> None:
+def test_an_engine_without_a_prefix_cache_is_not_trusted(cluster: Cluster, figure: Figure) -> None:
     fast = cluster.engines["small"]
     try:
         fast.restart("--no-enable-prefix-caching")
@@ -217,7 +215,7 @@ async def run_for(cluster: Cluster, name: str, seconds: float, *, cached: bool) 
 
 @pytest.mark.parametrize("name", ALIASES)
 async def test_cached_prompts_do_not_make_an_engine_look_faster(
-    cluster: Cluster, figure: Callable[[str], None], name: str
+    cluster: Cluster, figure: Figure, name: str
 ) -> None:
     await run_for(cluster, name, 3, cached=False)  # what is slow the first time
     plain = await run_for(cluster, name, 15, cached=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +12,10 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import Engine, Sequence
-from hetero_gateway.sim.fleet import Fleet, can_compile
-from tests.sim.naive_cache import CachedJob, CachingEngine
-from tests.sim.test_fleet import EXACT, NEVER_S, REAL
-
-BOTH = ("chunked", "prefill-first")
+from hetero_gateway.sim.fleet import can_compile
+from tests.sim.closed_form import BOTH, Case, check, in_closed_form
+from tests.sim.naive import Job, NaiveEngine
+from tests.sim.test_fleet import EXACT, REAL
 
 
 def keys_of(number: int, path: tuple[int, ...], blocks: int) -> list[int]:
@@ -39,76 +37,32 @@ def workloads(draw: st.DrawFn) -> list[tuple[float, int, int, tuple[int, ...]]]:
     return sorted(draw(st.lists(sizes, min_size=1, max_size=16)), key=lambda job: job[0])
 
 
-def make_jobs(workload: list[tuple[float, int, int, tuple[int, ...]]]) -> list[CachedJob]:
+def make_jobs(workload: list[tuple[float, int, int, tuple[int, ...]]]) -> list[Job]:
     return [
-        CachedJob(prompt, output, arrival_s, keys=keys_of(i, path, (prompt + output) // 16))
+        Job(prompt, output, arrival_s, keys=keys_of(i, path, (prompt + output) // 16))
         for i, (arrival_s, prompt, output, path) in enumerate(workload)
     ]
 
 
-def in_closed_form(
-    profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], compiled: bool = False
-) -> tuple[list[CachedJob], Fleet]:
-    jobs = [replace(job, keys=job.keys) for job in jobs]
-    fleet = Fleet(
-        [profile],
-        scheduling=scheduling,
-        max_batched_tokens=budget,
-        prefix_caching=[True],
-        most_blocks=40,
-        compiled=compiled,
-    )
-    slots: dict[int, CachedJob] = {}
-
-    def advance(until_s: float) -> None:
-        complete = False
-        while not complete:
-            complete = fleet.advance(until_s, False)
-            for i in range(1, 1 + fleet.log[0]):
-                slot, kind, now_s = fleet.log[i] // 4, fleet.log[i] % 4, fleet.log_s[i]
-                if kind == kernel.FIRST:
-                    slots[slot].first_s = now_s
-                    slots[slot].cached_tokens = fleet.cached_tokens(slot)
-                elif kind == kernel.FINISHED:
-                    slots[slot].finish_s = now_s
-                    fleet.free_slot(slot)
-                elif kind == kernel.PREEMPTED:
-                    slots[slot].preemptions += 1
-
-    for job in jobs:
-        advance(job.arrival_s)
-        slot = fleet.new_slot()
-        slots[slot] = job
-        keys = np.array(job.keys, dtype=np.int64) if compiled else job.keys
-        fleet.submit(0, slot, job.prompt, job.output, job.arrival_s, keys)
-    advance(NEVER_S)
-    n = fleet._n[0]
-    assert n[kernel.FREE_BLOCKS] == n[kernel.TOTAL_BLOCKS]
-    assert n[kernel.SPARES] == 0
-    return jobs, fleet
-
-
-def check(profile: Profile, scheduling: str, budget: int, jobs: list[CachedJob], exact: bool):
-    naive = [replace(job) for job in jobs]
-    engine = CachingEngine(profile, scheduling == "chunked", budget)
-    engine.run(naive)
-    found, fleet = in_closed_form(profile, scheduling, budget, jobs)
-    tolerance = 0.0 if exact else 1e-9
-    for expected, job in zip(naive, found, strict=True):
-        assert job.preemptions == expected.preemptions
-        assert job.cached_tokens == expected.cached_tokens
-        assert job.first_s == pytest.approx(expected.first_s, rel=tolerance, abs=tolerance)
-        assert job.finish_s == pytest.approx(expected.finish_s, rel=tolerance, abs=tolerance)
-    assert fleet._n[0][kernel.QUERIES_TOTAL] == engine.queries
-    assert fleet._n[0][kernel.HITS_TOTAL] == engine.hits
+def check_cache(case: Case, tolerance: float) -> tuple[list[Job], NaiveEngine]:
+    jobs, engine, fleet = check(case, tolerance)
+    n, c = fleet._n[0], fleet._c[0]
+    assert (n[kernel.QUERIES_TOTAL], n[kernel.HITS_TOTAL]) == (engine.queries, engine.hits)
     # The very same blocks are cached, and they will be evicted in the same order.
-    c, head, order = fleet._c[0], fleet._n[0][kernel.TOTAL_BLOCKS], []
+    head, order = n[kernel.TOTAL_BLOCKS], []
     block = c[block_cache.NEXT_FREE][head]
     while block != head:
         order.append(c[block_cache.KEY][block])
         block = c[block_cache.NEXT_FREE][block]
     assert order == [block.key for block in engine.free]
-    return naive, engine
+    return jobs, engine
+
+
+def case_of(
+    constants: Constants, kv: int, seqs: int, scheduling: str, budget: int, jobs: list[Job]
+) -> Case:
+    profile = Profile("GPU", "m", 1, constants, kv, seqs)
+    return Case(profile, scheduling, budget, jobs, caching=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -117,11 +71,10 @@ def test_hits_times_and_evictions_are_those_of_the_plain_cache(
     workload, kv, seqs, scheduling, data
 ):
     budget = data.draw(st.integers(seqs, 200))
-    profile = Profile("GPU", "m", 1, EXACT, kv, seqs)
-    check(profile, scheduling, budget, make_jobs(workload), exact=True)
+    check_cache(case_of(EXACT, kv, seqs, scheduling, budget, make_jobs(workload)), 0.0)
 
 
-def many(count: int = 80) -> list[CachedJob]:
+def many(count: int = 80) -> list[Job]:
     rng = np.random.default_rng(5)
     return make_jobs(
         [
@@ -134,8 +87,8 @@ def many(count: int = 80) -> list[CachedJob]:
 
 def test_a_full_cache_with_evictions_and_hits_is_the_same():
     for scheduling, kv_tokens in itertools.product(BOTH, (400, 900, 3000)):
-        profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
-        jobs, engine = check(profile, scheduling, 128, many(), exact=False)
+        case = case_of(REAL, kv_tokens, 12, scheduling, 128, many())
+        jobs, engine = check_cache(case, 1e-9)
         assert engine.hits > 500
         if kv_tokens == 400:
             assert sum(job.preemptions for job in jobs) > 3
@@ -143,11 +96,9 @@ def test_a_full_cache_with_evictions_and_hits_is_the_same():
 
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 def test_the_compiled_cache_is_the_same():
-    jobs = many()
     for kv_tokens in (400, 3000):
-        profile = Profile("GPU", "m", 1, REAL, kv_tokens, 12)
-        plain, one = in_closed_form(profile, "chunked", 128, jobs)
-        compiled, other = in_closed_form(profile, "chunked", 128, jobs, compiled=True)
+        case = case_of(REAL, kv_tokens, 12, "chunked", 128, many())
+        (plain, one), (compiled, other) = (in_closed_form(case, compiled=c) for c in (False, True))
         assert plain == compiled
         assert list(one._n[0]) == list(other._n[0][: len(one._n[0])])
 
@@ -168,17 +119,31 @@ def serve(engine: Engine, prompt: int, output: int, keys: list[int]) -> Sequence
     return sequence
 
 
-def test_the_last_token_of_a_prompt_is_always_computed():
-    one, keys = engine(), [11, 12, 13, 14]
-    assert serve(one, 64, 1, keys).cached_tokens == 0
-    assert serve(one, 64, 1, keys).cached_tokens == 48
-    assert serve(one, 65, 1, keys).cached_tokens == 64
-    assert one.prefix_queries_total == 64 + 64 + 65
-    assert one.prefix_hits_total == 48 + 64
+KEYS, OTHERS = [11, 12, 13, 14], [21, 22, 23, 24, 25]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "served", "cached"),
+    [
+        # The last token of a prompt is always computed.
+        (100, [(64, 1, KEYS), (64, 1, KEYS), (65, 1, KEYS)], [0, 48, 64]),
+        # The answer is cached but for its newest token, which has no KV.
+        (100, [(33, 31, KEYS), (65, 1, KEYS), (33, 32, OTHERS), (65, 1, OTHERS)], [0, 48, 0, 64]),
+        # A prefix outlives what follows it: of 8 blocks, the newer five and the first three.
+        (8, [(65, 1, KEYS), (80, 1, OTHERS), (65, 1, KEYS)], [0, 0, 48]),
+        # Without keys nothing is shared.
+        (100, [(64, 4, []), (64, 4, [])], [0, 0]),
+    ],
+)
+def test_what_is_found_of_what_was_served_before(blocks, served, cached):
+    one = engine(kv_tokens=16 * blocks)
+    assert [serve(one, *request).cached_tokens for request in served] == cached
+    assert one.prefix_queries_total == sum(prompt for prompt, _, _ in served)
+    assert one.prefix_hits_total == sum(cached)
 
 
 def test_only_what_is_not_cached_is_computed_and_paid_for():
-    one, keys = engine(), [11, 12, 13, 14]
+    one, keys = engine(), KEYS
     serve(one, 64, 1, keys)
     one.submit(Sequence(80, 2, keys))
     step = one.begin_step()
@@ -188,17 +153,8 @@ def test_only_what_is_not_cached_is_computed_and_paid_for():
     assert one.begin_step().cached_tokens == 81
 
 
-def test_the_answer_is_cached_but_for_its_newest_token():
-    one = engine()
-    keys = [11, 12, 13, 14]
-    serve(one, 33, 31, keys)  # 64 tokens, and the last has no KV
-    assert serve(one, 65, 1, keys).cached_tokens == 48
-    serve(one, 33, 32, [21, 22, 23, 24])
-    assert serve(one, 65, 1, [21, 22, 23, 24]).cached_tokens == 64
-
-
 def test_a_prompt_finds_the_blocks_of_one_in_the_same_step():
-    one, keys = engine(), [11, 12, 13, 14]
+    one, keys = engine(), KEYS
     first, second = Sequence(64, 4, keys), Sequence(64, 4, keys)
     one.submit(first)
     one.submit(second)
@@ -206,14 +162,6 @@ def test_a_prompt_finds_the_blocks_of_one_in_the_same_step():
     assert (step.prefill_sequences, step.prefill_tokens) == (2, 64 + 16)
     # Three blocks are shared.
     assert one.total_blocks - one.free_blocks == 5
-
-
-def test_a_prefix_outlives_what_follows_it():
-    one = engine(kv_tokens=16 * 8)
-    serve(one, 65, 1, [11, 12, 13, 14])  # four blocks, and one that is not full
-    serve(one, 16 * 5, 1, [21, 22, 23, 24, 25])
-    # 8 blocks: the newer five, and the first three of the older one.
-    assert serve(one, 65, 1, [11, 12, 13, 14]).cached_tokens == 48
 
 
 def test_an_eviction_leaves_the_blocks_for_when_it_resumes():
@@ -234,7 +182,7 @@ def test_an_eviction_leaves_the_blocks_for_when_it_resumes():
 
 
 def test_a_reset_forgets_and_waits_until_nothing_runs():
-    one, keys = engine(), [11, 12, 13, 14]
+    one, keys = engine(), KEYS
     serve(one, 65, 1, keys)
     running = Sequence(65, 4, keys)
     one.submit(running)
@@ -255,29 +203,3 @@ def test_what_is_cut_short_is_cached_as_far_as_it_was_planned():
     one.end_step()
     assert one.free_blocks == one.total_blocks
     assert serve(one, 129, 1, list(range(1, 9))).cached_tokens == 32
-
-
-def test_without_keys_nothing_is_shared():
-    one = engine()
-    serve(one, 64, 4, [])
-    assert serve(one, 64, 4, []).cached_tokens == 0
-    assert one.prefix_hits_total == 0
-
-
-def test_a_reset_of_an_instance_of_a_fleet():
-    profile = Profile("GPU", "m", 1, REAL, 1600, 8)
-    fleet = Fleet([profile, profile], prefix_caching=[True, False], most_blocks=8)
-    cached = []
-    for at_s in (0.0, 100.0, 200.0):
-        for i in range(2):
-            slot = fleet.new_slot()
-            fleet.submit(i, slot, 100, 4, at_s, [1, 2, 3, 4, 5, 6])
-            fleet.advance(at_s + 50, False)
-            cached.append(fleet.cached_tokens(slot))
-            fleet.free_slot(slot)
-            assert fleet.prefix_hits(i, [1, 2, 3, 99, 5]) == (0 if i else 3)
-            assert (fleet.waiting(i), fleet.kv_usage(i)) == (0, 0.0)
-        if at_s == 100.0:
-            fleet.reset_prefix_cache(0)
-            fleet.reset_prefix_cache(1)
-    assert cached == [0, 0, 96, 0, 0, 0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,34 +20,16 @@ from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS
+from tests.sim.builders import FAST, SLOW, instances, make_scheduler, random_workload
 from tests.sim.naive import Job, NaiveEngine
 
-FAST = Profile("fast", "m", 1, FAST_CONSTANTS, 60_000, 32)
-SLOW = Profile("slow", "m", 1, SLOW_CONSTANTS, 12_000, 16)
 # Every step takes a quarter of a second, whatever is in it.
 EVEN = Profile("even", "m", 1, Constants(0, 0, 0, 0.25, 0, 0, 0, 0.25), 100_000, 8)
-
-
-def instances(*profiles: Profile) -> list[SimulatedInstance]:
-    return [SimulatedInstance(InstanceId(f"i{i}"), p, p) for i, p in enumerate(profiles)]
 
 
 def workload(*rows: tuple[float, int, int]) -> Workload:
     arrival_s, prompts, outputs = zip(*rows, strict=True)
     return Workload(np.array(arrival_s, dtype=float), np.array(prompts), np.array(outputs))
-
-
-def random_workload(count: int, per_s: float, seed: int = 0) -> Workload:
-    rng = np.random.default_rng(seed)
-    return Workload(
-        np.cumsum(rng.exponential(1 / per_s, count)),
-        np.minimum(rng.lognormal(5.5, 1.0, count), 4000).astype(np.int64) + 1,
-        np.minimum(rng.lognormal(4.5, 0.8, count), 1000).astype(np.int64) + 1,
-    )
-
-
-def make_scheduler(policy: str = "round-robin", seed: int = 0) -> Scheduler:
-    return Scheduler(make_policy(policy), np.random.default_rng(seed))
 
 
 def run(cluster, load, scheduler=None, **options) -> Records:
@@ -61,43 +45,29 @@ def same(one: Records, other: Records) -> bool:
     )
 
 
+# Where the time stands among the arguments of what a scheduler is told.
+TOLD = {"submit": 1, "pump": 0, "first_token": 1, "settle": 2, "observe_steps": 3}
+
+
 class Witness(Scheduler):
     """A scheduler that writes down what it is told."""
 
     def __init__(self, policy: str = "finish-time") -> None:
         super().__init__(make_policy(policy), np.random.default_rng(0))
-        self.times: list[float] = []
-        self.steps: list[tuple[str, float, float, float]] = []
-        self.first_tokens: list[float] = []
-        self.lengths: list[float] = []
-        self.predictions: list[float] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        for name in (*TOLD, "observe_output_tokens"):
+            setattr(self, name, functools.partial(self._note, name, getattr(self, name)))
 
-    def submit(self, request, now_s, exclude=(), **options):
-        self.times.append(now_s)
-        self.predictions.append(request.predicted_output_tokens)
-        return super().submit(request, now_s, exclude, **options)
+    def _note(self, name, method, *args, **options):
+        self.calls.append((name, args))
+        return method(*args, **options)
 
-    def pump(self, now_s):
-        self.times.append(now_s)
-        return super().pump(now_s)
+    def told(self, name: str) -> list[tuple[Any, ...]]:
+        return [args for called, args in self.calls if called == name]
 
-    def first_token(self, dispatch, now_s):
-        self.times.append(now_s)
-        self.first_tokens.append(now_s)
-        return super().first_token(dispatch, now_s)
-
-    def settle(self, dispatch, outcome, now_s=0.0, usage=None):
-        self.times.append(now_s)
-        return super().settle(dispatch, outcome, now_s, usage)
-
-    def observe_steps(self, instance_id, steps, duration_s, now_s):
-        self.times.append(now_s)
-        self.steps.append((instance_id, steps, duration_s, now_s))
-        return super().observe_steps(instance_id, steps, duration_s, now_s)
-
-    def observe_output_tokens(self, model, output_tokens):
-        self.lengths.append(output_tokens)
-        return super().observe_output_tokens(model, output_tokens)
+    @property
+    def times(self) -> list[float]:
+        return [args[TOLD[name]] for name, args in self.calls if name in TOLD]
 
 
 def is_empty(scheduler: Scheduler) -> bool:
@@ -131,10 +101,7 @@ def test_one_seed_has_one_result(policy):
 @pytest.mark.parametrize("policy", ["finish-time", "min-max"])
 def test_compiled_and_plain_records_are_the_same(policy):
     cluster, load = instances(FAST, SLOW, SLOW), random_workload(500, per_s=10.0)
-    faults = [
-        Fault(0, FaultKind.DEAD, 5.0, 15.0),
-        Fault(1, FaultKind.SLOW, 3.0, 20.0, 2.5),
-    ]
+    faults = [Fault(0, FaultKind.DEAD, 5.0, 15.0), Fault(1, FaultKind.SLOW, 3.0, 20.0, 2.5)]
     plain = run(cluster, load, make_scheduler(policy), faults=faults, compiled=False)
     compiled = run(cluster, load, make_scheduler(policy), faults=faults, compiled=True)
     assert same(plain, compiled)
@@ -174,32 +141,41 @@ def test_the_schedulers_clock_never_goes_back():
 
 
 def test_the_scheduler_hears_of_every_first_token_and_length():
-    witness = Witness()
-    load = random_workload(200, 10.0)
+    witness, load = Witness(), random_workload(200, 10.0)
     records = run(instances(FAST, SLOW), load, witness)
-    assert sorted(witness.first_tokens) == sorted(records.first_token_s)
-    assert sorted(witness.lengths) == sorted(load.output_tokens)
+    assert sorted(at_s for _, at_s in witness.told("first_token")) == sorted(records.first_token_s)
+    lengths = [tokens for _, tokens in witness.told("observe_output_tokens")]
+    assert sorted(lengths) == sorted(load.output_tokens)
 
 
 def test_the_scheduler_hears_of_the_exact_decode_steps():
-    witness = Witness()
+    witness, quiet = Witness(), Witness()
     # Its prefill ends at 0.25 s, and 40 decode steps at 10.25 s.
     run(instances(EVEN), workload((0.0, 10, 41)), witness, observe_interval_s=1.0)
-    assert witness.steps[0] == ("i0", 3, pytest.approx(0.75), 1.0)
-    assert witness.steps[1:10] == [
-        ("i0", 4, pytest.approx(1.0), float(now_s)) for now_s in range(2, 11)
+    assert witness.told("observe_steps")[:10] == [
+        ("i0", 3, pytest.approx(0.75), 1.0),
+        *(("i0", 4, pytest.approx(1.0), float(now_s)) for now_s in range(2, 11)),
     ]
     # An idle instance is not observed.
-    quiet = Witness()
     run(instances(EVEN, EVEN), workload((0.0, 10, 41), (500.0, 10, 9)), quiet)
-    assert {now_s for _, _, _, now_s in quiet.steps} <= {*range(1, 12), 501, 502, 503}
+    seen_s = {now_s for *_, now_s in quiet.told("observe_steps")}
+    assert seen_s <= {*range(1, 12), 501, 502, 503}
+
+
+def test_ticks_go_on_where_their_times_are_rounded():
+    # 3 · 0.3 / 0.3 rounds down to below 3: the third tick must not come again.
+    witness = Witness()
+    run(instances(EVEN), workload((0.0, 10, 41)), witness, observe_interval_s=0.3)
+    _, steps, _, times = zip(*witness.told("observe_steps"), strict=True)
+    assert len(times) == len(set(times))
+    assert sum(steps) == 40
 
 
 def test_predictions_take_the_place_of_the_predictor():
-    witness = Witness("min-max")
-    load = random_workload(20, 5.0)
+    witness, load = Witness("min-max"), random_workload(20, 5.0)
     run(instances(FAST), load, witness, predictions=load.output_tokens.astype(float))
-    assert witness.predictions == list(load.output_tokens)
+    predicted = [asked.predicted_output_tokens for asked, _ in witness.told("submit")]
+    assert predicted == list(load.output_tokens)
 
 
 @pytest.mark.slow
@@ -228,27 +204,18 @@ def test_a_single_server_queue_waits_as_the_theory_of_m_d_1_says():
     assert abs(np.mean(means) - expected_s) < margin_s
 
 
-def test_a_slow_fault_stretches_the_steps_that_begin_within_it():
-    records = run(
-        instances(EVEN),
-        workload((0.0, 10, 9)),
-        faults=[Fault(0, FaultKind.SLOW, 0.6, 1.3, 2.0)],
-    )
-    # 3 steps until 0.75, those that begin at 0.75 and 1.25 take 0.5 s, then 4 of 0.25 s.
-    assert records.finish_s[0] == 2.75
-
-
-def test_slow_faults_multiply_while_they_overlap():
-    records = run(
-        instances(EVEN),
-        workload((0.0, 10, 9)),
-        faults=[
-            Fault(0, FaultKind.SLOW, 0.0, 1.5, 2.0),
-            Fault(0, FaultKind.SLOW, 0.5, 1.0, 3.0),
-        ],
-    )
-    # Steps end at 0.5, then one of 1.5 s at 2.0, then 7 of 0.25 s.
-    assert records.finish_s[0] == 3.75
+@pytest.mark.parametrize(
+    ("faults", "finish_s"),
+    [
+        # 3 steps until 0.75, those that begin at 0.75 and 1.25 take 0.5 s, then 4 of 0.25 s.
+        ([(0.6, 1.3, 2.0)], 2.75),
+        # They multiply while they overlap: steps end at 0.5, one of 1.5 s at 2.0, then 7 of 0.25 s.
+        ([(0.0, 1.5, 2.0), (0.5, 1.0, 3.0)], 3.75),
+    ],
+)
+def test_a_slow_fault_stretches_the_steps_that_begin_within_it(faults, finish_s):
+    slow = [Fault(0, FaultKind.SLOW, *fault) for fault in faults]
+    assert run(instances(EVEN), workload((0.0, 10, 9)), faults=slow).finish_s[0] == finish_s
 
 
 def test_a_dead_instance_loses_its_streams_and_gives_back_what_has_no_token():
@@ -297,50 +264,31 @@ def test_with_no_instance_left_requests_are_refused(policy):
 
 def test_one_that_dies_for_good_ends_the_run():
     scheduler = make_scheduler("finish-time")
-    records = run(
-        instances(EVEN),
-        workload(*[(0.0, 10, 50)] * 40),
-        scheduler,
-        faults=[Fault(0, FaultKind.DEAD, 1.0)],
-    )
+    load, fault = workload(*[(0.0, 10, 50)] * 40), Fault(0, FaultKind.DEAD, 1.0)
+    records = run(instances(EVEN), load, scheduler, faults=[fault])
     assert np.isnan(records.finish_s).all()
     assert scheduler.queued == 0
 
 
-def test_what_fits_nowhere_is_never_placed():
-    small = Profile("small", "m", 1, EVEN.constants, 160, 8)
-    scheduler = make_scheduler()
-    load = workload((0.0, 500, 5), (0.0, 10, 5))
-    records = run(instances(small), load, scheduler)
-    assert list(records.instance) == [-1, 0]
-    assert list(np.isnan(records.finish_s)) == [True, False]
-
-
 @pytest.mark.parametrize("policy", ["round-robin", "finish-time"])
-def test_an_instance_refuses_what_its_cache_can_never_hold(policy):
+@pytest.mark.parametrize(
+    ("lengths", "predictions", "placed"), [((500, 5), None, -1), ((50, 500), [5.0, 5.0], 0)]
+)
+def test_what_fits_nowhere_is_not_placed_or_refused_by_an_engine(
+    policy, lengths, predictions, placed
+):
+    """Never placed, where the scheduler knows; else its instance refuses it."""
     small = Profile("small", "m", 1, EVEN.constants, 160, 8)
-    scheduler = make_scheduler(policy)
-    load = workload((0.0, 50, 500), (0.0, 10, 5))
-    records = run(instances(small), load, scheduler, predictions=np.array([5.0, 5.0]))
-    assert list(records.instance) == [0, 0]
+    scheduler, load = make_scheduler(policy), workload((0.0, *lengths), (0.0, 10, 5))
+    predictions = None if predictions is None else np.array(predictions)
+    records = run(instances(small), load, scheduler, predictions=predictions)
+    assert list(records.instance) == [placed, 0]
     assert list(np.isnan(records.finish_s)) == [True, False]
     assert is_empty(scheduler)
 
 
-def test_ticks_go_on_where_their_times_are_rounded():
-    # 3 · 0.3 / 0.3 rounds down to below 3: the third tick must not come again.
-    witness = Witness()
-    run(instances(EVEN), workload((0.0, 10, 41)), witness, observe_interval_s=0.3)
-    times = [now_s for _, _, _, now_s in witness.steps]
-    assert len(times) == len(set(times))
-    assert sum(steps for _, steps, _, _ in witness.steps) == 40
-
-
 def test_an_unprofiled_instance_takes_part():
-    cluster = [
-        SimulatedInstance(InstanceId("known"), FAST, FAST),
-        SimulatedInstance(InstanceId("unknown"), SLOW, None, weight=0.5),
-    ]
+    cluster = [*instances(FAST), SimulatedInstance(InstanceId("unknown"), SLOW, None, weight=0.5)]
     for policy in ("finish-time", "min-max", "weighted-round-robin"):
         records = run(cluster, random_workload(200, 8.0), make_scheduler(policy))
         assert set(records.instance) == {0, 1}
@@ -357,10 +305,7 @@ def test_with_no_profile_at_all_requests_are_shared_by_observed_speed(scale: flo
     late = np.arange(1200) >= 300
     shares, latencies = [], []
     for known in (True, False):
-        cluster = [
-            SimulatedInstance(InstanceId(name), p, p if known else None)
-            for name, p in (("slow", slow), ("fast", fast))
-        ]
+        cluster = instances(slow, fast, profiled=known)
         records = run(cluster, load, make_scheduler("finish-time"))
         shares.append((records.instance[late] == 1).mean())
         latencies.append((records.finish_s - load.arrival_s)[late].mean())
@@ -375,12 +320,8 @@ def test_everything_at_once_is_worked_off():
     load = Workload(np.zeros(400), load.prompt_tokens, load.output_tokens)
     ends = {}
     for policy in ("round-robin", "finish-time"):
-        records = simulate(
-            instances(FAST, SLOW, SLOW),
-            load,
-            make_scheduler(policy),
-            ConstantPredictor(120.0),
-        )
+        scheduler, predictor = make_scheduler(policy), ConstantPredictor(120.0)
+        records = simulate(instances(FAST, SLOW, SLOW), load, scheduler, predictor)
         ends[policy] = records.finish_s.max()
     # A third of the work each leaves the fast one idle for most of the time.
     assert ends["finish-time"] < 0.8 * ends["round-robin"]

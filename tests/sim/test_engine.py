@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -10,14 +11,14 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, decode_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import kernel
-from hetero_gateway.sim.engine import Engine, Scheduling, Sequence, State, StepResult
+from hetero_gateway.sim.engine import Engine, Scheduling, Sequence, State
 
 CONSTANTS = Constants(p1=1e-4, p2=2e-4, p3=3e-6, p4=0.01, p5=1e-7, p6=1e-4, p7=3e-7, p8=0.02)
 BOTH: list[Scheduling] = ["chunked", "prefill-first"]
 
 
-def make_engine(kv_tokens=10_000, max_num_seqs=64, **options):
-    profile = Profile("GPU", "model", 1, CONSTANTS, kv_tokens, max_num_seqs)
+def make_engine(kv_tokens=10_000, max_num_seqs=64, constants=None, **options):
+    profile = Profile("GPU", "model", 1, constants or CONSTANTS, kv_tokens, max_num_seqs)
     return Engine(profile, **options)
 
 
@@ -37,55 +38,41 @@ def run(engine, limit=100_000):
     return history
 
 
+def one_step(engine):
+    """The next step, ended."""
+    step = engine.begin_step()
+    engine.end_step()
+    return step
+
+
 def emissions(history):
-    counts: dict[Sequence, int] = {}
-    for _, result in history:
-        for sequence in result.emitted:
-            counts[sequence] = counts.get(sequence, 0) + 1
-    return counts
-
-
-def test_an_idle_engine_has_no_step():
-    engine = make_engine()
-    assert engine.begin_step() is None
-    assert (engine.num_running, engine.num_waiting, engine.kv_usage) == (0, 0, 0.0)
-
-
-@pytest.mark.parametrize("scheduling", BOTH)
-def test_a_static_batch_costs_what_equations_3_and_4_say(scheduling):
-    engine = make_engine(kv_tokens=100_000, scheduling=scheduling)
-    submit(engine, *[(100, 51)] * 8)
-    (prefill, first), *decodes = run(engine)
-    assert len(first.emitted) == 8
-    assert prefill.duration_s == pytest.approx(prefill_time_s(CONSTANTS, 8, 100), rel=1e-12)
-    # The prefill emits token 1, so 51 tokens take 50 decode steps: Eq. (4) with O - 1.
-    assert len(decodes) == 50
-    assert sum(step.duration_s for step, _ in decodes) == pytest.approx(
-        decode_time_s(CONSTANTS, 8, 100, 50), rel=1e-12
-    )
+    return Counter(sequence for _, result in history for sequence in result.emitted)
 
 
 ATTENTIVE = dataclasses.replace(CONSTANTS, p9=1e-7)
 
 
-def attentive_engine(**options):
-    return Engine(Profile("GPU", "model", 1, ATTENTIVE, 100_000, 64), **options)
-
-
+@pytest.mark.parametrize("constants", [CONSTANTS, ATTENTIVE], ids=["plain", "attentive"])
 @pytest.mark.parametrize("scheduling", BOTH)
-def test_a_batch_of_prompts_pays_attention_for_each(scheduling):
-    engine = attentive_engine(scheduling=scheduling)
-    submit(engine, *[(200, 1)] * 8)
-    ((step, _),) = run(engine)
-    assert step.duration_s == pytest.approx(prefill_time_s(ATTENTIVE, 8, 200), rel=1e-12)
-    assert step.duration_s > prefill_time_s(CONSTANTS, 8, 200)
+def test_a_static_batch_costs_what_equations_3_and_4_say(scheduling, constants):
+    engine = make_engine(100_000, constants=constants, scheduling=scheduling)
+    assert engine.begin_step() is None
+    submit(engine, *[(100, 51)] * 8)
+    (prefill, first), *decodes = run(engine)
+    assert len(first.emitted) == 8
+    assert prefill.duration_s == pytest.approx(prefill_time_s(constants, 8, 100), rel=1e-12)
+    # The prefill emits token 1, so 51 tokens take 50 decode steps: Eq. (4) with O - 1.
+    assert len(decodes) == 50
+    assert sum(step.duration_s for step, _ in decodes) == pytest.approx(
+        decode_time_s(constants, 8, 100, 50), rel=1e-12
+    )
 
 
 def test_a_prompt_in_chunks_pays_the_same_attention_as_in_one_piece():
     took = {}
     for c in (CONSTANTS, ATTENTIVE):
         for budget in (500, 4096):
-            engine = Engine(Profile("GPU", "model", 1, c, 100_000, 64), max_batched_tokens=budget)
+            engine = make_engine(constants=c, max_batched_tokens=budget)
             submit(engine, (3000, 1))
             steps = [step.duration_s for step, _ in run(engine)]
             assert len(steps) == (6 if budget == 500 else 1)
@@ -99,7 +86,7 @@ def test_a_prompt_in_chunks_pays_the_same_attention_as_in_one_piece():
 
 
 def test_a_prompt_behind_a_cached_one_attends_to_it():
-    engine = attentive_engine(prefix_caching=True, max_batched_tokens=4096)
+    engine = make_engine(constants=ATTENTIVE, prefix_caching=True, max_batched_tokens=4096)
     keys = [k * 7919 for k in range(1, 126)]  # 125 blocks of 16: 2000 tokens
     engine.submit(Sequence(2000, 1, keys))
     run(engine)
@@ -114,8 +101,7 @@ def test_a_prompt_behind_a_cached_one_attends_to_it():
 def test_a_mixed_step_pays_one_fixed_part():
     engine = make_engine()
     submit(engine, (40, 10))
-    engine.begin_step()
-    engine.end_step()
+    one_step(engine)
     submit(engine, (100, 10))
     step = engine.begin_step()
     assert (step.prefill_tokens, step.decode_sequences, step.cached_tokens) == (100, 1, 41)
@@ -138,8 +124,7 @@ def test_a_slowdown_stretches_every_step():
 def test_a_chunked_prompt_spreads_over_steps_and_decodes_go_first():
     engine = make_engine(max_batched_tokens=64)
     (short,) = submit(engine, (10, 50))
-    engine.begin_step()
-    engine.end_step()
+    one_step(engine)
     (long,) = submit(engine, (150, 2))
     shares = []
     while long.state is not State.DONE:
@@ -152,14 +137,10 @@ def test_a_chunked_prompt_spreads_over_steps_and_decodes_go_first():
 def test_prefill_first_lets_nothing_decode_while_a_prompt_can_be_admitted():
     engine = make_engine(scheduling="prefill-first", max_batched_tokens=100)
     submit(engine, (10, 50))
-    engine.begin_step()
-    engine.end_step()
+    one_step(engine)
     submit(engine, (60, 2), (60, 2), (300, 2))
-    kinds = []
-    for _ in range(4):
-        step = engine.begin_step()
-        kinds.append((step.prefill_tokens, step.decode_sequences))
-        engine.end_step()
+    steps = [one_step(engine) for _ in range(4)]
+    kinds = [(step.prefill_tokens, step.decode_sequences) for step in steps]
     # 60 + 60 exceed the budget, and a prompt above it is prefilled alone.
     assert kinds == [(60, 0), (60, 0), (300, 0), (0, 4)]
 
@@ -181,15 +162,7 @@ def test_the_head_of_the_queue_blocks_smaller_requests_behind_it():
     _, small = submit(engine, (100, 2), (4, 2))
     engine.end_step()
     engine.begin_step()
-    assert small.state is State.WAITING
-    engine.end_step()
-    assert engine.num_running == 1
-
-
-def test_max_num_seqs_bounds_the_running_batch():
-    engine = make_engine(max_num_seqs=5)
-    submit(engine, *[(8, 6)] * 17)
-    assert max(step.decode_sequences + step.prefill_sequences for step, _ in run(engine)) == 5
+    assert (small.state, engine.num_running) == (State.WAITING, 1)
 
 
 @pytest.mark.parametrize("scheduling", BOTH)
@@ -232,8 +205,7 @@ def test_abort_frees_blocks_at_once(steps_before, within_a_step):
     engine = make_engine()
     kept, dropped = submit(engine, (31, 40), (33, 40))
     for _ in range(steps_before):
-        engine.begin_step()
-        engine.end_step()
+        one_step(engine)
     if within_a_step:
         engine.begin_step()
     engine.abort(dropped)
@@ -282,7 +254,7 @@ def check_books(engine: Engine[Sequence], everyone: list[Sequence], growing: boo
             cached += tokens
             used += -(-(tokens if growing else tokens - 1) // 16)
     assert engine.total_blocks - engine.free_blocks == used
-    assert engine._n[kernel.CACHED] == cached
+    assert engine._row[kernel.CACHED] == cached
     assert 0 <= engine.free_blocks <= engine.total_blocks
     assert engine.num_running <= engine.max_num_seqs
 
@@ -307,29 +279,27 @@ def test_tokens_and_blocks_are_conserved(
     aborted: set[Sequence] = set()
     counts = dict.fromkeys(everyone, 0)
 
-    def end_step() -> StepResult[Sequence]:
-        result = engine.end_step()
-        for sequence in result.emitted:
+    def end_step() -> None:
+        for sequence in engine.end_step().emitted:
             counts[sequence] += 1
             assert counts[sequence] == engine.generated_tokens(sequence)
-        return result
+
+    def abort_any() -> None:
+        victim = data.draw(st.sampled_from(everyone))
+        if victim.state not in (State.NEW, State.DONE):
+            aborted.add(victim)
+            engine.abort(victim)
 
     for event in events:
         if event == "submit" and todo:
             engine.submit(todo.pop(0))
         elif event == "abort":
-            victim = data.draw(st.sampled_from(everyone))
-            if victim.state not in (State.NEW, State.DONE):
-                aborted.add(victim)
-                engine.abort(victim)
+            abort_any()
         elif event == "step" and (step := engine.begin_step()):
             assert step.duration_s > 0
             check_books(engine, everyone, growing=step.decode_sequences > 0)
             if data.draw(st.booleans()):
-                victim = data.draw(st.sampled_from(everyone))
-                if victim.state not in (State.NEW, State.DONE):
-                    aborted.add(victim)
-                    engine.abort(victim)
+                abort_any()
             end_step()
         check_books(engine, everyone, growing=False)
     for sequence in todo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.experiment import (
     Bound,
     Experiment,
-    PredictorChoice,
     Rate,
     compare,
     make_workload,
@@ -45,9 +45,11 @@ def experiment(**changes: Any) -> Experiment:
     return Experiment(**values | changes)
 
 
-def run(fake: FakeSimulate, policy: str = "round-robin", seed: int = 0, **changes: Any) -> Any:
-    made = experiment(**changes)
-    return run_once(made, policy, 5.0, seed, mix_moments(made.lengths), fake)
+def run(policy: str = "round-robin", **changes: Any) -> dict[str, Any]:
+    """What one run asks of the simulation."""
+    made, fake = experiment(**changes), FakeSimulate()
+    run_once(made, policy, 5.0, 0, mix_moments(made.lengths), fake)
+    return fake.calls[0]
 
 
 def test_one_seed_means_the_same_requests_for_every_policy_and_rate() -> None:
@@ -108,15 +110,11 @@ def test_the_bound_is_what_each_instance_does_alone_once_per_profile() -> None:
 
 
 def test_the_bound_knows_the_true_constants_and_no_faults() -> None:
-    wrong = simulated("a", 0.01)
-    right = measure_bound(experiment(instances=(wrong,)))
-    object.__setattr__(wrong, "believed", None)
+    right = measure_bound(experiment(instances=(simulated("a", 0.01),)))
+    wrong = replace(simulated("a", 0.01), believed=None)
     fault = Fault(0, FaultKind.DEAD, 0.0)
     assert measure_bound(experiment(instances=(wrong,), faults=(fault,))) == right
-
-
-def test_the_bound_of_what_fits_nothing_is_0() -> None:
-    small = simulated("a", 0.01, kv_capacity_tokens=16)
+    small = simulated("a", 0.01, kv_capacity_tokens=16)  # nothing fits
     assert measure_bound(experiment(instances=(small,))).tokens_per_s == 0
 
 
@@ -131,16 +129,11 @@ def test_the_bound_does_not_depend_on_the_order_of_a_traces_rows() -> None:
     assert rates[0] == pytest.approx(rates[1], rel=0.02)
 
 
-def test_a_load_is_a_share_of_the_bound() -> None:
-    moments = mix_moments(MIX)
-    rate = Bound((100.0, 25.0)).rate_per_s(0.8, moments)
-    assert rate * moments.mean_output == pytest.approx(100)
-
-
-def test_a_mixs_moments_are_those_of_its_draws() -> None:
+def test_a_load_is_a_share_of_the_bound_and_moments_are_those_of_the_draws() -> None:
     lengths = TraceLengths(np.array([10, 30]), np.array([4, 8]), in_order=True)
     moments = mix_moments(lengths)
     assert (moments.mean_prompt, moments.mean_output, moments.sd_output) == (20, 6, 2)
+    assert Bound((100.0, 25.0)).rate_per_s(0.8, moments) == pytest.approx(100 / 6)
 
 
 @pytest.mark.parametrize(
@@ -156,75 +149,60 @@ def test_a_mixs_moments_are_those_of_its_draws() -> None:
 def test_the_predictor_is_the_policys_own_unless_chosen(
     choice: str, policy: str, kind: type
 ) -> None:
-    fake = FakeSimulate()
-    run(fake, policy, predictor=choice)
-    assert isinstance(fake.calls[0]["predictor"], kind)
-    assert fake.calls[0]["predictions"] is None
-
-
-def test_predictors_start_from_the_mixs_mean() -> None:
-    fake = FakeSimulate()
-    for choice in ("bucket-mean", "constant"):
-        run(fake, predictor=choice)
-        predicted = fake.calls[-1]["predictor"].predict(LengthFeatures("model", 77))
+    call = run(policy, predictor=choice)
+    assert type(call["predictor"]) is kind
+    assert call["predictions"] is None
+    if kind is not NormalPredictor:  # they start from the mix's mean
+        predicted = call["predictor"].predict(LengthFeatures("model", 77))
         assert predicted == pytest.approx(mix_moments(MIX).mean_output)
 
 
 def test_an_oracle_knows_the_true_lengths() -> None:
-    fake = FakeSimulate()
-    run(fake, predictor="oracle")
-    assert (fake.calls[0]["predictions"] == fake.calls[0]["workload"].output_tokens).all()
+    call = run(predictor="oracle")
+    assert (call["predictions"] == call["workload"].output_tokens).all()
 
 
-def test_faults_and_the_engines_scheduling_are_passed_on() -> None:
-    fake = FakeSimulate()
+def test_faults_and_scheduling_are_passed_on_and_each_scheduler_is_new_and_empty() -> None:
     faults = (Fault(1, FaultKind.SLOW, 2.0, 3.0, 4.0),)
-    run(fake, faults=faults, scheduling="prefill-first")
-    assert fake.calls[0]["faults"] == faults
-    assert fake.calls[0]["scheduling"] == "prefill-first"
-
-
-def test_each_run_gets_a_scheduler_of_its_own_without_instances() -> None:
-    fake = FakeSimulate()
-    run(fake)
-    run(fake)
-    schedulers = [call["scheduler"] for call in fake.calls]
-    assert schedulers[0] is not schedulers[1]
-    assert all(s.specs() == [] for s in schedulers)
+    calls = [run(faults=faults, scheduling="prefill-first") for _ in range(2)]
+    assert calls[0]["faults"] == faults
+    assert calls[0]["scheduling"] == "prefill-first"
+    assert calls[0]["scheduler"] is not calls[1]["scheduler"]
+    assert all(call["scheduler"].specs() == [] for call in calls)
 
 
 def test_an_unknown_policy_is_a_key_error() -> None:
     with pytest.raises(KeyError):
-        run(FakeSimulate(), "no-such-policy")
+        run("no-such-policy")
 
 
-def test_a_traces_own_times_are_stretched_to_the_rate() -> None:
+def test_a_traces_own_times_are_stretched_and_drawn_ones_vary_as_asked() -> None:
     made = experiment(count=3, trace_arrival_s=np.array([0.0, 1.0, 4.0]))
     assert make_workload(made, 0.5, seed=7).arrival_s.tolist() == [0, 1, 4]
     assert make_workload(made, 1.0, seed=8).arrival_s.tolist() == [0, 0.5, 2]
     assert make_workload(made, math.inf, seed=8).arrival_s.tolist() == [0, 0, 0]
-
-
-def test_arrivals_follow_the_coefficient_of_variation() -> None:
     clock = make_workload(experiment(arrival_cv=0.0), 4.0, seed=0)
     assert np.allclose(np.diff(clock.arrival_s), 0.25)
 
 
 def test_what_was_refused_and_lost_is_counted() -> None:
-    result = run(FakeSimulate(refuse=[1, 2], lose=[3]))
+    made, fake = experiment(), FakeSimulate(refuse=[1, 2], lose=[3])
+    result = run_once(made, "round-robin", 5.0, 0, mix_moments(made.lengths), fake)
     assert (result.refused, result.lost) == (2, 1)
 
 
+TRAINED = LengthModel({ANY_MODEL: Leaf(77.0, 100)})
+
+
 def test_a_trained_predictor_starts_from_its_model() -> None:
-    fake = FakeSimulate()
-    model = LengthModel({ANY_MODEL: Leaf(77.0, 100)})
-    run(fake, predictor="trained", length_model=model)
-    assert fake.calls[0]["predictor"].predict(LengthFeatures("model", 5)) == 77
-    assert fake.calls[0]["predictions"] is None
+    call = run(predictor="trained", length_model=TRAINED)
+    assert call["predictor"].predict(LengthFeatures("model", 5)) == 77
+    assert call["predictions"] is None
 
 
-@pytest.mark.parametrize("choice", ["trained", "constant"])
-def test_a_length_model_and_its_predictor_belong_together(choice: PredictorChoice) -> None:
-    model = None if choice == "trained" else LengthModel({ANY_MODEL: Leaf(77.0, 100)})
+@pytest.mark.parametrize(("choice", "model"), [("trained", None), ("constant", TRAINED)])
+def test_a_length_model_and_its_predictor_belong_together(
+    choice: str, model: LengthModel | None
+) -> None:
     with pytest.raises(ValueError, match="the predictor trained has a length_model"):
-        run(FakeSimulate(), predictor=choice, length_model=model)
+        experiment(predictor=choice, length_model=model)

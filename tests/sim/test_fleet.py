@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,10 +15,9 @@ from hetero_gateway.core.instances import table
 from hetero_gateway.core.policies import estimates
 from hetero_gateway.sim import kernel
 from hetero_gateway.sim.fleet import Fleet, can_compile, jit
-from tests.sim.naive import Job, NaiveEngine
-
-BOTH = ("chunked", "prefill-first")
-NEVER_S = 1e12
+from hetero_gateway.sim.recorded import Placements, run_as_placed
+from tests.sim.closed_form import BOTH, NEVER_S, Case, check, in_closed_form
+from tests.sim.naive import Job
 
 # Sums of these, and of times on the same grid, are exact: an arrival can be at a step's very end.
 EXACT = Constants(2**-12, 2**-9, 0.0, 2**-6, 2**-14, 2**-10, 0.0, 2**-6, 2**-15)
@@ -29,13 +27,9 @@ ATTENTIVE = dataclasses.replace(REAL, p9=3e-6)
 STEEP = Constants(1e-4, 2e-4, 3e-6, 0.01, 1e-3, 1e-4, 3e-3, 0.0)
 
 
-@dataclass(frozen=True)
-class Case:
-    profile: Profile
-    scheduling: str
-    max_batched_tokens: int
-    jobs: list[tuple[float, int, int]]  # arrival, prompt, output
-    slowdowns: list[tuple[float, float]]
+def jobs_of(*rows: tuple[float, int, int]) -> list[Job]:
+    """Of (arrival, prompt, output)."""
+    return [Job(prompt, output, arrival_s) for arrival_s, prompt, output in rows]
 
 
 @st.composite
@@ -50,71 +44,9 @@ def cases(draw: st.DrawFn, constants: tuple[Constants, ...], times: st.SearchStr
         profile,
         draw(st.sampled_from(BOTH)),
         draw(st.integers(max_num_seqs, 200)),
-        jobs,
+        jobs_of(*jobs),
         sorted(draw(st.lists(changes, max_size=3)), key=lambda change: change[0]),
     )
-
-
-def naive(case: Case) -> list[Job]:
-    jobs = [Job(prompt, output, arrival_s) for arrival_s, prompt, output in case.jobs]
-    NaiveEngine(
-        case.profile, case.scheduling == "chunked", case.max_batched_tokens, case.slowdowns
-    ).run(jobs)
-    return jobs
-
-
-def in_closed_form(case: Case, compiled: bool = False) -> list[Job]:
-    jobs = [Job(prompt, output, arrival_s) for arrival_s, prompt, output in case.jobs]
-    fleet = Fleet(
-        [case.profile],
-        scheduling=case.scheduling,
-        max_batched_tokens=case.max_batched_tokens,
-        compiled=compiled,
-    )
-    events = [(at_s, 0, factor) for at_s, factor in case.slowdowns]
-    events += [(job.arrival_s, 1, job) for job in jobs]
-    slots: dict[int, Job] = {}
-    last_s = 0.0
-
-    def advance(until_s: float) -> None:
-        nonlocal last_s
-        complete = False
-        while not complete:
-            complete = fleet.advance(until_s, False)
-            for k in range(1, 1 + fleet.log[0]):
-                job, kind, now_s = slots[fleet.log[k] // 4], fleet.log[k] % 4, fleet.log_s[k]
-                assert last_s <= now_s <= until_s
-                last_s = now_s
-                if kind == kernel.FIRST:
-                    job.first_s = now_s
-                elif kind == kernel.FINISHED:
-                    job.finish_s = now_s
-                    fleet.free_slot(fleet.log[k] // 4)
-                elif kind == kernel.PREEMPTED:
-                    job.preemptions += 1
-
-    for at_s, _, what in sorted(events, key=lambda event: event[:2]):
-        advance(at_s)
-        if isinstance(what, Job):
-            slot = fleet.new_slot()
-            slots[slot] = what
-            fleet.submit(0, slot, what.prompt, what.output, at_s)
-        else:
-            fleet.set_slowdown(0, what, at_s)
-    advance(NEVER_S)
-    n = fleet._n[0]
-    assert n[kernel.FREE_BLOCKS] == n[kernel.TOTAL_BLOCKS]
-    assert n[kernel.GENERATION_TOTAL] == sum(job.output for job in jobs)
-    assert n[kernel.CACHED] == 0
-    assert not any(n[kernel.PHASES_AT : kernel.PHASES_AT + 16])
-    return jobs
-
-
-def check(case: Case, tolerance: float) -> None:
-    for expected, job in zip(naive(case), in_closed_form(case), strict=True):
-        assert job.preemptions == expected.preemptions
-        assert job.first_s == pytest.approx(expected.first_s, rel=tolerance, abs=tolerance)
-        assert job.finish_s == pytest.approx(expected.finish_s, rel=tolerance, abs=tolerance)
 
 
 @settings(max_examples=400)
@@ -136,8 +68,7 @@ def test_they_are_the_same_to_the_last_bit_where_sums_are_exact(case):
         Profile("GPU", "m", 1, ROUND, 10_000, 8),
         "chunked",
         64,
-        [(0.0, 10, 40), (1.0, 10, 5), (1.0, 10, 9), (1.5, 3, 3)],
-        [],
+        jobs_of((0.0, 10, 40), (1.0, 10, 5), (1.0, 10, 9), (1.5, 3, 3)),
     )
 )
 def test_an_arrival_at_the_end_of_a_step_is_seen_by_the_next(case):
@@ -146,20 +77,19 @@ def test_an_arrival_at_the_end_of_a_step_is_seen_by_the_next(case):
 
 
 def test_many_evictions_are_the_same():
-    jobs = [(0.01 * i, 20 + 7 * i % 90, 10 + 13 * i % 70) for i in range(60)]
+    jobs = jobs_of(*((0.01 * i, 20 + 7 * i % 90, 10 + 13 * i % 70) for i in range(60)))
     for scheduling, kv_tokens in itertools.product(BOTH, (200, 400, 900)):
-        case = Case(Profile("GPU", "m", 1, REAL, kv_tokens, 16), scheduling, 128, jobs, [])
-        assert sum(job.preemptions for job in naive(case)) > 5
-        check(case, 1e-9)
+        case = Case(Profile("GPU", "m", 1, REAL, kv_tokens, 16), scheduling, 128, jobs)
+        assert sum(job.preemptions for job in check(case, 1e-9)[0]) > 5
 
 
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 def test_the_compiled_kernel_gives_the_same_floats():
-    jobs = [(0.03 * i, 1 + 37 * i % 300, 1 + 13 * i % 170) for i in range(300)]
+    jobs = jobs_of(*((0.03 * i, 1 + 37 * i % 300, 1 + 13 * i % 170) for i in range(300)))
     for scheduling, kv_tokens in itertools.product(BOTH, (600, 20_000)):
         profile = Profile("GPU", "m", 1, REAL, kv_tokens, 32)
         case = Case(profile, scheduling, 128, jobs, [(3.0, 2.0), (5.0, 1.0)])
-        assert in_closed_form(case, compiled=True) == in_closed_form(case)
+        assert in_closed_form(case, compiled=True)[0] == in_closed_form(case)[0]
 
 
 def test_a_run_of_decode_steps_is_one_event():
@@ -176,28 +106,13 @@ def test_a_run_of_decode_steps_is_one_event():
 
 def test_instances_do_not_disturb_each_other():
     profiles = [Profile("GPU", "m", 1, REAL.scaled(1 + i), 4000, 8) for i in range(5)]
-    jobs = [(0.1 * i, 10 + i, 20 + i) for i in range(30)]
-    fleet = Fleet(profiles)
-    owners = {}
-    finish: dict[tuple[int, int], float] = {}
-
-    def advance(until_s: float) -> None:
-        assert fleet.advance(until_s, False)
-        assert list(fleet.log_s[1 : 1 + fleet.log[0]]) == sorted(fleet.log_s[1 : 1 + fleet.log[0]])
-        for k in range(1, 1 + fleet.log[0]):
-            if fleet.log[k] % 4 == kernel.FINISHED:
-                finish[owners[fleet.log[k] // 4]] = fleet.log_s[k]
-
-    for number, (at_s, prompt, output) in enumerate(jobs):
-        advance(at_s)
-        for i in range(5):
-            slot = fleet.new_slot()
-            owners[slot] = (i, number)
-            fleet.submit(i, slot, prompt, output, at_s)
-    advance(NEVER_S)
+    rows = [(0.1 * i, 10 + i, 20 + i) for i in range(30)]
+    arrival_s, prompts, outputs = (np.repeat(column, 5) for column in zip(*rows, strict=True))
+    where = np.tile(np.arange(5), 30)
+    records = run_as_placed(profiles, Placements(where, arrival_s, prompts, outputs))
     for i, profile in enumerate(profiles):
-        alone = in_closed_form(Case(profile, "chunked", 2048, jobs, []))
-        assert [finish[i, number] for number in range(30)] == [job.finish_s for job in alone]
+        alone, _ = in_closed_form(Case(profile, "chunked", 2048, jobs_of(*rows)))
+        assert records.finish_s[where == i].tolist() == [job.finish_s for job in alone]
 
 
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")

@@ -6,32 +6,23 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
-from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId
-from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.cluster import simulate
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 from tests.core.builders import FAST
+from tests.sim.builders import instances, make_scheduler, poisson
 
 BEGIN_S, END_S, LAST_S = 10.0, 18.0, 50.0
 
 
 def share(rate_per_s: float, factor: float, *, profiled: bool, seed: int) -> tuple[float, float]:
     """Of the first of two equal instances: while it is slow, and from 10 s after that on."""
-    rng = np.random.default_rng(seed)
-    count = int(rate_per_s * LAST_S)
-    workload = Workload(
-        np.cumsum(rng.exponential(1 / rate_per_s, count)),
-        rng.integers(50, 500, count),
-        np.maximum(1, rng.exponential(150, count)).astype(np.int64),
+    workload = poisson(
+        np.random.default_rng(seed), int(rate_per_s * LAST_S), rate_per_s, (50, 500), 150
     )
     records = simulate(
-        [
-            SimulatedInstance(InstanceId(name), FAST, FAST if profiled else None)
-            for name in ("slowed", "other")
-        ],
+        instances(FAST, FAST, profiled=profiled),
         workload,
-        Scheduler(make_policy("finish-time"), np.random.default_rng(seed)),
+        make_scheduler("finish-time", seed),
         BucketMeanPredictor(150.0),
         faults=[Fault(0, FaultKind.SLOW, BEGIN_S, END_S, factor)],
     )
@@ -61,9 +52,9 @@ def test_one_that_stays_slow_costs_a_small_share_of_requests() -> None:
         np.cumsum(rng.exponential(1 / 10, 1000)), np.full(1000, 200), np.full(1000, 100)
     )
     records = simulate(
-        [SimulatedInstance(InstanceId(name), FAST, FAST) for name in ("slow", "other")],
+        instances(FAST, FAST),
         workload,
-        Scheduler(make_policy("finish-time"), np.random.default_rng(0)),
+        make_scheduler("finish-time"),
         BucketMeanPredictor(100.0),
         faults=[Fault(0, FaultKind.SLOW, 0.0, 1e6, 10.0)],
     )

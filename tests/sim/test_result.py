@@ -47,28 +47,20 @@ def three() -> RunResult:
     )
 
 
-def test_throughput_is_output_tokens_until_the_last_completion() -> None:
+def test_the_figures_are_those_that_one_computes_by_hand() -> None:
     run = three()
+    # Until the last completion.
     assert run.throughput_tokens_per_s == pytest.approx(9 / 5)
     assert run.total_tokens_per_s == pytest.approx(39 / 5)
-
-
-def test_times_count_from_the_arrival() -> None:
-    run = three()
+    # Times count from the arrival.
     assert run.latencies_s.tolist() == [2, 2.5, 3]
     assert run.latency_s.mean == run.latency_s.p50 == 2.5
     assert run.ttft_s.mean == pytest.approx((0.5 + 2 + 0.5) / 3)
     # 2 s for 4 tokens, and 2.5 s for 2; the output of one token has none.
     assert run.tpot_s.mean == pytest.approx((0.5 + 1.25) / 2)
-
-
-def test_a_request_is_within_the_slo_when_neither_limit_is_exceeded() -> None:
     # The second one's TTFT is 2 s, the third one's TPOT 1.25 s.
-    assert three().slo_share == pytest.approx(1 / 3)
-
-
-def test_each_instance_has_its_completion_time_and_an_idle_one_counts() -> None:
-    run = three()
+    assert run.slo_share == pytest.approx(1 / 3)
+    # Each instance has its completion time, and an idle one counts.
     assert [(i.requests, i.completion_s) for i in run.instances] == [(2, 5), (1, 3), (0, 0)]
     assert run.completion_spread == 1
     two = replace(run, instances=run.instances[:2])
@@ -133,12 +125,8 @@ def test_steady_throughput_leaves_out_the_beginning_and_the_end() -> None:
     n = 11
     arrivals = [float(i) for i in range(n)]
     finish = [a + 1.0 for a in arrivals[:-1]] + [500.0]
-    run = summarise(
-        workload(arrivals, [10] * n),
-        records([0] * n, [a + 0.1 for a in arrivals], finish),
-        instances=1,
-        slo=SLO,
-    )
+    done = records([0] * n, [a + 0.1 for a in arrivals], finish)
+    run = summarise(workload(arrivals, [10] * n), done, instances=1, slo=SLO)
     assert run.steady_tokens_per_s == pytest.approx(10)
     assert run.throughput_tokens_per_s < 1
 
@@ -156,24 +144,17 @@ def test_with_everything_at_once_steady_ends_when_the_first_instance_runs_dry() 
 def test_an_overloaded_cluster_is_steady_after_its_last_arrival_too() -> None:
     # All arrive within 1 s; one instance makes 10 tokens a second for 100 s.
     n = 100
-    run = summarise(
-        workload([i / n for i in range(n)], [10] * n),
-        records([0] * n, [i + 0.1 for i in range(n)], [i + 1.0 for i in range(n)]),
-        instances=1,
-        slo=SLO,
-    )
+    done = records([0] * n, [i + 0.1 for i in range(n)], [i + 1.0 for i in range(n)])
+    run = summarise(workload([i / n for i in range(n)], [10] * n), done, instances=1, slo=SLO)
     assert run.steady_tokens_per_s == pytest.approx(10, rel=0.01)
 
 
 def test_an_instance_that_is_hardly_used_does_not_end_what_is_steady() -> None:
     # The second one gets a single request, at the beginning, of a light load on the first.
     n = 101
-    run = summarise(
-        workload([float(i) for i in range(n)], [10] * n),
-        records([1] + [0] * (n - 1), [i + 0.1 for i in range(n)], [i + 1.0 for i in range(n)]),
-        instances=2,
-        slo=SLO,
-    )
+    where = [1] + [0] * (n - 1)
+    done = records(where, [i + 0.1 for i in range(n)], [i + 1.0 for i in range(n)])
+    run = summarise(workload([float(i) for i in range(n)], [10] * n), done, instances=2, slo=SLO)
     assert run.steady_tokens_per_s == pytest.approx(10)
 
 

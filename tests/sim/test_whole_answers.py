@@ -16,10 +16,11 @@ from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, Outcome, Usage
-from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.core.types import Outcome, Usage
+from hetero_gateway.sim.cluster import simulate
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 from tests.core.builders import FAST, SLOW
+from tests.sim.builders import instances, poisson
 
 LAST_S = 60.0
 
@@ -29,7 +30,7 @@ class Picker(Scheduler):
 
     def __init__(self, workload: Workload, *, first_bytes: bool) -> None:
         super().__init__(make_policy("finish-time"), np.random.default_rng(0))
-        self.factors: dict[str, list[float]] = {"fast": [], "slow": []}
+        self.factors: dict[str, list[float]] = {"i0": [], "i1": []}
         self._output_tokens = workload.output_tokens
         self._first_bytes = first_bytes
         self._tickets: dict[Dispatch, Ticket] = {}
@@ -74,23 +75,11 @@ class Picker(Scheduler):
 def test_prompts_between_the_steps_are_not_taken_for_a_slow_engine(
     rate_per_s: float, slowdown: float, first_bytes: bool
 ) -> None:
-    rng = np.random.default_rng(3)
     count = int(rate_per_s * LAST_S)
-    workload = Workload(
-        np.cumsum(rng.exponential(1 / rate_per_s, count)),
-        rng.integers(200, 3000, count),
-        np.maximum(2, rng.exponential(150, count)).astype(np.int64),
-    )
+    workload = poisson(np.random.default_rng(3), count, rate_per_s, (200, 3000), 150)
     picker = Picker(workload, first_bytes=first_bytes)
-    simulate(
-        [
-            SimulatedInstance(InstanceId("fast"), FAST, FAST),
-            SimulatedInstance(InstanceId("slow"), SLOW, SLOW),
-        ],
-        workload,
-        picker,
-        BucketMeanPredictor(150.0),
-        faults=[Fault(0, FaultKind.SLOW, 0.0, 10 * LAST_S, slowdown)] if slowdown > 1 else [],
-    )
-    assert np.mean(picker.factors["fast"]) == pytest.approx(slowdown, rel=0.05)
-    assert np.mean(picker.factors["slow"]) == pytest.approx(1.0, rel=0.05)
+    faults = [Fault(0, FaultKind.SLOW, 0.0, 10 * LAST_S, slowdown)] if slowdown > 1 else []
+    predictor = BucketMeanPredictor(150.0)
+    simulate(instances(FAST, SLOW), workload, picker, predictor, faults=faults)
+    assert np.mean(picker.factors["i0"]) == pytest.approx(slowdown, rel=0.05)
+    assert np.mean(picker.factors["i1"]) == pytest.approx(1.0, rel=0.05)

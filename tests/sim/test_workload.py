@@ -68,22 +68,16 @@ def test_gaps_have_the_rate_and_the_variation_asked_for(cv: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.03)
 
 
-def test_a_variation_of_zero_is_a_clock() -> None:
+def test_a_variation_of_zero_is_a_clock_and_poisson_gaps_are_exponential() -> None:
     assert gamma_arrivals(4, 2.0, 0, rng()).tolist() == [0, 0.5, 1.0, 1.5]
-
-
-def test_poisson_gaps_are_exponential() -> None:
     gaps = np.diff(poisson_arrivals(100_000, 1.0, rng()))
     assert (gaps > 2).mean() == pytest.approx(math.exp(-2), rel=0.03)
 
 
-@given(
-    st.integers(1, 200),
-    st.floats(0.01, 100),
-    st.floats(0.1, 100),
-    st.floats(0, 5),
-    st.integers(0, 2**31),
-)
+FACTORS = st.floats(0.01, 100), st.floats(0.1, 100), st.floats(0, 5)
+
+
+@given(st.integers(1, 200), *FACTORS, st.integers(0, 2**31))
 def test_a_rate_only_stretches_the_arrivals_of_a_seed(
     count: int, rate: float, factor: float, cv: float, seed: int
 ) -> None:
@@ -94,15 +88,12 @@ def test_a_rate_only_stretches_the_arrivals_of_a_seed(
     assert np.allclose(fast * factor, slow)
 
 
-def test_given_times_are_stretched_to_a_rate() -> None:
+def test_given_times_are_stretched_to_a_rate_unless_they_are_all_the_same() -> None:
     times = np.array([10.0, 11.0, 14.0])
     assert mean_rate_per_s(times) == 0.5
     assert at_rate(times, 0.5).tolist() == [0, 1, 4]
     assert at_rate(times, 2.0).tolist() == [0, 0.25, 1]
     assert at_rate(times, math.inf).tolist() == [0, 0, 0]
-
-
-def test_times_that_are_all_the_same_stay_so() -> None:
     assert mean_rate_per_s(np.array([3.0, 3.0])) == math.inf
     assert at_rate(np.array([3.0, 3.0]), 5.0).tolist() == [0, 0]
     assert all_at_once(2).tolist() == [0, 0]

@@ -17,7 +17,7 @@ from hetero_gateway.engines.vllm import paths, read_models
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.files.trace import read_trace, schedule, synthetic_trace
-from hetero_gateway.lab.load.client import Target, parse_target
+from hetero_gateway.lab.load.client import LoadTarget, parse_target
 from hetero_gateway.lab.load.progress import progress_bar, watch
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import ReplayOptions, replay
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(target: Target, wanted: str | None) -> str:
+def _model(target: LoadTarget, wanted: str | None) -> str:
     """The model to ask for; also finds out early that nobody listens.
 
     Raises:

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from hetero_gateway.cli.made_key import dashboard_link
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.trace import LengthMix, schedule, synthetic_trace
+from hetero_gateway.files.trace import schedule, synthetic_trace
 from hetero_gateway.lab.load.children import Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.comparison import (
@@ -43,6 +43,7 @@ from hetero_gateway.lab.load.progress import progress_bar, watch
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import ReplayOptions, replay
 from hetero_gateway.lab.load.result import summarise
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 POLICIES = ("round-robin", "capacity-weighted", "finish-time")
 MODEL = "Llama-3-8B"
@@ -213,20 +214,13 @@ class _Demo:
             self._children.check()
 
 
-def _mix() -> LengthMix:
+def _mix() -> LogNormalLengths:
     """Chat with some context: prompts of about 960 tokens on average, outputs about 190.
 
     Between ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221),
     and shorter, so that the longest answer does not outlast the run.
     """
-    return LengthMix(
-        input_median=768,
-        input_sigma=0.8,
-        input_max=3072,
-        output_median=160,
-        output_sigma=0.7,
-        output_max=512,
-    )
+    return LogNormalLengths(LogNormal(768, 0.8, 3072), LogNormal(160, 0.7, 512))
 
 
 def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:

@@ -8,9 +8,9 @@ import sys
 from hetero_gateway.cli import standard_streams
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.lengths import LogNormalLengths, OutputLengths, TraceLengths
-from hetero_gateway.lab.emulator.server import Server, listen
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.lengths import LogNormalOutputs, OutputLengths, TraceOutputs
+from hetero_gateway.lab.emulator.server import EmulatedServer, listen
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         f"emulated vLLM: {settings.profile.name} as {', '.join(settings.model_names)}, "
         f"{settings.time_scale:g} times real speed, on http://{where}:{port}"
     )
-    server = Server(
+    server = EmulatedServer(
         emulated,
         listener,
         shutdown_timeout_s=args.shutdown_timeout,
@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> EmulatorSettings:
     """What the command's words ask for."""
-    return Settings(
+    return EmulatorSettings(
         profile=load_profile(args.profile),
         models=tuple(args.model or ()),
         time_scale=args.time_scale,
@@ -60,6 +60,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def _lengths(args: argparse.Namespace) -> OutputLengths:
     if args.output_lengths is not None:
-        return TraceLengths.read(args.output_lengths)
+        return TraceOutputs.read(args.output_lengths)
     given = {"mean_tokens": args.mean_output_tokens, "cv": args.cv_output_tokens}
-    return LogNormalLengths(**{key: value for key, value in given.items() if value is not None})
+    return LogNormalOutputs(**{key: value for key, value in given.items() if value is not None})

@@ -14,7 +14,7 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.files.secrets import secret
-from hetero_gateway.lab.load.client import Target, parse_target
+from hetero_gateway.lab.load.client import LoadTarget, parse_target
 from hetero_gateway.lab.profiler.engine import EngineClient, look_at
 
 
@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _ask(targets: Sequence[Target]) -> list[ProbedServer]:
+async def _ask(targets: Sequence[LoadTarget]) -> list[ProbedServer]:
     return await asyncio.gather(*map(_ask_one, targets))
 
 
-async def _ask_one(target: Target) -> ProbedServer:
+async def _ask_one(target: LoadTarget) -> ProbedServer:
     """What a server says; a server that says nothing is written down all the same."""
     client = EngineClient(target)
     try:
-        look = await look_at(client, target)
+        look = await look_at(client)
     except HeteroGatewayError as error:
         return ProbedServer(target.base_url, problem=str(error))
     finally:

@@ -15,12 +15,13 @@ from typing import Any
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.plan_config import load_plan_config
 from hetero_gateway.files.plan_request import PlanRequest, plan_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest, read_trace
 from hetero_gateway.lab.load.admin import printable
-from hetero_gateway.lab.profiler.seen import Seen, ask
+from hetero_gateway.lab.profiler.seen import SeenGateway, ask
 from hetero_gateway.planner.present import (
     Present,
     capacity_notes,
@@ -40,7 +41,7 @@ _TRACE = Path("requests that the gateway has seen")
 class Replan:
     """What the gateway has seen, and the question to plan with."""
 
-    seen: Seen
+    seen: SeenGateway
     request: PlanRequest
     present: Present
 
@@ -56,7 +57,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
     own = _Asked(args, overrides, seen)
     first = own.request([], lengths=False)
     model = first.model
-    present = place(seen.running, first.question.machines, model)
+    present = place(seen.running, first.question.machines, model, accelerator)
     if not present.placed:
         reasons = "; ".join(f"{name}: {why}" for name, why in present.left_out) or "it has none"
         raise ConfigError(
@@ -82,7 +83,9 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
 class _Asked:
     """The file, with flags over what the gateway saw, and that over what the file says."""
 
-    def __init__(self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: Seen) -> None:
+    def __init__(
+        self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: SeenGateway
+    ) -> None:
         wanted = dict(overrides)
         for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
             if wanted.get(key) is None:
@@ -114,7 +117,7 @@ class _Asked:
         )
 
 
-def _notes(seen: Seen, own_trace: bool) -> list[str]:
+def _notes(seen: SeenGateway, own_trace: bool) -> list[str]:
     if own_trace:
         return []
     if not seen.rows:

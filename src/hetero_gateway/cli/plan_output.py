@@ -14,8 +14,8 @@ from hetero_gateway.deploy.command import ON_LOADING
 from hetero_gateway.deploy.directory import check_directory, write_deployment
 from hetero_gateway.deploy.instances import DeploymentOptions
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.model_cards import MODEL_CARDS, says_storage
 from hetero_gateway.files.plan_request import PlanRequest
-from hetero_gateway.planner.models import MODEL_CARDS, says_storage
 from hetero_gateway.planner.plan import Plan
 from hetero_gateway.planner.sample import sample_requests
 

@@ -9,17 +9,19 @@ from pathlib import Path
 
 from hetero_gateway.cli.reports import plan_support
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.model_file import model_config, read_json, read_model, stored_bytes
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.model_file import bounds_of, model_config, read_model, stored_bytes
 from hetero_gateway.files.plan_config import (
     EngineConfig,
     PlanConfig,
     engine_options,
     load_plan_config,
 )
-from hetero_gateway.files.plan_lengths import DEFAULT_CONTEXT
-from hetero_gateway.planner.accelerators import ACCELERATORS, Accelerator, accelerator
+from hetero_gateway.files.plan_request import DEFAULT_CONTEXT
+from hetero_gateway.files.whole_file import read_json
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.support import bounds_of, support
+from hetero_gateway.planner.support import support
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,13 +31,8 @@ from hetero_gateway.planner.following import (
     Seat,
     changes,
 )
-from hetero_gateway.planner.held_rates import (
-    HeldRates,
-    Key,
-    RateQuestion,
-    find_held_rates,
-    key_of,
-)
+from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held_rates, key_of
+from hetero_gateway.planner.plan import Key
 
 _LENGTHS = 1000
 _LOOKS_BACK_S = 900.0

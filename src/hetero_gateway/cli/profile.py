@@ -25,9 +25,10 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.lab.load.admin import fetch_document
 from hetero_gateway.lab.load.client import parse_target
-from hetero_gateway.lab.profiler.campaign import Plan, Progress
+from hetero_gateway.lab.profiler.campaign import CampaignPlan, CampaignProgress
+from hetero_gateway.lab.profiler.document import ProfiledInstance
 from hetero_gateway.lab.profiler.engine import EngineFacts, Overrides
-from hetero_gateway.lab.profiler.live import Hardware, Measured, measure, samples_path
+from hetero_gateway.lab.profiler.live import Hardware, MeasuredProfile, measure, samples_path
 from hetero_gateway.lab.profiler.observed import write_observed
 from hetero_gateway.lab.profiler.recorded import fit_recorded
 
@@ -56,11 +57,13 @@ def _recorded(args: argparse.Namespace) -> int:
     fitted = fit_recorded(
         args.samples,
         args.output,
-        gpu=args.gpu or _NO_GPU,
-        model=args.model,
-        tensor_parallel=args.tensor_parallel or 1,
-        kv_capacity_tokens=args.kv_capacity_tokens,
-        max_num_seqs=args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        ProfiledInstance(
+            args.gpu or _NO_GPU,
+            args.model,
+            args.tensor_parallel or 1,
+            args.kv_capacity_tokens,
+            args.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        ),
         plot=args.plot,
         seed=args.seed,
     )
@@ -103,7 +106,7 @@ def _live(args: argparse.Namespace) -> int:
     with _bar(console) as bar:
         task = bar.add_task("profile", total=None, note="")
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: CampaignProgress) -> None:
             bar.update(
                 task,
                 completed=progress.done,
@@ -115,7 +118,7 @@ def _live(args: argparse.Namespace) -> int:
         def on_start(facts: EngineFacts) -> None:
             console.print(_facts(facts, plan.budget_s), soft_wrap=True)
 
-        async def measured() -> Measured:
+        async def measured() -> MeasuredProfile:
             return await measure(
                 target,
                 args.output,
@@ -133,8 +136,8 @@ def _live(args: argparse.Namespace) -> int:
     return _tell(args, result)
 
 
-def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
-    plan = Plan(
+def _asked(args: argparse.Namespace) -> tuple[CampaignPlan, Overrides]:
+    plan = CampaignPlan(
         budget_s=args.budget,
         seed=args.seed,
         passes=args.passes,
@@ -152,7 +155,7 @@ def _asked(args: argparse.Namespace) -> tuple[Plan, Overrides]:
     return plan, given
 
 
-def _tell(args: argparse.Namespace, result: Measured) -> int:
+def _tell(args: argparse.Namespace, result: MeasuredProfile) -> int:
     outcome, fit = result.outcome, result.fit
 
     def text() -> None:
@@ -180,7 +183,7 @@ def _tell(args: argparse.Namespace, result: Measured) -> int:
     return 1 if outcome.stopped or result.missing else 0
 
 
-def _json(args: argparse.Namespace, result: Measured) -> dict[str, object]:
+def _json(args: argparse.Namespace, result: MeasuredProfile) -> dict[str, object]:
     return {
         "output": str(args.output),
         "profile": result.document,
@@ -208,7 +211,7 @@ def _facts(facts: EngineFacts, budget_s: float) -> str:
     )
 
 
-def _note(progress: Progress) -> str:
+def _note(progress: CampaignProgress) -> str:
     minutes, seconds = divmod(round(progress.left_s), 60)
     discarded = f", {progress.discarded} discarded" if progress.discarded else ""
     return f"{progress.cell}{discarded}, {minutes}:{seconds:02d} left"

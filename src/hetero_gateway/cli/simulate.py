@@ -40,7 +40,6 @@ from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import (
     Lengths,
-    LogNormal,
     LogNormalLengths,
     TraceLengths,
     mean_rate_per_s,
@@ -156,14 +155,10 @@ def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> L
             np.array([row.output_tokens for row in rows], np.int64),
             in_order,
         )
-    mix, wanted = CHAT_MIX, cluster.workload
+    wanted = cluster.workload
     return LogNormalLengths(
-        wanted.prompt.to_core()
-        if wanted.prompt
-        else LogNormal(mix.input_median, mix.input_sigma, mix.input_max),
-        wanted.output.to_core()
-        if wanted.output
-        else LogNormal(mix.output_median, mix.output_sigma, mix.output_max),
+        wanted.prompt.to_core() if wanted.prompt else CHAT_MIX.prompt,
+        wanted.output.to_core() if wanted.output else CHAT_MIX.output,
     )
 
 

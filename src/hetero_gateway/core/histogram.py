@@ -17,32 +17,23 @@ class Histogram:
     then, and before ``counts`` and ``sum`` are read.
     """
 
-    __slots__ = ("_noted", "bounds", "counts", "note", "sum")
+    __slots__ = ("bounds", "counts", "note", "noted", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = array("q", bytes(8 * (len(bounds) + 1)))
         self.sum = 0.0
-        self._noted: list[float] = []
-        self.note = self._noted.append  # bound once: it costs no call of a Python function
+        self.noted: list[float] = []
+        self.note = self.noted.append  # bound once: it costs no call of a Python function
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Count a value, or ``weight`` equal ones at once."""
         self.counts[bisect_left(self.bounds, value)] += weight
         self.sum += value * weight
 
-    def observe_many(self, values: Iterable[float]) -> None:
-        """Count several values at once."""
-        bounds, counts = self.bounds, self.counts
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            self.sum += value
-
     def count_noted(self) -> None:
         """Count the values that were noted."""
-        if self._noted:
-            self.observe_many(self._noted)
-            self._noted.clear()
+        count_noted((self,))
 
     def take(self) -> tuple[list[int], float]:
         """The count in each bin and the sum, which begin at 0 again."""
@@ -65,3 +56,13 @@ class Histogram:
             total += count
             result.append((str(float(bound)) if bound != float("inf") else "+Inf", float(total)))
         return result
+
+
+def count_noted(histograms: Iterable[Histogram]) -> None:
+    """Count the values that were noted in some histograms."""
+    for histogram in histograms:
+        bounds, counts = histogram.bounds, histogram.counts
+        for value in histogram.noted:
+            counts[bisect_left(bounds, value)] += 1
+            histogram.sum += value
+        histogram.noted.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.accelerators import accelerator
+from hetero_gateway.files.accelerator_catalogue import accelerator
 
 # Methods that vLLM applies while loading a wide checkpoint. Others are read from the checkpoint;
 # naming them would take the choice of the kernel away from vLLM.

@@ -37,7 +37,7 @@ _LOCALHOST = ("127.0.0.1", "::1")
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Found(NamedTuple):
+class FoundKey(NamedTuple):
     """A key, and the URL of its gateway: by address, since a name may lead elsewhere, too."""
 
     key: str
@@ -95,7 +95,7 @@ def forget(key: str) -> None:
             directory.rmdir()  # if it was the last one
 
 
-def find(url: str) -> Found | None:
+def find(url: str) -> FoundKey | None:
     """The key that the gateway at a loopback URL made, if it is this user's and runs here."""
     try:
         host, port = _place(url)
@@ -104,7 +104,7 @@ def find(url: str) -> Found | None:
     for address in _LOCALHOST if host == "localhost" else (host,):
         if is_loopback(address) and (key := _newest(f"{address}-{port}")) is not None:
             netloc = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-            return Found(key, urlsplit(url)._replace(netloc=netloc).geturl())
+            return FoundKey(key, urlsplit(url)._replace(netloc=netloc).geturl())
     return None
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.checkpoints.fields import Fields
+from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.model_cards import model_card
+from hetero_gateway.files.whole_file import read_json
 from hetero_gateway.files.yaml_file import StrictModel
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.models import model_card, model_from_config
+from hetero_gateway.planner.support import SIZES
 
 
 class ModelConfig(StrictModel):
@@ -100,14 +105,52 @@ def stored_bytes(directory: Path) -> float | None:
     return float(sum(f.stat().st_size for f in directory.glob("*.safetensors"))) or None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a JSON file: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return data
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a model that is not modelled.
+
+    Args:
+        reason: why it is not.
+        kv_token_bytes: the most that a token can take; the least is 0.
+        weight_bytes: of the files, as stored; None: not known.
+        holding: the fewest of an accelerator whose memory holds the weights; 0: more than asked.
+    """
+
+    name: str
+    reason: str
+    layers: int
+    kv_token_bytes: float
+    weight_bytes: float | None
+    holding: Mapping[str, int]
+
+
+def bounds_of(
+    config: Mapping[str, Any],
+    name: str,
+    reason: str,
+    weight_bytes: float | None,
+    accelerators: Sequence[Accelerator],
+    utilisation: float,
+) -> Bounds:
+    """What the file of a family that is not modelled leaves no doubt about.
+
+    Attention in every layer that keeps every token is the most that a KV cache can take.
+
+    Raises:
+        ConfigError: it does not even say how many layers there are.
+    """
+    fields = Fields(config, name)
+    layers = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    hidden = fields.count("hidden_size", "n_embd", "d_model")
+    heads = fields.optional("num_attention_heads", "n_head", "n_heads") or 1
+    kv_heads = fields.optional("num_key_value_heads") or heads
+    if fields.optional("kv_lora_rank", "q_lora_rank"):
+        kv_heads = heads  # what is kept as one vector may be unpacked, and no more than that
+    head_dim = fields.optional("head_dim") or hidden // heads
+    holding = {}
+    if weight_bytes is not None:
+        for device in accelerators:
+            room = device.usable_bytes * utilisation
+            fewest = next((t for t in SIZES if weight_bytes / t < room), 0)
+            holding[device.name] = fewest if fewest <= device.max_group else 0
+    return Bounds(name, reason, layers, 4.0 * layers * kv_heads * head_dim, weight_bytes, holding)

@@ -59,21 +59,7 @@ class AcceleratorConfig(StrictModel):
         usable = self.usable_memory_bytes
         if usable is not None and usable > self.memory_bytes:
             raise ConfigError(f"{name}: usable_memory_bytes is more than memory_bytes")
-        capability = self.cuda_capability
-        return Accelerator(
-            name,
-            self.flop_per_s,
-            self.memory_bytes,
-            self.memory_bytes_per_s,
-            self.link_bytes_per_s,
-            usable_memory_bytes=usable,
-            fp8_op_per_s=self.fp8_op_per_s,
-            int8_op_per_s=self.int8_op_per_s,
-            max_group=self.max_group,
-            cuda_capability=capability,
-            bf16=capability is None or capability >= 8.0,
-            source="the plan's file",
-        )
+        return Accelerator(name, source="the plan's file", **self.model_dump())
 
 
 class MachineConfig(StrictModel):

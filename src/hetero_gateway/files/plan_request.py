@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.accelerator_catalogue import accelerator, taken_for
 from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
 from hetero_gateway.files.plan_config import (
     MachineConfig,
@@ -16,25 +19,26 @@ from hetero_gateway.files.plan_config import (
     engine_options,
     load_plan_config,
 )
-from hetero_gateway.files.plan_lengths import (
-    context_tokens,
-    mean_request,
-    mix_lengths,
-    ordered_trace,
-    trace_lengths,
-    without_caches,
-)
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
-from hetero_gateway.files.trace import TraceRequest, read_trace
-from hetero_gateway.planner.accelerators import Accelerator, accelerator, taken_for
+from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
+from hetero_gateway.planner.accelerators import Accelerator
+from hetero_gateway.planner.further_sizes import MeanRequest
 from hetero_gateway.planner.goals import DEFAULT_SHARE, Goals
-from hetero_gateway.planner.instance_types import Types, instance_types
+from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.plan import Machine, Unfit
+from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.question import Question
-from hetero_gateway.sim.alone import Engines
-from hetero_gateway.sim.workload import Lengths
+from hetero_gateway.sim.alone import Engines, Mix
+from hetero_gateway.sim.arrays import Integers
+from hetero_gateway.sim.ordered_trace import OrderedTrace
+from hetero_gateway.sim.prefixes import KnownText, Run
+from hetero_gateway.sim.workload import Lengths, LogNormalLengths, TraceLengths
+
+# Where the file has no max_model_len, the longest request is rounded up to a multiple of this.
+_CONTEXT_STEP = 1024
+# That of the default workload.
+DEFAULT_CONTEXT = CHAT_MIX.prompt.maximum + CHAT_MIX.output.maximum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,23 +149,24 @@ def plan_request(
     machines = _machines(config, source, own)
     notes = _notes(config, model, own)
     lengths, longest = (
-        mix_lengths(config, source, notes)
+        _mix_lengths(config, source, notes)
         if rows is None
-        else trace_lengths(rows, trace, config.max_model_len)
+        else _trace_lengths(rows, trace, config.max_model_len)
     )
-    context = context_tokens(config, model, longest, source)
+    context = _context_tokens(config, model, longest, source)
     if config.max_model_len is None:
         notes.append(f"max_model_len {context} is taken from the longest request ({longest})")
     options = engine_options(config.engine, context, source)
     if rows is not None and all(row.text is not None for row in rows):
-        if (why := without_caches(config, model, options)) is None:
-            lengths = ordered_trace(rows)
+        if (why := _without_caches(config, model, options)) is None:
+            lengths = _ordered_trace(rows)
         else:
             notes.append(
                 "the trace says which prompts begin alike, and the plan computes each in full: "
                 f"{why} (simulate shows what prefix caches would save)"
             )
-    mean = mean_request(lengths, config.seed)
+    mix = Mix.of(lengths, config.seed)
+    mean = MeanRequest(mix.mean_prompt, mix.mean_output, mix.held_tokens)
     types, unfit = instance_types(
         model,
         machines,
@@ -170,11 +175,23 @@ def plan_request(
         needed_tokens=longest,
         typical_tokens=None if model.keeps_all else mean.prompt + mean.output,
         method=config.memory,
-        own=own,
+        find=lambda name: accelerator(name, own),
         mean=mean,
         network=None if config.network is None else config.network.to_core(),
     )
-    question = _question(config, machines, types, unfit, lengths, notes, options)
+    assert options.max_num_batched_tokens is not None
+    question = Question(
+        machines=machines,
+        types=types,
+        lengths=lengths,
+        goals=_goals(config),
+        policy=config.policy,
+        estimator=config.estimator,
+        engines=Engines(config.engine.scheduling, options.max_num_batched_tokens),
+        unfit=tuple(unfit),
+        seed=config.seed,
+        notes=tuple(notes),
+    )
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
         model_directory(config.model, base_dir),
@@ -196,30 +213,6 @@ def _notes(config: PlanConfig, model: ModelShape, own: Mapping[str, Accelerator]
     asked = dict.fromkeys(name for name in names if name not in own)
     notes += [said for name in asked if (said := taken_for(name)) is not None]
     return notes
-
-
-def _question(
-    config: PlanConfig,
-    machines: tuple[Machine, ...],
-    types: Types,
-    unfit: Sequence[Unfit],
-    lengths: Lengths,
-    notes: Sequence[str],
-    options: EngineOptions,
-) -> Question:
-    assert options.max_num_batched_tokens is not None
-    return Question(
-        machines=machines,
-        types=types,
-        lengths=lengths,
-        goals=_goals(config),
-        policy=config.policy,
-        estimator=config.estimator,
-        engines=Engines(config.engine.scheduling, options.max_num_batched_tokens),
-        unfit=tuple(unfit),
-        seed=config.seed,
-        notes=tuple(notes),
-    )
 
 
 def _goals(config: PlanConfig) -> Goals:
@@ -300,3 +293,88 @@ def _profiles(names: Sequence[str], where: str, base_dir: Path) -> list[Profile]
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
     return found
+
+
+# How long the requests are, and how much context they need
+
+
+def _trace_lengths(
+    rows: Sequence[TraceRequest], trace: Path | None, context: int | None
+) -> tuple[Lengths, int]:
+    """The trace's lengths, and the tokens of its longest request."""
+    prompt: Integers = np.array([row.input_tokens for row in rows], np.int64)
+    output: Integers = np.array([row.output_tokens for row in rows], np.int64)
+    total = prompt + output
+    longest = int(np.argmax(total))
+    if context is not None and total[longest] > context:
+        raise ConfigError(
+            f"{trace}: request {longest + 1} needs {total[longest]} tokens ({prompt[longest]} "
+            f"prompt, {output[longest]} output), more than max_model_len {context}; "
+            f"{int((total > context).sum())} of {total.size} requests are too long"
+        )
+    return TraceLengths(prompt, output), int(total[longest])
+
+
+def _without_caches(config: PlanConfig, model: ModelShape, options: EngineOptions) -> str | None:
+    """Why hits in prefix caches do not count; None: they do."""
+    if not config.workload.prefix_cache:
+        return "prefix_cache is off"
+    if config.engine.scheduling == "prefill-first" or not options.caches_prefixes:
+        return "vLLM before 0.8 has no prefix cache unless it is told to"
+    if model.state_bytes:
+        return f"how much of {model.name}'s state is cached is not modelled"
+    return None
+
+
+def _ordered_trace(rows: Sequence[TraceRequest]) -> OrderedTrace:
+    """The requests of a trace that says which prompts begin alike."""
+    texts = [row.text for row in rows if row.text is not None]
+    return OrderedTrace(
+        np.array([row.arrival_s or 0.0 for row in rows], float),
+        np.array([row.input_tokens for row in rows], np.int64),
+        np.array([row.output_tokens for row in rows], np.int64),
+        np.array([text.session for text in texts], np.int64),
+        tuple(KnownText(tuple(Run(*run) for run in text.runs)) for text in texts),
+        texts[0].block_tokens,
+    )
+
+
+def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Lengths, int]:
+    """The file's distributions, or ours cut to the context; and the longest request of them."""
+    context, asked = config.max_model_len, config.workload
+    prompt = asked.prompt.to_core() if asked.prompt else CHAT_MIX.prompt
+    output = asked.output.to_core() if asked.output else CHAT_MIX.output
+    if context is not None and prompt.maximum + output.maximum > context:
+        # What is ours may be cut: the output to a quarter, the prompt to what is left.
+        if not asked.output:
+            room = context - prompt.maximum if asked.prompt else context // 4
+            output = dataclasses.replace(output, maximum=min(output.maximum, max(1, room)))
+        if not asked.prompt:
+            prompt = dataclasses.replace(prompt, maximum=max(1, context - output.maximum))
+        notes.append(f"the chat mix is cut to what fits max_model_len {context}")
+    longest = prompt.maximum + output.maximum
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"{source}: workload: the longest request has {prompt.maximum} prompt and "
+            f"{output.maximum} output tokens, more than max_model_len {context}"
+        )
+    return LogNormalLengths(prompt, output), longest
+
+
+def _context_tokens(config: PlanConfig, model: ModelShape, longest: int, source: str) -> int:
+    """max_model_len, at most what the model is made for."""
+    most = model.max_position
+    if config.max_model_len is not None:
+        if most and config.max_model_len > most:
+            raise ConfigError(
+                f"{source}: max_model_len: {config.max_model_len} is more than the {most} that "
+                f"{model.name} is made for"
+            )
+        return config.max_model_len
+    if most and longest > most:
+        raise ConfigError(
+            f"{source}: workload: the longest request needs {longest} tokens, {model.name} is "
+            f"made for {most}"
+        )
+    rounded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
+    return min(rounded, most) if most else rounded

@@ -5,11 +5,9 @@ docs/reference/configuration.md lists every field; a test compares the two.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +17,8 @@ from pydantic import Field, field_validator
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
 from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.errors import ConfigError, ProfileError
-from hetero_gateway.files.whole_file import write_whole
+from hetero_gateway.files.package_data import table
+from hetero_gateway.files.whole_file import write_document
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
 
@@ -137,10 +136,7 @@ def profile_text(document: Mapping[str, Any]) -> str:
 
 def write_profile_file(path: Path, document: Mapping[str, Any]) -> None:
     """Write a profile file whole. Raises ConfigError: it cannot be written."""
-    try:
-        write_whole(path, profile_text(document))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    write_document(path, profile_text(document))
 
 
 def _without_references(value: Any) -> Any:
@@ -161,11 +157,8 @@ def builtin_profiles() -> Mapping[str, Profile]:
 
     Their constants are rooflines or derived from public measurements, as ``source`` says.
     """
-    text = (
-        resources.files("hetero_gateway.files").joinpath("instance_profiles.csv").read_text("utf-8")
-    )
     result = {}
-    for row in csv.DictReader(text.splitlines()):
+    for row in table("instance_profiles.csv"):
         honesty = row["honesty"]
         profile = Profile(
             gpu=row["gpu"],

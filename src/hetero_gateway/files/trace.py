@@ -19,6 +19,7 @@ import numpy as np
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.prefix_trace import TracedText, is_prefix_trace, read_prefix_trace
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 _REQUIRED = ("input_tokens", "output_tokens")
 
@@ -49,31 +50,9 @@ class LoadRequest:
     text: TracedText | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LengthMix:
-    """A synthetic mix: log-normal prompt and output lengths, cut at a maximum.
-
-    ``*_median`` is in tokens; ``*_sigma`` is the standard deviation of the natural logarithm.
-    """
-
-    input_median: float
-    input_sigma: float
-    input_max: int
-    output_median: float
-    output_sigma: float
-    output_max: int
-
-
 # Between public chat traces: ShareGPT's first turns (prompt median 20, output median 216) and the
 # conversation trace of Azure 2023 (1 035 and 140); both have a log-normal sigma of 0.8 to 1.3.
-CHAT_MIX = LengthMix(
-    input_median=256,
-    input_sigma=1.0,
-    input_max=3072,
-    output_median=160,
-    output_sigma=0.8,
-    output_max=1024,
-)
+CHAT_MIX = LogNormalLengths(LogNormal(256, 1.0, 3072), LogNormal(160, 0.8, 1024))
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
@@ -105,19 +84,10 @@ def parse_trace(text: str, source: str) -> list[TraceRequest]:
         raise ConfigError(f"{source}: not a CSV file: {error}") from error
 
 
-def synthetic_trace(count: int, seed: int, mix: LengthMix = CHAT_MIX) -> list[TraceRequest]:
+def synthetic_trace(count: int, seed: int, mix: LogNormalLengths = CHAT_MIX) -> list[TraceRequest]:
     """``count`` requests drawn from ``mix``, without arrival times; the same for the same seed."""
-    rng = np.random.default_rng(seed)
-    inputs = rng.lognormal(math.log(mix.input_median), mix.input_sigma, count)
-    outputs = rng.lognormal(math.log(mix.output_median), mix.output_sigma, count)
-    return [
-        TraceRequest(
-            None,
-            min(max(1, round(float(i))), mix.input_max),
-            min(max(1, round(float(o))), mix.output_max),
-        )
-        for i, o in zip(inputs, outputs, strict=True)
-    ]
+    lengths = mix.draw(count, np.random.default_rng(seed))
+    return [TraceRequest(None, i, o) for i, o in zip(*(x.tolist() for x in lengths), strict=True)]
 
 
 def schedule(
@@ -132,30 +102,24 @@ def schedule(
             first arrival (all at once where it has none).
         seed: of the Poisson arrivals.
     """
-    if rate_per_s is not None and math.isfinite(rate_per_s) and _all_have_texts(trace):
+    if rate_per_s is None:
+        first_s = min((r.arrival_s for r in trace if r.arrival_s is not None), default=0.0)
+        due_s = [0.0 if r.arrival_s is None else r.arrival_s - first_s for r in trace]
+    elif not math.isfinite(rate_per_s):
+        due_s = [0.0] * len(trace)
+    elif all(request.text is not None for request in trace):
         # What arrives, and when, belongs together.
         first_s, last_s = trace[0].arrival_s or 0.0, trace[-1].arrival_s or 0.0
         stretch = (len(trace) - 1) / rate_per_s / (last_s - first_s) if last_s > first_s else 0.0
-        pairs = zip([((r.arrival_s or 0.0) - first_s) * stretch for r in trace], trace, strict=True)
-    elif rate_per_s is not None and math.isfinite(rate_per_s):
+        due_s = [((r.arrival_s or 0.0) - first_s) * stretch for r in trace]
+    else:
         gaps_s = np.random.default_rng(seed).exponential(1 / rate_per_s, len(trace))
         due_s = [float(t) for t in np.cumsum(gaps_s) - gaps_s[:1].sum()]
-        pairs = zip(due_s, trace, strict=True)
-    elif rate_per_s is None:
-        first_s = min((r.arrival_s for r in trace if r.arrival_s is not None), default=0.0)
-        pairs = zip(
-            [0.0 if r.arrival_s is None else r.arrival_s - first_s for r in trace],
-            trace,
-            strict=True,
-        )
-    else:
-        pairs = zip([0.0] * len(trace), trace, strict=True)
-    requests = [LoadRequest(due, r.input_tokens, r.output_tokens, r.text) for due, r in pairs]
+    requests = [
+        LoadRequest(due, r.input_tokens, r.output_tokens, r.text)
+        for due, r in zip(due_s, trace, strict=True)
+    ]
     return sorted(requests, key=lambda request: request.due_s)
-
-
-def _all_have_texts(trace: Sequence[TraceRequest]) -> bool:
-    return all(request.text is not None for request in trace)
 
 
 def _parse_trace(lines: Iterable[str], source: str, limit: int | None) -> list[TraceRequest]:

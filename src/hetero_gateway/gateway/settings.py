@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 Prepare: TypeAlias = Callable[[GatewayConfig], Prepared | None]
 
 
-class Change(NamedTuple):
+class SettingsChange(NamedTuple):
     """A configuration that can be taken up.
 
     Args:
@@ -69,7 +69,7 @@ class Settings:
         self._fields.update(fields)
         self._parts.append((tuple(fields), always, prepare))
 
-    def prepare(self, fresh: GatewayConfig) -> Change:
+    def prepare(self, fresh: GatewayConfig) -> SettingsChange:
         """Make ready for another configuration. May take a while, and touches nothing that runs.
 
         Raises:
@@ -85,9 +85,11 @@ class Settings:
             if (prepared := prepare(config)) is not None:
                 steps.append(prepared.apply)
                 settings += prepared.changed
-        return Change(config, settings, [name for name in names if name not in settings], steps)
+        return SettingsChange(
+            config, settings, [name for name in names if name not in settings], steps
+        )
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: SettingsChange) -> None:
         """Take it up."""
         self.config = change.config
         for step in change.steps:

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable
+import math
+import time
+from collections.abc import AsyncIterator, Generator, Iterable
 from typing import TypeVar
 
 _T = TypeVar("_T")
+
+# Something that is worked out step by step, so that its driver can pause: it returns the result.
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]
+
+
+def finish(steps: Steps[Result]) -> Result:
+    """Take all steps at once."""
+    result = advance(steps, math.inf)
+    assert result is not None
+    return result
+
+
+def advance(steps: Steps[Result], for_s: float) -> Result | None:
+    """Take steps for so long, in seconds; None: there are more."""
+    until_s = time.perf_counter() + for_s
+    try:
+        next(steps)
+        while time.perf_counter() < until_s:
+            next(steps)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    return None
 
 
 async def in_turns(items: Iterable[_T], at_once: int) -> AsyncIterator[list[_T]]:

@@ -41,7 +41,7 @@ class _State(enum.Enum):
     COMPLETE = enum.auto()
 
 
-class ChunkedBody:
+class ChunkDecoder:
     """Takes the framing off one body."""
 
     __slots__ = ("_excess", "_left", "_part", "_state", "_trailer_bytes", "_trailers")

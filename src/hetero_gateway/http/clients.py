@@ -19,7 +19,6 @@ import socket
 import struct
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
 
 from hetero_gateway.files.gateway_config import GatewayConfig
 
@@ -57,8 +56,13 @@ class Phase(enum.Enum):
     CLOSING = "closing"  # its client's end: what comes is dropped
 
 
-class Watched(Protocol):
-    """A connection, as its watch sees it. From ``part`` on it is the watch's own."""
+class Watched:
+    """A connection, as its watch sees it: in these slots it notes what it has seen."""
+
+    __slots__ = (
+        "acked_bytes", "admitted", "moved_s", "part", "seen_bytes", "seen_turn", "since_s",
+        "stalled_s",
+    )  # fmt: skip
 
     transport: asyncio.Transport
     body_bytes: int  # of the request, so far
@@ -73,24 +77,29 @@ class Watched(Protocol):
     acked_bytes: int
 
     @property
-    def phase(self) -> Phase: ...
+    def phase(self) -> Phase:
+        raise NotImplementedError
 
     @property
     def turn(self) -> int:
         """Grows with each phase that is not the last one."""
+        raise NotImplementedError
 
     @property
-    def reading_paused(self) -> bool: ...
+    def reading_paused(self) -> bool:
+        raise NotImplementedError
 
     def expire(self) -> None:
         """What it waits for did not come in time."""
+        self.transport.abort()
 
     def stall(self) -> None:
         """Its client reads nothing."""
+        self.transport.abort()
 
 
 @dataclass(frozen=True)
-class ClientLimits:
+class ConnectionLimits:
     """Times in seconds; as in the configuration's sections ``timeouts`` and ``server``."""
 
     header_s: float
@@ -100,10 +109,10 @@ class ClientLimits:
     max_connections: int
 
 
-def client_limits(config: GatewayConfig) -> ClientLimits:
+def client_limits(config: GatewayConfig) -> ConnectionLimits:
     """What a gateway's configuration says, with the descriptors that the process may open."""
     timeouts, most = config.timeouts, config.server.max_connections
-    return ClientLimits(
+    return ConnectionLimits(
         timeouts.header_s,
         timeouts.body_s,
         timeouts.write_s,
@@ -148,7 +157,7 @@ class Watch:
 
     def __init__(
         self,
-        limits: ClientLimits,
+        limits: ConnectionLimits,
         timeouts: Counter[str] | None = None,
         refused: Counter[int] | None = None,
     ) -> None:
@@ -162,7 +171,7 @@ class Watch:
         self._count = self._served = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def set_limits(self, limits: ClientLimits) -> None:
+    def set_limits(self, limits: ConnectionLimits) -> None:
         """Other limits from now on, for those that are connected as well."""
         self.limits = limits
         shortest_s = min(limits.header_s, limits.body_s, limits.write_s, limits.keep_alive_s)

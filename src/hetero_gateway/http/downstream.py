@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http.bodies import BodyBuffer, BodyLimits
 from hetero_gateway.http.headers import Headers
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -45,13 +45,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from hetero_gateway.engines.vllm import REALTIME, WORK_BY_PATH
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http.bodies import SMALL_BYTES, BodyBuffer, BodyLimits
-from hetero_gateway.http.chunks import ChunkedBody
-from hetero_gateway.http.clients import Phase, Watch
+from hetero_gateway.http.chunks import ChunkDecoder
+from hetero_gateway.http.clients import Phase, Watch, Watched
 from hetero_gateway.http.downstream import Downstream, Flow, Listener
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.headers import Headers
-from hetero_gateway.http.heads import RequestHead, head_size, read_head
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound, RequestHead, head_size, read_head
 
 _REALTIME = REALTIME.encode()
 _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
@@ -226,7 +225,7 @@ class _CycleTransport:
         self.close = connection.close
 
 
-class EngineProtocol(HttpToolsProtocol):
+class EngineProtocol(HttpToolsProtocol, Watched):
     """A connection of a client. Use ``engine_protocol`` to make the class that uvicorn gets."""
 
     # Slots: uvicorn's attributes are as many as instances can share the names of, and one more
@@ -236,16 +235,8 @@ class EngineProtocol(HttpToolsProtocol):
         "_chunks",
         "_left",
         "_seen",
-        "acked_bytes",
-        "admitted",
         "body_bytes",
-        "moved_s",
-        "part",
         "phase",
-        "seen_bytes",
-        "seen_turn",
-        "since_s",
-        "stalled_s",
         "turn",
     )
 
@@ -255,18 +246,10 @@ class EngineProtocol(HttpToolsProtocol):
     phase: Phase
     turn: int
     body_bytes: int
-    part: int
-    admitted: bool
-    seen_turn: int
-    seen_bytes: int
-    since_s: float
-    moved_s: float
-    stalled_s: float
-    acked_bytes: int
 
     _buffer: bytearray | None  # a part of a head, or what comes behind the request
     _seen: int  # bytes of that part which have been looked at
-    _chunks: ChunkedBody | None  # of the body, where it comes in chunks
+    _chunks: ChunkDecoder | None  # of the body, where it comes in chunks
     _left: int  # of the body, in bytes, where its length is known
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -336,7 +319,7 @@ class EngineProtocol(HttpToolsProtocol):
 
     def _open(self, head: RequestHead, rest: bytes) -> None:
         length = head.length
-        self._chunks = ChunkedBody() if length is None else None
+        self._chunks = ChunkDecoder() if length is None else None
         self._left = length or 0
         self._seen = self.body_bytes = 0
         self.turn += 1
@@ -589,9 +572,6 @@ class EngineProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self.transport.abort()
-
-    def stall(self) -> None:
-        self.transport.abort()
 
     # What the server calls
 

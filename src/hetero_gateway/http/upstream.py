@@ -24,8 +24,8 @@ from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.headers import Withheld
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.hops import Hops
-from hetero_gateway.http.inbound import Inbound
 from hetero_gateway.http.response import (
     MOST_HEAD_BYTES,
     MOST_SHORT_HEAD_BYTES,

@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from hetero_gateway.http.clients import Phase, Watch
+from hetero_gateway.http.clients import Phase, Watch, Watched
 
 # Audio in base64; vLLM takes no more than 25 MB of it.
 MOST_MESSAGE_BYTES = 1 << 24
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _log.setLevel(logging.WARNING)
 
 
-class ClientWebSocket(WebSocketsSansIOProtocol):
+class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
     """uvicorn's, with bounds.
 
     An HTTP answer ends a handshake, too; who does not read is not read from; what is not UTF-8 ends
@@ -36,16 +36,6 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
     """
 
     body_bytes = 0
-
-    # The watch's own, as in every ``Watched``.
-    part: int
-    admitted: bool
-    seen_turn: int
-    seen_bytes: int
-    since_s: float
-    moved_s: float
-    stalled_s: float
-    acked_bytes: int
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -72,12 +62,6 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
     @property
     def reading_paused(self) -> bool:
         return self.read_paused
-
-    def expire(self) -> None:
-        self.transport.abort()
-
-    def stall(self) -> None:
-        self.transport.abort()
 
     # An asyncio.Protocol
 

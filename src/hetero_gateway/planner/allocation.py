@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from hetero_gateway.planner.goals import price_per_hour_usd
 from hetero_gateway.planner.layouts import Group, best_by_use, stretches, together
-from hetero_gateway.planner.plan import Layout
+from hetero_gateway.planner.plan import Key, Layout
 
 Allocation = tuple[tuple[tuple[Layout, int], ...], ...]
 # What one machine of a group makes of a layout; larger is better.
@@ -77,7 +77,7 @@ def least_cost(groups: Sequence[Group], worths: Worths, keep: int) -> list[Alloc
 
 def holding(
     groups: Sequence[Group],
-    goodput: Mapping[tuple[str, int], float],
+    goodput: Mapping[Key, float],
     rate_per_s: float,
     *,
     by_price: bool,
@@ -109,7 +109,7 @@ def holding(
 
 
 def _group_states(
-    group: Group, goodput: Mapping[tuple[str, int], float], by_price: bool
+    group: Group, goodput: Mapping[Key, float], by_price: bool
 ) -> list[tuple[float, float, tuple[tuple[Layout, int], ...]]]:
     """(resource, worth, parts): so many machines of one layout, and perhaps one of another."""
     worth = {t: value for (a, t), value in goodput.items() if a == group.accelerator}

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner.goals import Goals, price_per_hour_usd
 from hetero_gateway.planner.layouts import Group, together
+from hetero_gateway.planner.plan import Key
 from hetero_gateway.sim.alone import Mix
 
 # Slices of prompts, and of outputs within each: finer ones raise the bound by less than 0.5 %.
@@ -69,7 +70,7 @@ class _Bucket:
 
 def lower_bound(
     groups: Sequence[Group],
-    profiles: Mapping[tuple[str, int], Profile],
+    profiles: Mapping[Key, Profile],
     mix: Mix,
     goals: Goals,
     rate_per_s: float,

@@ -13,7 +13,7 @@ from typing import Any
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.planner.goals import GoalName
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.plan import Candidate, Plan
+from hetero_gateway.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def choose(tried: Sequence[Tried], goal: GoalName) -> int:
 
 def _rank(plan: Plan | None, goal: GoalName) -> tuple[float, ...]:
     assert plan is not None
-    best, tokens = plan.best, _tokens_per_s(plan.best)
+    best, tokens = plan.best, plan.best.tokens_per_s
     if goal == "cost":
         return best.usd_per_million_tokens or 0.0, -tokens
     if goal == "fewest":
@@ -53,10 +53,6 @@ def _rank(plan: Plan | None, goal: GoalName) -> tuple[float, ...]:
     if goal == "goodput":
         return -(best.goodput_per_s or 0.0), -tokens
     return (-tokens,)
-
-
-def _tokens_per_s(candidate: Candidate) -> float:
-    return candidate.simulated.tokens_per_s if candidate.simulated else 0.0
 
 
 def line(tried: Sequence[Tried], chosen: int) -> str:
@@ -67,7 +63,7 @@ def line(tried: Sequence[Tried], chosen: int) -> str:
             text = str(each.error)
         else:
             best = each.plan.best
-            text = f"{_tokens_per_s(best):.0f} tokens/s on {best.accelerators} accelerators"
+            text = f"{best.tokens_per_s:.0f} tokens/s on {best.accelerators} accelerators"
         chose = "chosen, " if i == chosen else ""
         parts.append(f"{each.name} ({each.storage}): {chose}{text}")
     return "checkpoints: " + "; ".join(parts) + ". Whether its quality will do is yours to judge"
@@ -75,18 +71,19 @@ def line(tried: Sequence[Tried], chosen: int) -> str:
 
 def document(tried: Sequence[Tried], chosen: int) -> list[dict[str, Any]]:
     """Of ``--json``."""
-    return [
-        {
-            "name": each.name,
-            "storage": each.storage,
-            "chosen": i == chosen,
-            "throughput_tokens_per_s": _tokens_per_s(each.plan.best) if each.plan else None,
-            "accelerators": each.plan.best.accelerators if each.plan else None,
-            "goodput_per_s": each.plan.best.goodput_per_s if each.plan else None,
-            "usd_per_million_tokens": (
-                each.plan.best.usd_per_million_tokens if each.plan else None
-            ),
-            "reason": str(each.error or ""),
-        }
-        for i, each in enumerate(tried)
-    ]
+    found = []
+    for i, each in enumerate(tried):
+        best = each.plan.best if each.plan else None
+        found.append(
+            {
+                "name": each.name,
+                "storage": each.storage,
+                "chosen": i == chosen,
+                "throughput_tokens_per_s": best and best.tokens_per_s,
+                "accelerators": best and best.accelerators,
+                "goodput_per_s": best and best.goodput_per_s,
+                "usd_per_million_tokens": best and best.usd_per_million_tokens,
+                "reason": str(each.error or ""),
+            }
+        )
+    return found

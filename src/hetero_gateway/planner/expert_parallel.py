@@ -1,18 +1,10 @@
 """p1..p9 of a mixture of experts whose experts are spread whole over many accelerators.
 
-With ``--enable-expert-parallel`` each accelerator of tensor · data has a part of the experts; with
-``--data-parallel-size`` every copy of the rest has sequences and KV of its own, and all copies go
-through each layer together: what their tokens need of the experts is gathered from all copies, and
-scattered back (vLLM's default, allgather_reducescatter, config/parallel.py:219).
-
-    a copy's     attention, shared experts, output layer: of b/d of the b sequences
-    experts'     the weights that the tokens of all copies touch, shared out, and their products;
-                 the accelerator that has most to do is waited for
-    all-to-all   per layer, all tokens' activations twice over a link
-
-Routing is taken to be even, by chance alone: real routing is not, which vLLM's own balancing
-(``--enable-eplb``) works against. The profile is of an instance with much to do in every copy; a
-lone prompt is worked on by one of them and takes up to d times as long.
+docs/design/search.md says what a step is made of. What the tokens of all copies need of the experts
+is gathered from all, and scattered back (vLLM's default, allgather_reducescatter,
+config/parallel.py:219). Routing is taken to be even, by chance alone: real routing is not, which
+vLLM's own balancing (``--enable-eplb``) works against. The profile is of an instance with much to
+do in every copy; a lone prompt is worked on by one of them and takes up to d times as long.
 """
 
 from __future__ import annotations

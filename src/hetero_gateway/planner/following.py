@@ -29,7 +29,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.planner.held_rates import HeldRates, Key
+from hetero_gateway.planner.held_rates import HeldRates
+from hetero_gateway.planner.plan import Key
 
 # Rates: what "now" is, how far back the line looks, and its steps.
 _NOW_S = 120.0

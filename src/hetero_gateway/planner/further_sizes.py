@@ -1,10 +1,8 @@
 """Sizes beyond tensor parallelism that are worth a simulation.
 
-Within a machine: stages where an all-reduce is slow or the heads do not divide; experts spread over
-all accelerators, with and without copies of the rest. Over several equal machines that a network
-joins: stages, as tensor parallelism needs more than a network has. There are many, and most lose
-to tensor parallelism alone; so all are reckoned in closed form, and of each accelerator only the
-few that come near what plain sizes make per accelerator go into the search.
+Stages where an all-reduce is slow or the heads do not divide, spread experts with and without
+copies of the rest, and stages over equal machines that a network joins. Most lose to tensor
+parallelism alone: all are reckoned in closed form, and few go into the search.
 """
 
 from __future__ import annotations

@@ -15,21 +15,27 @@ is used is paid for whole, with what a layout leaves idle; one that is not used 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.planner.layouts import Group
-from hetero_gateway.planner.plan import Figures, Layout, Machine
+from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine
+from hetero_gateway.sim.held import held_loads
 
 GoalName = Literal["throughput", "goodput", "cost", "fewest"]
-GOAL_NAMES: tuple[GoalName, ...] = ("throughput", "goodput", "cost", "fewest")
+
 
 # Of the requests that are to be within ``slo``, where nothing is said.
 DEFAULT_SHARE = 0.95
-# A queue at full load grows without end; at this much below it, it does not within a run.
+# A queue at full load grows without end; at this much below it, it does not within a run. No rate
+# counts that is above what the engines do with always enough to do, less this: a short run at such
+# a rate is over before its queue has grown.
 HEADROOM = 0.05
+
+# Rates are tried in hundredths of the most that engines can do.
+STEP = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,21 @@ class Goals:
             return f"TPOT p99 {figures.tpot_p99_s * 1000:.3g} ms, over {self.tpot_p99_s * 1000:g}"
         return ""
 
+    def rank(self, candidate: Candidate) -> tuple[float, ...]:
+        """Sorts the better candidate first; what was not simulated comes last."""
+        known = candidate.simulated is not None
+        if self.name == "goodput" and known:
+            key = (-(candidate.goodput_per_s or 0.0), float(candidate.accelerators))
+        elif self.name == "cost" and candidate.alone_tokens_per_s:
+            key = (candidate.usd_per_million_tokens or 0.0, -candidate.tokens_per_s)
+        elif known and self.name == "fewest":
+            key = (float(candidate.accelerators), -candidate.tokens_per_s)
+        elif known:
+            key = (-candidate.tokens_per_s, float(candidate.accelerators))
+        else:
+            key = (-candidate.alone_tokens_per_s, -candidate.estimate_tokens_per_s)
+        return (float(not known), float(candidate.holds is False), *key)
+
 
 def slo_text(slo: Slo) -> str:
     """``TTFT 2 s, TPOT 50 ms``; empty without limits."""
@@ -121,3 +142,46 @@ def usd_per_hour(machines: Sequence[Machine], layouts: Mapping[str, Layout]) -> 
             return None
         per_hour += machine.price_per_hour_usd * machine.count
     return per_hour if used else None
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The highest rate that was held, in requests/s, and what was seen at it."""
+
+    rate_per_s: float
+    figures: Figures
+
+
+def find_goodput(
+    hold: Callable[[float], Figures | None],
+    goals: Goals,
+    most_per_s: float,
+    *,
+    step: float = STEP,
+    likely_per_s: float | None = None,
+) -> Goodput | None:
+    """Goodput: the highest rate at which the goals' limits are kept; None: none that was tried.
+
+    As ``simulate --held`` finds it: Poisson arrivals, and bisection on the rate.
+
+    Args:
+        hold: what is seen at a rate; None: no request finishes.
+        most_per_s: the highest rate to try, above 0.
+        step: of the rates that are tried, as a share of ``most_per_s``.
+        likely_per_s: about what is expected, which saves runs.
+    """
+    seen: dict[float, Figures] = {}
+
+    def keeps(load: float) -> float:
+        figures = hold(load * most_per_s)
+        if figures is None or goals.missed(figures):
+            return 0.0
+        seen[load] = figures
+        return 1.0
+
+    likely = None if likely_per_s is None else likely_per_s / most_per_s
+    held_loads(keeps, (1.0,), most=1.0, step=step, likely=likely)
+    if not seen:
+        return None
+    load = max(seen)
+    return Goodput(load * most_per_s, seen[load])

@@ -10,20 +10,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.planner import trials
-from hetero_gateway.planner.goals import HEADROOM, Goals
-from hetero_gateway.planner.goodput import find_goodput
-from hetero_gateway.planner.plan import Figures
+from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
+from hetero_gateway.planner.plan import Key
+from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.workload import TraceLengths
-
-Key = tuple[str, int]  # accelerator and tensor parallelism
 
 
 def key_of(profile: Profile) -> Key:
@@ -98,6 +96,10 @@ class RateQuestion:
     seed: int = 0
     compiled: bool = False
 
+    @property
+    def trials(self) -> Trials:
+        return Trials(self.policy, self.engines, _TOGETHER_REQUESTS, self.compiled, self.goals.slo)
+
 
 def find_held_rates(question: RateQuestion) -> HeldRates:
     """Simulate; some seconds of CPU for two or three types."""
@@ -131,13 +133,9 @@ def _held_alone(question: RateQuestion, mix: Mix, key: Key, most_per_s: float) -
     if not question.goals.has_limits:
         return _BUSY * most_per_s
 
-    def hold(rate_per_s: float) -> Figures | None:
-        profile, slo = question.profiles[key], question.goals.slo
-        return trials.hold_alone(profile, mix, question.engines, rate_per_s, slo)
-
-    found = find_goodput(
-        hold, question.goals, most_per_s, step=_STEP, likely_per_s=_BUSY * most_per_s
-    )
+    hold = functools.partial(question.trials.hold_alone, question.profiles[key], mix)
+    likely = _BUSY * most_per_s
+    found = find_goodput(hold, question.goals, most_per_s, step=_STEP, likely_per_s=likely)
     return 0.0 if found is None else found.rate_per_s
 
 
@@ -152,23 +150,12 @@ def _together(
     if sum(able.values()) < 2 or not question.goals.has_limits:
         return 1.0
     by_profile = {question.profiles[key]: n for key, n in able.items()}
-    system = trials.reduced(
+    system = reduced(
         by_profile, {question.profiles[key]: alone[key] for key in able}, _TOGETHER_REQUESTS
     )
     total = sum(held[key] * n for key, n in able.items())
 
-    def hold(rate_per_s: float) -> Figures | None:
-        return trials.hold(
-            system,
-            question.policy,
-            mix,
-            question.engines,
-            rate_per_s,
-            _TOGETHER_REQUESTS,
-            question.compiled,
-            question.goals.slo,
-        )
-
+    hold = functools.partial(question.trials.hold, system, mix)
     most = _MOST_TOGETHER * total
     found = find_goodput(hold, question.goals, most, step=_STEP, likely_per_s=total)
     return _LEAST_TOGETHER if found is None else max(_LEAST_TOGETHER, found.rate_per_s / total)

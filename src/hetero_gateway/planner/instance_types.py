@@ -2,40 +2,38 @@
 
 A type has its memory (``memory``) and its times: a profile measured on such hardware where the
 caller has one, else a derived one, else a roofline of the data sheet. What cannot be deployed is
-listed with the reason, what is missing, and what would help. Files of profiles are the caller's
-business.
+listed with the reason, what is missing, and what would help.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.nearest import folded
 from hetero_gateway.planner import expert_parallel, pipelines
-from hetero_gateway.planner.accelerators import Accelerator, accelerator
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.expert_parallel import expert_parallel_profile
 from hetero_gateway.planner.further_sizes import MeanRequest, across, promising, within
 from hetero_gateway.planner.memory import (
     EngineOptions,
     Method,
-    remedies,
-    shortfall_bytes,
+    StartUp,
     tokens_at,
 )
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
-from hetero_gateway.planner.plan import InstanceType, Machine, MemoryEstimate, Unfit
+from hetero_gateway.planner.plan import InstanceType, Key, Machine, MemoryEstimate, Unfit
 from hetero_gateway.planner.roofline import SLOT_BYTES_PER_S, SLOTS_UNCERTAINTY, roofline_profile
 from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.planner.stages import holds_request, instance_memory
 
-Types = dict[tuple[str, int], InstanceType]
+Types = dict[Key, InstanceType]
 
 # Relative, of a step's time. The built-in profiles are sums of measured operators or rescaled from
 # others' measurements; how far off a whole engine is, their source does not say: a round figure.
@@ -54,7 +52,7 @@ def instance_types(
     needed_tokens: int,
     typical_tokens: float | None = None,
     method: Method = "fitted",
-    own: Mapping[str, Accelerator] | None = None,
+    find: Callable[[str], Accelerator],
     mean: MeanRequest | None = None,
     network: Network | None = None,
 ) -> tuple[Types, list[Unfit]]:
@@ -67,6 +65,7 @@ def instance_types(
             is longer.
         mean: of the requests; None: tensor parallelism alone. With it, the sizes of
             ``further_sizes`` that may win.
+        find: the accelerator that a machine names, or ConfigError.
         network: between machines; None: every instance stays on one.
 
     Returns:
@@ -74,87 +73,165 @@ def instance_types(
         one entry per accelerator and tensor parallelism.
 
     Raises:
-        ConfigError: an accelerator that is not in the catalogue.
+        ConfigError: an accelerator that ``find`` does not have.
     """
     needed = max(needed_tokens, options.max_model_len or 1)
-    largest: dict[str, int] = {}
-    for machine in machines:
-        largest[machine.accelerator] = max(largest.get(machine.accelerator, 0), machine.count)
-    ask = _Asked(
-        model, measured, options, needed, method,
-        needed if typical_tokens is None else typical_tokens, network,
-    )  # fmt: skip
+    typical = needed if typical_tokens is None else typical_tokens
     types: Types = {}
     unfit: list[Unfit] = []
-    for name, count in largest.items():
-        device = accelerator(name, own)
-        most = min(count, device.max_group)
-        found = [_type(ask, name, device, t, most) for t in range(1, most + 1)]
+    for name in dict.fromkeys(machine.accelerator for machine in machines):
+        device = find(name)
+        own = [machine for machine in machines if machine.accelerator == name]
+        most = min(max(machine.count for machine in own), device.max_group)
+        kind = _Kind(name, device, most, model, measured, options, needed, typical, method, network)
+        found = [kind.type(t) for t in range(1, most + 1)]
         unfit += [each for each in found if isinstance(each, Unfit)]
         fitting = [each for each in found if isinstance(each, InstanceType)]
         if mean is not None:
-            further = [_type(ask, name, device, size, most) for size in within(model, most)]
-            fitting += _kept(fitting, further, mean, unfit)
+            fitting += _kept(fitting, map(kind.type, within(model, most)), mean, unfit)
             if network is not None:
-                sizes = _spans(model, machines, name)
-                wider = [_type(ask, name, device, size, most) for size in sizes]
-                fitting += _kept(fitting, wider, mean, unfit)
+                fitting += _kept(fitting, map(kind.type, _spans(model, own)), mean, unfit)
         types |= {(name, each.size): each for each in fitting}
     return types, unfit
 
 
 def _kept(
     plain: Sequence[InstanceType],
-    further: Sequence[InstanceType | Unfit],
+    further: Iterable[InstanceType | Unfit],
     mean: MeanRequest,
     unfit: list[Unfit],
 ) -> list[InstanceType]:
     """Those that go into the search; where nothing fits, what comes nearest is told."""
-    fitting = [each for each in further if isinstance(each, InstanceType)]
-    lacking = [each for each in further if isinstance(each, Unfit) and each.shortfall_bytes > 0]
+    fitting, lacking = [], []
+    for each in further:
+        if isinstance(each, InstanceType):
+            fitting.append(each)
+        elif each.shortfall_bytes > 0:
+            lacking.append(each)
     if not plain and not fitting and lacking:
         unfit.append(min(lacking, key=lambda each: each.shortfall_bytes))
     return promising(plain, fitting, mean)
 
 
-def _spans(model: ModelShape, machines: Sequence[Machine], name: str) -> list[Size]:
-    """Sizes over several of the machines that have this accelerator, equal ones together."""
-    counts = Counter((m.count, m.price_per_hour_usd) for m in machines if m.accelerator == name)
-    return list(
-        dict.fromkeys(
-            size for (count, _), n in sorted(counts.items(), key=str)
-            for size in across(model, count, n)
-        )
-    )  # fmt: skip
+def _spans(model: ModelShape, machines: Sequence[Machine]) -> list[Size]:
+    """Sizes over several machines of one accelerator, equal ones together."""
+    counts = Counter((m.count, m.price_per_hour_usd) for m in machines)
+    sizes = (across(model, count, n) for (count, _), n in sorted(counts.items(), key=str))
+    return list(dict.fromkeys(itertools.chain.from_iterable(sizes)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is the same for all types of one question."""
+class _Kind:
+    """A kind of accelerator, and what is the same for all of its sizes.
 
+    Args:
+        name: as the machines have it. largest: of one machine.
+        needed, typical: tokens of the longest request, and of a usual one.
+    """
+
+    name: str
+    device: Accelerator
+    largest: int
     model: ModelShape
     measured: Sequence[Profile]
     options: EngineOptions
     needed: int
-    method: Method
     typical: float
+    method: Method
     network: Network | None
 
+    def type(self, asked: int) -> InstanceType | Unfit:
+        """One size, or why it cannot be."""
+        size, device = as_size(asked), self.device
+        reason = refusal(self.model, size) or precision_refusal(self.model, device)
+        if reason is None and size > 1 and device.link_bytes_per_s <= 0:
+            reason = f"no link between two {device.name} is known"
+        if reason is not None:
+            return Unfit(self.name, size, reason)
+        profiles = self._matching(size.tensor)
+        memory = self._memory(size, profiles)
+        if not holds_request(memory, size, self.needed):
+            return self._unfit(size, memory)
+        room = memory.kv_capacity_tokens
+        if memory.how != "measured":
+            room = tokens_at(memory, self.model, size.tensor, self.options, self.typical)
+        profile, uncertainty = self._times(size, profiles, room)
+        return InstanceType(self.name, size, profile, memory, uncertainty)
 
-def _matching(
-    profiles: Sequence[Profile], name: str, device: Accelerator, model: ModelShape, t: int
-) -> list[Profile]:
-    """Those of this engine, best known first."""
-    names = {folded(name), folded(device.name)}
-    found = [
-        profile
-        for profile in profiles
-        if profile.tensor_parallel == t
-        and folded(profile.gpu) in names
-        and folded(profile.model) == folded(model.name)
-        and _same_storage(profile, model)
-    ]
-    return sorted(found, key=lambda profile: _ORDER.index(_how(profile)))
+    def _matching(self, t: int) -> list[Profile]:
+        """Profiles of this engine, best known first."""
+        names = {folded(self.name), folded(self.device.name)}
+        found = [
+            profile
+            for profile in self.measured
+            if profile.tensor_parallel == t
+            and folded(profile.gpu) in names
+            and folded(profile.model) == folded(self.model.name)
+            and _same_storage(profile, self.model)
+        ]
+        return sorted(found, key=lambda profile: _ORDER.index(_how(profile)))
+
+    def _unfit(self, size: Size, memory: MemoryEstimate) -> Unfit:
+        reason = _too_small(memory, self.needed * size.data)
+        if not size.plain:
+            each = self.model.kv_token_bytes(size.tensor, self.options.kv_dtype) / size.pipeline
+            missing = self.needed * each - memory.kv_bytes / size.pipeline / size.data
+            return Unfit(self.name, size, reason, max(1.0, missing / size.tensor))
+        start = StartUp(self.model, self.device, size.tensor, self.options)
+        missing = start.shortfall_bytes(memory, self.needed)
+        remedies = start.remedies(self.method, self.needed, self.largest)
+        return Unfit(self.name, size, reason, missing, remedies)
+
+    def _times(self, size: Size, profiles: Sequence[Profile], room: int) -> tuple[Profile, float]:
+        """Its profile, and how uncertain its step times are."""
+        device, model = self.device, self.model
+        sequences = self.options.sequences(device) * size.data
+        if size.experts:
+            profile = expert_parallel_profile(device, model, size, sequences, room)
+            return profile, max(device.uncertainty, expert_parallel.UNCERTAINTY)
+        if profiles:
+            profile = dataclasses.replace(
+                profiles[0], kv_capacity_tokens=room, max_num_seqs=sequences
+            )
+            uncertainty = _uncertainty(profile, device)
+        else:
+            guess = roofline_profile(device, model, size.tensor, sequences, room)
+            assert guess is not None  # there is room for a token
+            profile, uncertainty = guess, device.uncertainty
+        slots = size.tensor > 2 and device.link_bytes_per_s < SLOT_BYTES_PER_S
+        if slots and _how(profile) != "measured":
+            uncertainty = max(uncertainty, SLOTS_UNCERTAINTY)
+        if size.pipeline == 1:
+            return profile, uncertainty
+        profile = pipelined_profile(profile, model, device, size, self.network)
+        return profile, math.hypot(uncertainty, pipelines.UNCERTAINTY)
+
+    def _memory(self, size: Size, profiles: Sequence[Profile]) -> MemoryEstimate:
+        """Modelled; or as a live engine reported it, if it was told the same."""
+        options, model = self.options, self.model
+        memory = instance_memory(
+            model, self.device, size, options, self.method, needed_tokens=self.needed
+        )
+        if not size.plain or not profiles or _how(profiles[0]) != "measured":
+            return memory
+        source, tokens = profiles[0].source, profiles[0].kv_capacity_tokens
+        stated = source.get("gpu_memory_utilization")
+        same = (
+            stated is not None
+            and abs(float(stated) - options.utilisation) < 1e-6
+            and profiles[0].max_num_seqs == options.sequences(self.device)
+            and source.get("kv_cache_dtype", "auto") == options.kv_dtype
+        )
+        if not same:
+            return memory
+        return dataclasses.replace(
+            memory,
+            kv_capacity_tokens=tokens,
+            kv_bytes=tokens * model.kv_token_bytes(size.tensor, options.kv_dtype),
+            uncertainty=0.0,
+            tight=False,
+            how="measured",
+        )
 
 
 def _same_storage(profile: Profile, model: ModelShape) -> bool:
@@ -170,82 +247,6 @@ def _how(profile: Profile) -> str:
     return how if how in _ORDER else "derived"
 
 
-def _type(
-    ask: _Asked, name: str, device: Accelerator, size: int, largest: int
-) -> InstanceType | Unfit:
-    """One size, or why it cannot be; ``largest`` is what its machine has."""
-    size = as_size(size)
-    model, options, needed = ask.model, ask.options, ask.needed
-    reason = refusal(model, size) or precision_refusal(model, device)
-    if reason is None and size > 1 and device.link_bytes_per_s <= 0:
-        reason = f"no link between two {device.name} is known"
-    if reason is not None:
-        return Unfit(name, size, reason)
-    profiles = _matching(ask.measured, name, device, model, size.tensor)
-    memory = _memory(model, device, size, profiles, options, needed, ask.method)
-    if not holds_request(memory, size, needed):
-        return _unfit(ask, name, device, size, memory, largest)
-    sequences = options.sequences(device) * size.data
-    room = memory.kv_capacity_tokens
-    if memory.how != "measured":
-        room = tokens_at(memory, model, size.tensor, options, ask.typical)
-    profile, uncertainty = _times(ask, device, size, profiles, sequences, room)
-    return InstanceType(name, size, profile, memory, uncertainty)
-
-
-def _unfit(
-    ask: _Asked, name: str, device: Accelerator, size: Size, memory: MemoryEstimate, largest: int
-) -> Unfit:
-    needed = ask.needed
-    reason = _too_small(memory, needed * size.data)
-    if not size.plain:
-        each = ask.model.kv_token_bytes(size.tensor, ask.options.kv_dtype) / size.pipeline
-        missing = needed * each - memory.kv_bytes / size.pipeline / size.data
-        return Unfit(name, size, reason, max(1.0, missing / size.tensor))
-    t = size.tensor
-    return Unfit(
-        name,
-        size,
-        reason,
-        shortfall_bytes(memory, ask.model, device, t, ask.options, needed),
-        remedies(
-            ask.model, device, t, ask.options,
-            needed_tokens=needed, largest=largest, method=ask.method,
-        ),
-    )  # fmt: skip
-
-
-def _times(
-    ask: _Asked,
-    device: Accelerator,
-    size: Size,
-    profiles: Sequence[Profile],
-    sequences: int,
-    room: int,
-) -> tuple[Profile, float]:
-    """Its profile, and how uncertain its step times are."""
-    if size.experts:
-        profile = expert_parallel_profile(device, ask.model, size, sequences, room)
-        return profile, max(device.uncertainty, expert_parallel.UNCERTAINTY)
-    if profiles:
-        profile = dataclasses.replace(profiles[0], kv_capacity_tokens=room, max_num_seqs=sequences)
-        uncertainty = _uncertainty(profile, device)
-    else:
-        guess = roofline_profile(device, ask.model, size.tensor, sequences, room)
-        assert guess is not None  # there is room for a token
-        profile, uncertainty = guess, device.uncertainty
-    if (
-        size.tensor > 2
-        and device.link_bytes_per_s < SLOT_BYTES_PER_S
-        and _how(profile) != "measured"
-    ):
-        uncertainty = max(uncertainty, SLOTS_UNCERTAINTY)
-    if size.pipeline == 1:
-        return profile, uncertainty
-    profile = pipelined_profile(profile, ask.model, device, size, ask.network)
-    return profile, math.hypot(uncertainty, pipelines.UNCERTAINTY)
-
-
 def _too_small(memory: MemoryEstimate, needed: int) -> str:
     if memory.kv_bytes <= 0:
         return "the model leaves no memory for KV"
@@ -254,46 +255,6 @@ def _too_small(memory: MemoryEstimate, needed: int) -> str:
     return (
         f"too tight: room for {memory.kv_capacity_tokens} KV tokens, give or take "
         f"{memory.uncertainty:.0%}, one request needs {needed}"
-    )
-
-
-def _memory(
-    model: ModelShape,
-    device: Accelerator,
-    size: Size,
-    profiles: Sequence[Profile],
-    options: EngineOptions,
-    needed: int,
-    method: Method,
-) -> MemoryEstimate:
-    """Modelled; or as a live engine reported it, if it was told the same."""
-    memory = instance_memory(model, device, size, options, method, needed_tokens=needed)
-    if not size.plain or not profiles or _how(profiles[0]) != "measured":
-        return memory
-    profile = profiles[0]
-    if not _same_settings(profile.source, options, profile.max_num_seqs, device):
-        return memory
-    tokens = profile.kv_capacity_tokens
-    return dataclasses.replace(
-        memory,
-        kv_capacity_tokens=tokens,
-        kv_bytes=tokens * model.kv_token_bytes(size.tensor, options.kv_dtype),
-        uncertainty=0.0,
-        tight=False,
-        how="measured",
-    )
-
-
-def _same_settings(
-    source: Any, options: EngineOptions, max_num_seqs: int, device: Accelerator
-) -> bool:
-    """Whether a profile's own KV capacity holds here: only if it says what it was measured with."""
-    stated = source.get("gpu_memory_utilization")
-    return (
-        stated is not None
-        and abs(float(stated) - options.utilisation) < 1e-6
-        and max_num_seqs == options.sequences(device)
-        and source.get("kv_cache_dtype", "auto") == options.kv_dtype
     )
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_gateway.planner.plan import Layout, Machine
+from hetero_gateway.planner.plan import Key, Layout, Machine
 from hetero_gateway.planner.sizes import as_size
 
 # A StatefulSet's name is this, "-tpNN" and, on its pods, an ordinal: 63 characters at most.
@@ -57,7 +57,7 @@ def machine_layouts(accelerators: int, feasible: Collection[int]) -> list[Layout
     return sorted(found, reverse=True)
 
 
-def feasible_sizes(group: Group, sizes: Iterable[tuple[str, int]]) -> list[int]:
+def feasible_sizes(group: Group, sizes: Iterable[Key]) -> list[int]:
     """The sizes that the group's machines can have, of those by (accelerator, size)."""
     return [
         t

@@ -1,36 +1,40 @@
 """The goals ``cost`` and ``fewest`` at a rate: the least money, or accelerators, that hold it.
 
 Sets of machines are tried from where their instances alone would hold the rate: downwards while
-the whole system holds it, or upwards until it does. For the least money, sets near the one that was
-found follow (``buying``). Beside the answer stands a lower bound (``bound``).
+the whole system holds it, or upwards until it does. That is the best where what machines hold adds
+up, which it does not quite: a queue in front of several evens out what one alone cannot. So for the
+least money, sets follow that have a few machines more, fewer or others, until none is left that is
+cheaper, could be enough, and is not part of a set that was too little. Beside the answer stands a
+lower bound (``bound``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hetero_gateway.planner import allocation
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.bound import lower_bound
-from hetero_gateway.planner.buying import Counts, cheaper_sets, is_part_of
 from hetero_gateway.planner.goals import price_per_hour_usd
 from hetero_gateway.planner.layouts import Group, best_by_use
-from hetero_gateway.planner.notes import nothing_holds
-from hetero_gateway.planner.plan import Candidate, Layout
-from hetero_gateway.planner.question import Key, NoPlan, Question
-from hetero_gateway.planner.ranking import rank
-from hetero_gateway.planner.shortlist import Shortlist
+from hetero_gateway.planner.plan import Candidate, Key, Layout
+from hetero_gateway.planner.question import NoPlan
+from hetero_gateway.planner.reasons import nothing_holds
 from hetero_gateway.planner.systems import Systems
 
+Counts = tuple[int, ...]  # machines taken, by group
+
+# So many machines are added or taken away at a time; fewer where the catalogue is long.
+_CHANGES, _FEW_CHANGES = 4, 2
+_LONG_CATALOGUE = 8
+# Two prices are one: sums of floats in another order.
+_SAME = 1e-9
 # Cheaper sets of machines that are simulated at most.
 _TRIES = 16
 
 
 def least_that_holds(
-    question: Question,
-    shortlist: Shortlist,
-    rates_per_s: Mapping[Key, float],
-    on_progress: Callable[[str], None],
+    systems: Systems, rates_per_s: Mapping[Key, float], on_progress: Callable[[str], None]
 ) -> tuple[list[Candidate], float | None]:
     """What holds the goals' rate, the least first, then all else that was tried; the lower bound.
 
@@ -40,7 +44,7 @@ def least_that_holds(
     Raises:
         NoPlan: nothing holds it.
     """
-    return _Sets(question, shortlist, rates_per_s, on_progress).least()
+    return _Sets(systems, rates_per_s, on_progress).least()
 
 
 def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> int | None:
@@ -69,19 +73,18 @@ class _Sets:
 
     def __init__(
         self,
-        question: Question,
-        shortlist: Shortlist,
+        systems: Systems,
         rates_per_s: Mapping[Key, float],
         on_progress: Callable[[str], None],
     ) -> None:
-        self._q = question
-        self._shortlist = shortlist
-        self._groups = shortlist.groups
+        self._q = systems.question
+        self._shortlist = systems.shortlist
+        self._groups = systems.shortlist.groups
         self._rates_per_s = rates_per_s
         self._on_progress = on_progress
-        self._systems = Systems(question, shortlist)
-        self._rate_per_s = question.goals.rate_per_s or 0.0
-        self._by_price = question.goals.name == "cost"
+        self._systems = systems
+        self._rate_per_s = self._q.goals.rate_per_s or 0.0
+        self._by_price = self._q.goals.name == "cost"
 
     def least(self) -> tuple[list[Candidate], float | None]:
         options = allocation.holding(
@@ -108,8 +111,7 @@ class _Sets:
         else:
             nearby = [tried[found]]
         others = [candidate for _, candidate in pairs] + nearby[1:]
-        others.sort(key=lambda candidate: rank(candidate, self._q.goals))
-        return [nearby[0], *others], bound
+        return [nearby[0], *sorted(others, key=self._q.goals.rank)], bound
 
     def _try(self, each: Allocation) -> Candidate:
         self._on_progress(f"at the rate: {self._systems.name(each)}")
@@ -177,3 +179,52 @@ class _Sets:
 def _counts(each: Allocation) -> Counts:
     """Machines by group."""
     return tuple(sum(machines for _, machines in parts) for parts in each)
+
+
+def cheaper_sets(
+    counts: Counts,
+    most: Sequence[int],
+    prices: Sequence[float],
+    worths: Sequence[float],
+    *,
+    least_worth: float,
+    least_price: float,
+) -> list[Counts]:
+    """Sets near ``counts`` that cost less: what holds most by its machines alone comes first.
+
+    Args:
+        most: machines that there are, by group.
+        prices: of one machine, USD per hour.
+        worths: requests/s that one machine holds alone.
+        least_worth: what a set must hold by its machines alone to be worth a try.
+        least_price: no set below it can hold the rate (``bound``).
+    """
+    changes = _CHANGES if len(counts) <= _LONG_CATALOGUE else _FEW_CHANGES
+    limit = _sum(prices, counts) - _SAME
+    found = []
+    for near in _near(counts, most, changes):
+        price, worth = _sum(prices, near), _sum(worths, near)
+        if least_price - _SAME <= price < limit and worth >= least_worth:
+            found.append((-worth, price, near))
+    return [near for _, _, near in sorted(found)]
+
+
+def is_part_of(counts: Counts, others: Sequence[Counts]) -> bool:
+    """Whether one of the others has all of these machines: if that is too little, this is."""
+    return any(all(n <= m for n, m in zip(counts, other, strict=True)) for other in others)
+
+
+def _near(counts: Counts, most: Sequence[int], changes: int) -> Iterator[Counts]:
+    def extend(taken: Counts, left: int) -> Iterator[Counts]:
+        g = len(taken)
+        if g == len(counts):
+            yield taken
+            return
+        for n in range(max(0, counts[g] - left), min(most[g], counts[g] + left) + 1):
+            yield from extend((*taken, n), left - abs(n - counts[g]))
+
+    return extend((), changes)
+
+
+def _sum(values: Sequence[float], counts: Counts) -> float:
+    return sum(value * n for value, n in zip(values, counts, strict=True) if n)

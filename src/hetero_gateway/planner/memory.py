@@ -1,22 +1,10 @@
 """How much KV memory an instance has left: Eq. (1), and a model of what the rest is made of.
 
-    paper    t·d·φ − t·δ − Φ·b, with the nominal d and δ = 2 GiB per accelerator
-    fitted   t·(usable·φ − weights − activations − outside torch [− CUDA graphs])
-
-Per accelerator, with T = max_num_batched_tokens, n = max_num_seqs, b = bytes of the dtype:
-
-    weights        ``ModelShape.weight_bytes``: as loaded, KV heads copied where t exceeds them
-    activations    the larger of  MLP      mlp·b·T·(3·intermediate/t + 3·hidden)
-                             and  sampler  (logit + b − 2)·n·vocabulary, 4·n·vocabulary since 0.25
-                   + b·T·hidden, what one pass keeps, and what the experts keep:
-                   T·experts_per_token·b·(3·moe_intermediate/t + hidden)
-    outside torch  the CUDA context; with t > 1 what the all-reduce keeps, more over NVLink
-    CUDA graphs    graph + graph_per_layer·layers, taken off since vLLM 0.21
-
 vLLM measures all but the weights at start-up, in one pass over T tokens and n logits; what it keeps
-has changed with its versions. The coefficients are fitted to its own logs and tested on model
-families that were left out: benchmarks/planner/memory.py, docs/evidence/planner.md. All logs
-but one are of NVIDIA's cards: elsewhere the uncertainty is larger.
+has changed with its versions. docs/design/memory-model.md has the parts and their formulas. The
+coefficients are fitted to vLLM's own logs and tested on model families that were left out:
+benchmarks/planner/memory.py, docs/evidence/planner.md. All logs but one are of NVIDIA's cards:
+elsewhere the uncertainty is larger.
 """
 
 from __future__ import annotations
@@ -25,7 +13,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from hetero_gateway.core.costs.cost_model import kv_capacity_bytes
 from hetero_gateway.errors import ConfigError
@@ -69,6 +57,9 @@ _SECOND_RUNNER_LOGIT_BYTES = 4.0
 class Coefficients:
     """What was fitted; memory in GiB per accelerator, unless it says bytes.
 
+    benchmarks/planner/memory.py prints the defaults. Not fitted: slow_link, as no log of the facts
+    has t > 1 over PCIe (logs in vLLM's issues say 0.05 to 0.45), and the sigmas, rounded up.
+
     Args:
         mlp: measured over counted bytes of the MLP's peak.
         logit_bytes_before_0_17, logit_bytes: the sampler's, per sequence and vocabulary entry.
@@ -82,40 +73,23 @@ class Coefficients:
         sigma_graphs: of CUDA graphs; logs of vLLM's estimate say 0.1 to 1.6.
     """
 
-    mlp: float
-    logit_bytes_before_0_17: float
-    logit_bytes: float
-    outside_before_0_6: float
-    outside_before_0_17: float
-    outside: float
-    fast_link: float
-    slow_link: float
-    graphs: float
-    graphs_per_layer: float
-    sigma: float
-    sigma_others: float
-    sigma_link: float
-    sigma_graphs: float
+    mlp: float = 1.01
+    logit_bytes_before_0_17: float = 38.9
+    logit_bytes: float = 14.8
+    outside_before_0_6: float = 0.83
+    outside_before_0_17: float = 0.17
+    outside: float = 0.27
+    fast_link: float = 1.86
+    slow_link: float = 0.2
+    graphs: float = 0.21
+    graphs_per_layer: float = 0.0208
+    sigma: float = 0.4
+    sigma_others: float = 2.5
+    sigma_link: float = 0.6
+    sigma_graphs: float = 0.3
 
 
-# benchmarks/planner/memory.py prints them. Not fitted: slow_link, as no log of the facts has t > 1
-# over PCIe (logs in vLLM's issues say 0.05 to 0.45 GiB), and the sigmas, which are rounded up.
-FITTED = Coefficients(
-    mlp=1.01,
-    logit_bytes_before_0_17=38.9,
-    logit_bytes=14.8,
-    outside_before_0_6=0.83,
-    outside_before_0_17=0.17,
-    outside=0.27,
-    fast_link=1.86,
-    slow_link=0.2,
-    graphs=0.21,
-    graphs_per_layer=0.0208,
-    sigma=0.4,
-    sigma_others=2.5,
-    sigma_link=0.6,
-    sigma_graphs=0.3,
-)
+FITTED = Coefficients()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +150,8 @@ class EngineOptions:
         if self.max_num_batched_tokens is not None:
             # vLLM refuses a step that cannot hold a token of each sequence.
             return max(self.max_num_batched_tokens, self.sequences(accelerator))
-        tokens = self._defaults(accelerator)[0]
-        if self.version <= _LAST_V0:
-            # The whole of a prompt at once, unless prompts may be long: then in chunks.
-            length = self.max_model_len or 0
-            tokens = max(2048, length if length <= 32_768 else 0)
+        old = self.version <= _LAST_V0
+        tokens = self.step_tokens if old else self._defaults(accelerator)[0]
         return max(tokens, self.sequences(accelerator))
 
     @property
@@ -188,6 +159,7 @@ class EngineOptions:
         """What a plan tells vLLM where its file does not: 2048, and before 0.8 a whole prompt."""
         if self.version > _LAST_V0:
             return DEFAULT_MAX_BATCHED_TOKENS
+        # The whole of a prompt at once, unless prompts may be long: then in chunks.
         length = self.max_model_len or 0
         return max(DEFAULT_MAX_BATCHED_TOKENS, length if length <= 32_768 else 0)
 
@@ -198,6 +170,200 @@ class EngineOptions:
         return LARGE_DEFAULTS if large else SMALL_DEFAULTS
 
 
+class StartUp(NamedTuple):
+    """One start of vLLM, and what it takes of each accelerator's memory."""
+
+    model: ModelShape
+    accelerator: Accelerator
+    tensor_parallel: int
+    options: EngineOptions
+    c: Coefficients = FITTED
+
+    def memory(
+        self, method: Method = "fitted", needed_tokens: int = 1, others: tuple[MemoryPart, ...] = ()
+    ) -> MemoryEstimate:
+        """``estimate_memory``; ``others``: what else each accelerator holds."""
+        model, t, options = self.model, self.tensor_parallel, self.options
+        parts = (self._paper_parts() if method == "paper" else self._fitted_parts()) + others
+        taken = sum(part.bytes_per_accelerator for part in parts)
+        kv_bytes = t * (self.accelerator.memory_bytes - taken)
+        needed = max(needed_tokens, options.max_model_len or 1)
+        each = model.kv_token_bytes(t, options.kv_dtype)
+        if not model.keeps_all:
+            each = self._request_bytes(needed) / needed
+        tokens = max(0, int(kv_bytes // each))
+        uncertainty = PAPER_UNCERTAINTY
+        if method == "fitted":
+            tokens -= tokens % BLOCK_TOKENS
+            uncertainty = min(1.0, self.spread_bytes / kv_bytes) if kv_bytes > 0 else 1.0
+            uncertainty = min(1.0, math.hypot(uncertainty, model.kv_error))
+        return MemoryEstimate(
+            kv_capacity_tokens=tokens,
+            kv_bytes=kv_bytes,
+            parts=parts,
+            uncertainty=uncertainty,
+            # Two standard deviations to either side.
+            tight=tokens * (1 - 2 * uncertainty) < needed <= tokens * (1 + 2 * uncertainty),
+            how=method,
+        )
+
+    def _request_bytes(self, tokens: int) -> float:
+        """KV bytes of one request while a step is computed."""
+        in_flight = self.options.batched_tokens(self.accelerator)
+        return self.model.kv_request_bytes(
+            tokens, self.tensor_parallel, self.options.kv_dtype, in_flight
+        )
+
+    @property
+    def spread_bytes(self) -> float:
+        """One standard deviation of the instance's KV bytes: what one is wrong by, all are."""
+        sigmas = [self.c.sigma if self.accelerator.cuda_capability else self.c.sigma_others]
+        if self.tensor_parallel > 1:
+            sigmas.append(self.c.sigma_link)
+        if self._graphs_counted:
+            sigmas.append(self.c.sigma_graphs)
+        return math.hypot(*sigmas) * GIB * self.tensor_parallel
+
+    def shortfall_bytes(self, estimate: MemoryEstimate, needed_tokens: int) -> float:
+        """What is missing on each accelerator for ``is_feasible``; 0 where it is."""
+        if is_feasible(estimate, needed_tokens):
+            return 0.0
+        needed = self._request_bytes(-(-needed_tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
+        margin = 0.0
+        if estimate.how == "fitted":
+            # What K must be that K less its own uncertainty holds what is needed.
+            e = self.model.kv_error
+            root = math.hypot(e * needed, self.spread_bytes * math.sqrt(1 - e * e))
+            margin = (needed + root) / (1 - e * e) - needed
+        return max(0.0, needed + margin - estimate.kv_bytes) / self.tensor_parallel
+
+    def remedies(self, method: Method, needed_tokens: int, largest: int) -> tuple[str, ...]:
+        """What would make it fit: more accelerators, shorter requests, fewer bits; each by itself.
+
+        Args:
+            needed_tokens: of the longest request.
+            largest: accelerators of the machine.
+        """
+
+        def fits(**changes: Any) -> bool:
+            return is_feasible(
+                self._replace(**changes).memory(method, needed_tokens), needed_tokens
+            )
+
+        found = []
+        for t in range(self.tensor_parallel + 1, largest + 1):
+            if refusal(self.model, t) is None and fits(tensor_parallel=t):
+                found.append(f"tensor_parallel {t}")
+                break
+        here = self.memory(method, needed_tokens)
+        sure = 1 - here.uncertainty if method == "fitted" else 1.0
+        tokens = int(here.kv_capacity_tokens * sure) // BLOCK_TOKENS * BLOCK_TOKENS
+        if BLOCK_TOKENS <= tokens < needed_tokens:
+            found.append(f"a max length of {tokens} tokens")
+        for model, name in _fewer_bits(self.model):
+            if refusal(model, self.tensor_parallel) or precision_refusal(model, self.accelerator):
+                continue
+            if fits(model=model):
+                found.append(f"{name} weights")
+                break
+        if self.options.kv_dtype == "auto" and (self.accelerator.cuda_capability or 0.0) >= 8.9:
+            if fits(options=dataclasses.replace(self.options, kv_dtype="fp8")):
+                found.append("an fp8 KV cache")
+        return tuple(found)
+
+    # -- parts
+
+    def _paper_parts(self) -> tuple[MemoryPart, ...]:
+        """Eq. (1) taken apart; the KV bytes that it leaves are those of ``core.cost_model``."""
+        t, d, utilisation = (
+            self.tensor_parallel,
+            self.accelerator.memory_bytes,
+            self.options.utilisation,
+        )
+        kv_bytes = kv_capacity_bytes(
+            t, d, utilisation, RESERVED_BYTES, self.model.parameters, self.model.bytes_per_weight
+        )
+        free = d * (1 - utilisation)
+        return (
+            MemoryPart("left free", free),
+            MemoryPart("weights", d - free - RESERVED_BYTES - kv_bytes / t),
+            MemoryPart("reserved", float(RESERVED_BYTES)),
+        )
+
+    def _fitted_parts(self) -> tuple[MemoryPart, ...]:
+        usable = self.accelerator.usable_bytes
+        parts = [
+            MemoryPart("not usable", self.accelerator.memory_bytes - usable),
+            MemoryPart("left free", usable * (1 - self.options.utilisation)),
+            MemoryPart("weights", self.model.weight_bytes(self.tensor_parallel)),
+            MemoryPart("activations", self.activation_bytes()),
+            MemoryPart("outside torch", self.outside_bytes()),
+        ]
+        uncounted = self._second_runner and self.options.version < _SECOND_RUNNER_COUNTS_GRAPHS
+        if self._graphs_counted and not uncounted:
+            graphs = (self.c.graphs + self.c.graphs_per_layer * self.model.layers) * GIB
+            parts.append(MemoryPart("CUDA graphs", graphs))
+        return tuple(parts)
+
+    @property
+    def _graphs_counted(self) -> bool:
+        return self.options.version >= _GRAPHS_COUNTED and not self.options.enforce_eager
+
+    @property
+    def _second_runner(self) -> bool:
+        since = _SECOND_RUNNER_WITH_EXPERTS if self.model.moe_layers else _SECOND_RUNNER
+        return self.options.version >= since
+
+    def activation_bytes(self) -> float:
+        """The peak of the start-up pass: of gate, up and their product, or of the sampler."""
+        model, t, version = self.model, self.tensor_parallel, self.options.version
+        size, tokens = model.dtype_bytes, self.options.batched_tokens(self.accelerator)
+        kept = size * tokens * model.hidden
+        width = (3 if model.gated else 2) * model.intermediate / t + 3 * model.hidden
+        mlp = self.c.mlp * (size * tokens * width)
+        sampler = self._logit_bytes * self._logits
+        peak = max(mlp, sampler + kept) if version <= _LAST_V0 else max(mlp, sampler) + kept
+        if model.moe_layers:
+            width = 3 * model.moe_intermediate / t + model.hidden
+            peak += size * tokens * model.experts_per_token * width
+        if t > 1 and version <= _INPUTS_KEPT:
+            peak += 2 * model.layers * kept
+        return peak
+
+    @property
+    def _logits(self) -> float:
+        """Entries that the sampler sorts in the start-up pass."""
+        tokens = self.options.batched_tokens(self.accelerator)
+        # V0 with chunked prefill ended its pass before the sampler.
+        length = self.options.max_model_len or self.model.max_position
+        if not self.model.samples or (self.options.version <= _LAST_V0 and tokens < length):
+            return 0.0
+        sequences = self.options.sequences(self.accelerator)
+        return float(min(sequences, tokens)) * self.model.vocabulary
+
+    @property
+    def _logit_bytes(self) -> float:
+        """Of one entry: the logit itself in the model's dtype, and what sorting it takes."""
+        if self._second_runner:
+            return _SECOND_RUNNER_LOGIT_BYTES
+        old = self.options.version < _SMALL_SAMPLER
+        base = self.c.logit_bytes_before_0_17 if old else self.c.logit_bytes
+        return base + self.model.dtype_bytes - 2
+
+    def outside_bytes(self) -> float:
+        """What is not torch's: the context, and the buffers of the all-reduce."""
+        if self.options.version < _TORCH_COUNTED:
+            outside = self.c.outside_before_0_6
+        elif self.options.version < _SMALL_SAMPLER:
+            outside = self.c.outside_before_0_17
+        else:
+            outside = self.c.outside
+        if self.tensor_parallel > 1:
+            fast = self.accelerator.link_bytes_per_s >= FAST_LINK_BYTES_PER_S
+            outside += self.c.fast_link if fast else self.c.slow_link
+        return outside * GIB
+
+
 def estimate_memory(
     model: ModelShape,
     accelerator: Accelerator,
@@ -206,8 +372,6 @@ def estimate_memory(
     method: Method = "fitted",
     *,
     needed_tokens: int = 1,
-    others: tuple[MemoryPart, ...] = (),
-    coefficients: Coefficients = FITTED,
 ) -> MemoryEstimate:
     """The KV memory of one instance, and what else is in its accelerators' memory.
 
@@ -219,37 +383,8 @@ def estimate_memory(
     Args:
         method: "fitted", or "paper" for Eq. (1) as printed.
         needed_tokens: of the longest request; what ``tight`` is judged by, with max_model_len.
-        others: what else each accelerator holds.
     """
-    if method == "paper":
-        parts = _paper_parts(model, accelerator, tensor_parallel, options)
-    else:
-        parts = _fitted_parts(model, accelerator, tensor_parallel, options, coefficients)
-    parts += others
-    taken = sum(part.bytes_per_accelerator for part in parts)
-    kv_bytes = tensor_parallel * (accelerator.memory_bytes - taken)
-    needed = max(needed_tokens, options.max_model_len or 1)
-    each = model.kv_token_bytes(tensor_parallel, options.kv_dtype)
-    if not model.keeps_all:
-        in_flight = options.batched_tokens(accelerator)
-        request = model.kv_request_bytes(needed, tensor_parallel, options.kv_dtype, in_flight)
-        each = request / needed
-    tokens = max(0, int(kv_bytes // each))
-    uncertainty = PAPER_UNCERTAINTY
-    if method == "fitted":
-        tokens -= tokens % BLOCK_TOKENS
-        spread = spread_bytes(accelerator, tensor_parallel, options, coefficients)
-        uncertainty = min(1.0, spread / kv_bytes) if kv_bytes > 0 else 1.0
-        uncertainty = min(1.0, math.hypot(uncertainty, model.kv_error))
-    return MemoryEstimate(
-        kv_capacity_tokens=tokens,
-        kv_bytes=kv_bytes,
-        parts=parts,
-        uncertainty=uncertainty,
-        # Two standard deviations to either side.
-        tight=tokens * (1 - 2 * uncertainty) < needed <= tokens * (1 + 2 * uncertainty),
-        how=method,
-    )
+    return StartUp(model, accelerator, tensor_parallel, options).memory(method, needed_tokens)
 
 
 def tokens_at(
@@ -271,209 +406,6 @@ def is_feasible(estimate: MemoryEstimate, needed_tokens: int) -> bool:
     if estimate.how == "fitted":
         tokens *= 1 - estimate.uncertainty
     return estimate.kv_capacity_tokens >= 1 and tokens >= needed_tokens
-
-
-def spread_bytes(
-    accelerator: Accelerator,
-    tensor_parallel: int,
-    options: EngineOptions,
-    coefficients: Coefficients = FITTED,
-) -> float:
-    """One standard deviation of the instance's KV bytes.
-
-    What one accelerator is wrong by, all are.
-    """
-    c = coefficients
-    sigmas = [c.sigma if accelerator.cuda_capability else c.sigma_others]
-    if tensor_parallel > 1:
-        sigmas.append(c.sigma_link)
-    if _graphs_counted(options):
-        sigmas.append(c.sigma_graphs)
-    return math.hypot(*sigmas) * GIB * tensor_parallel
-
-
-def shortfall_bytes(
-    estimate: MemoryEstimate,
-    model: ModelShape,
-    accelerator: Accelerator,
-    tensor_parallel: int,
-    options: EngineOptions,
-    needed_tokens: int,
-) -> float:
-    """What is missing on each accelerator for ``is_feasible``; 0 where it is."""
-    if is_feasible(estimate, needed_tokens):
-        return 0.0
-    blocks = -(-needed_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    in_flight = options.batched_tokens(accelerator)
-    needed = model.kv_request_bytes(blocks, tensor_parallel, options.kv_dtype, in_flight)
-    margin = 0.0
-    if estimate.how == "fitted":
-        # What K must be that K less its own uncertainty holds what is needed.
-        spread, e = spread_bytes(accelerator, tensor_parallel, options), model.kv_error
-        root = math.hypot(e * needed, spread * math.sqrt(1 - e * e))
-        margin = (needed + root) / (1 - e * e) - needed
-    return max(0.0, needed + margin - estimate.kv_bytes) / tensor_parallel
-
-
-def _paper_parts(
-    model: ModelShape, accelerator: Accelerator, tensor_parallel: int, options: EngineOptions
-) -> tuple[MemoryPart, ...]:
-    """Eq. (1) taken apart; the KV bytes that it leaves are those of ``core.cost_model``."""
-    d = accelerator.memory_bytes
-    kv_bytes = kv_capacity_bytes(
-        tensor_parallel, d, options.utilisation, RESERVED_BYTES,
-        model.parameters, model.bytes_per_weight,
-    )  # fmt: skip
-    free = d * (1 - options.utilisation)
-    return (
-        MemoryPart("left free", free),
-        MemoryPart("weights", d - free - RESERVED_BYTES - kv_bytes / tensor_parallel),
-        MemoryPart("reserved", float(RESERVED_BYTES)),
-    )
-
-
-def _fitted_parts(
-    model: ModelShape,
-    accelerator: Accelerator,
-    tensor_parallel: int,
-    options: EngineOptions,
-    c: Coefficients,
-) -> tuple[MemoryPart, ...]:
-    usable = accelerator.usable_bytes
-    parts = [
-        MemoryPart("not usable", accelerator.memory_bytes - usable),
-        MemoryPart("left free", usable * (1 - options.utilisation)),
-        MemoryPart("weights", model.weight_bytes(tensor_parallel)),
-        MemoryPart(
-            "activations", activation_bytes(model, accelerator, tensor_parallel, options, c)
-        ),
-        MemoryPart("outside torch", outside_bytes(accelerator, tensor_parallel, options, c)),
-    ]
-    if _graphs_counted(options) and not (
-        _second_runner(options, model) and options.version < _SECOND_RUNNER_COUNTS_GRAPHS
-    ):
-        graphs = (c.graphs + c.graphs_per_layer * model.layers) * GIB
-        parts.append(MemoryPart("CUDA graphs", graphs))
-    return tuple(parts)
-
-
-def _graphs_counted(options: EngineOptions) -> bool:
-    return options.version >= _GRAPHS_COUNTED and not options.enforce_eager
-
-
-def _second_runner(options: EngineOptions, model: ModelShape) -> bool:
-    since = _SECOND_RUNNER_WITH_EXPERTS if model.moe_layers else _SECOND_RUNNER
-    return options.version >= since
-
-
-def activation_bytes(
-    model: ModelShape,
-    accelerator: Accelerator,
-    tensor_parallel: int,
-    options: EngineOptions,
-    c: Coefficients = FITTED,
-) -> float:
-    """The peak of vLLM's start-up pass."""
-    size, tokens = model.dtype_bytes, options.batched_tokens(accelerator)
-    kept = size * tokens * model.hidden
-    mlp = c.mlp * mlp_bytes(model, tensor_parallel, tokens)
-    sampler = logit_bytes(options, model, c) * logits(model, accelerator, options)
-    if options.version <= _LAST_V0:
-        peak = max(mlp, sampler + kept)
-    else:
-        peak = max(mlp, sampler) + kept
-    if model.moe_layers:
-        width = 3 * model.moe_intermediate / tensor_parallel + model.hidden
-        peak += size * tokens * model.experts_per_token * width
-    if tensor_parallel > 1 and options.version <= _INPUTS_KEPT:
-        peak += 2 * model.layers * kept
-    return peak
-
-
-def mlp_bytes(model: ModelShape, tensor_parallel: int, tokens: int) -> float:
-    """Gate, up and their product, of T tokens; without a gate, one less."""
-    matrices = 3 if model.gated else 2
-    width = matrices * model.intermediate / tensor_parallel + 3 * model.hidden
-    return model.dtype_bytes * tokens * width
-
-
-def logits(model: ModelShape, accelerator: Accelerator, options: EngineOptions) -> float:
-    """Entries that the sampler sorts in the start-up pass."""
-    if not model.samples:
-        return 0.0
-    tokens = options.batched_tokens(accelerator)
-    # V0 with chunked prefill ended its pass before the sampler.
-    length = options.max_model_len or model.max_position
-    if options.version <= _LAST_V0 and tokens < length:
-        return 0.0
-    return float(min(options.sequences(accelerator), tokens)) * model.vocabulary
-
-
-def logit_bytes(options: EngineOptions, model: ModelShape, c: Coefficients = FITTED) -> float:
-    """Of one entry: the logit itself in the model's dtype, and what sorting it takes."""
-    if _second_runner(options, model):
-        return _SECOND_RUNNER_LOGIT_BYTES
-    base = c.logit_bytes_before_0_17 if options.version < _SMALL_SAMPLER else c.logit_bytes
-    return base + model.dtype_bytes - 2
-
-
-def outside_bytes(
-    accelerator: Accelerator, tensor_parallel: int, options: EngineOptions, c: Coefficients = FITTED
-) -> float:
-    """What is not torch's: the context, and the buffers of the all-reduce."""
-    if options.version < _TORCH_COUNTED:
-        outside = c.outside_before_0_6
-    elif options.version < _SMALL_SAMPLER:
-        outside = c.outside_before_0_17
-    else:
-        outside = c.outside
-    if tensor_parallel > 1:
-        fast = accelerator.link_bytes_per_s >= FAST_LINK_BYTES_PER_S
-        outside += c.fast_link if fast else c.slow_link
-    return outside * GIB
-
-
-def remedies(
-    model: ModelShape,
-    accelerator: Accelerator,
-    tensor_parallel: int,
-    options: EngineOptions,
-    *,
-    needed_tokens: int,
-    largest: int,
-    method: Method = "fitted",
-) -> tuple[str, ...]:
-    """What would make it fit: more accelerators, shorter requests, fewer bits; each by itself.
-
-    Args:
-        needed_tokens: of the longest request.
-        largest: accelerators of the machine.
-    """
-
-    def estimate(t: int, shape: ModelShape = model, o: EngineOptions = options) -> MemoryEstimate:
-        return estimate_memory(shape, accelerator, t, o, method, needed_tokens=needed_tokens)
-
-    found = []
-    for t in range(tensor_parallel + 1, largest + 1):
-        if refusal(model, t) is None and is_feasible(estimate(t), needed_tokens):
-            found.append(f"tensor_parallel {t}")
-            break
-    here = estimate(tensor_parallel)
-    sure = 1 - here.uncertainty if method == "fitted" else 1.0
-    tokens = int(here.kv_capacity_tokens * sure) // BLOCK_TOKENS * BLOCK_TOKENS
-    if BLOCK_TOKENS <= tokens < needed_tokens:
-        found.append(f"a max length of {tokens} tokens")
-    for shape, name in _fewer_bits(model):
-        if refusal(shape, tensor_parallel) or precision_refusal(shape, accelerator):
-            continue
-        if is_feasible(estimate(tensor_parallel, shape), needed_tokens):
-            found.append(f"{name} weights")
-            break
-    if options.kv_dtype == "auto" and (accelerator.cuda_capability or 0.0) >= 8.9:
-        halved = dataclasses.replace(options, kv_dtype="fp8")
-        if is_feasible(estimate(tensor_parallel, o=halved), needed_tokens):
-            found.append("an fp8 KV cache")
-    return tuple(found)
 
 
 def _fewer_bits(model: ModelShape) -> list[tuple[ModelShape, str]]:

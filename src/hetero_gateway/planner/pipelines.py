@@ -1,22 +1,11 @@
 """p1..p9 of an instance whose layers are cut into stages, from those of the same without.
 
-vLLM keeps as many batches in flight as there are stages (config/vllm.py:577,
-max_concurrent_batches), and a sequence is in one of them at a time: it gets a token per round, in
-which every batch passes every stage. With P stages and b sequences in all, a batch has b/P of them,
-a stage has 1/P of the layers, and so a round takes
-
-    decode    what is in proportion to the sequences (p5, p6) 1/P of it, what is paid by a batch
-              whatever its size (the weights, p8) as much as one step of the whole model does
-    plus      for each stage but the first: what the engine adds to a step, and the way of the
-              activations to it; the output layer, which only the last stage has, keeps the others
-              waiting; so does a stage with a layer more
-
-Prompts would be as cheap as 1/P if every batch had as many of their tokens. They do not: a stage
-waits behind the batch that has more. ``BUBBLES`` says what of the ideal is lost, ``UNEVEN`` what a
-round loses by batches of unequal sequences; both are fitted to a simulation of vLLM's queue of
-batches, benchmarks/planner/pipelines.py. So a profile says what an
-instance does with much to do. A lone prompt has to pass all stages one after another: its time to
-the first token is up to P times what the profile says.
+docs/design/search.md says how stages take turns. vLLM keeps as many batches in flight as there are
+stages (config/vllm.py:577, max_concurrent_batches), and a sequence is in one of them at a time. So
+with P stages, what is in proportion to a round's sequences (p5, p6) takes 1/P of what it does
+without, what a batch pays whatever its size (the weights, p8) as much, and prompts something
+between, as a stage waits behind the batch that has more of their tokens. A profile says what an
+instance does with much to do: a lone prompt's TTFT is up to P times what it says.
 """
 
 from __future__ import annotations
@@ -31,6 +20,7 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.roofline import STEP_OVERHEAD_S, link_share
 from hetero_gateway.planner.sizes import Size, layer_partition
 
+# Both are fitted to a simulation of vLLM's queue of batches, benchmarks/planner/pipelines.py.
 # Of a prompt's share of a round, between 1/P (all batches alike) and 1 (one at a time).
 BUBBLES = 0.3
 # Of a round, relative, for each doubling of the stages.

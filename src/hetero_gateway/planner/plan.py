@@ -21,6 +21,7 @@ from hetero_gateway.planner.sizes import as_size
 from hetero_gateway.sim.alone import Alone
 
 Layout = tuple[int, ...]
+Key = tuple[str, int]  # of an instance type: accelerator, and size or tensor parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +114,13 @@ class Figures:
 
     tokens_per_s: float
     output_tokens_per_s: float
-    latency_mean_s: float
-    latency_p99_s: float
-    ttft_mean_s: float
-    ttft_p99_s: float
-    tpot_mean_s: float
-    tpot_p99_s: float
-    batch: float
+    latency_mean_s: float = math.nan
+    latency_p99_s: float = math.nan
+    ttft_mean_s: float = math.nan
+    ttft_p99_s: float = math.nan
+    tpot_mean_s: float = math.nan
+    tpot_p99_s: float = math.nan
+    batch: float = math.nan
     slo_share: float = math.nan
     cached_share: float = math.nan
 
@@ -180,14 +181,14 @@ class Plan:
     """
 
     machines: tuple[Machine, ...]
-    types: Mapping[tuple[str, int], InstanceType]
+    types: Mapping[Key, InstanceType]
     candidates: tuple[Candidate, ...]
     unfit: tuple[Unfit, ...]
     goal: str
     policy: str
     pareto: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    alone: Mapping[tuple[str, int], Alone] = field(default_factory=dict)
+    alone: Mapping[Key, Alone] = field(default_factory=dict)
     rate_per_s: float = 0.0
     mean_prompt_tokens: float = 0.0
     mean_output_tokens: float = 0.0

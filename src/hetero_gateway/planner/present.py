@@ -1,14 +1,9 @@
 """What runs behind a gateway now, as a layout of the plan's machines, and what it can do.
 
-An instance is put on a machine by its profile's accelerator and tensor parallelism; a machine of
-the same name comes first. What cannot be put anywhere is listed with the reason.
-
 Two biases are kept out of the comparison with a new plan. The gateway knows the times of what runs,
 not those of another tensor parallelism on the same accelerator: these are scaled by what it knows
 differs from what was believed, or whatever was not tried would look better on every slow machine.
 And both deployments are simulated with the same profiles and requests.
-
-Values only; ``profiler.seen`` asks the gateway.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
@@ -24,21 +19,20 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.nearest import folded
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import trials
-from hetero_gateway.planner.accelerators import accelerator
+from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
-from hetero_gateway.planner.goodput import system_goodput
 from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import (
     Candidate,
-    Figures,
     InstanceType,
+    Key,
     Layout,
     Machine,
     MemoryEstimate,
 )
-from hetero_gateway.planner.question import Key, Question
-from hetero_gateway.sim.alone import Alone, Mix, run_alone
+from hetero_gateway.planner.question import Question
+from hetero_gateway.sim.alone import Alone, Mix
 
 # Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
 NOISE = 0.02
@@ -96,15 +90,20 @@ class Present:
     left_out: tuple[tuple[str, str], ...]
 
 
-def place(running: Sequence[Running], machines: Sequence[Machine], model: ModelShape) -> Present:
-    """Put every instance on a machine, the largest first."""
+def place(
+    running: Sequence[Running],
+    machines: Sequence[Machine],
+    model: ModelShape,
+    find: Callable[[str], Accelerator],
+) -> Present:
+    """Put every instance on a machine, the largest first; ``find``: its accelerator, or raises."""
     names = machine_names([machine.id for machine in machines])
     room = {machine.id: machine.count for machine in machines}
     placed: list[Placed] = []
     left_out: list[tuple[str, str]] = []
     size = {r.id: r.profile.tensor_parallel if r.profile else 0 for r in running}
     for instance in sorted(running, key=lambda r: -size[r.id]):
-        found = _machine(instance, machines, names, room, model)
+        found = _machine(instance, machines, names, room, model, find)
         if isinstance(found, str):
             left_out.append((instance.id, found))
             continue
@@ -126,6 +125,7 @@ def _machine(
     names: Mapping[str, str],
     room: Mapping[str, int],
     model: ModelShape,
+    find: Callable[[str], Accelerator],
 ) -> Machine | str:
     """Where it runs, or why that cannot be told."""
     profile = instance.profile
@@ -136,7 +136,7 @@ def _machine(
     if folded(profile.model) != folded(model.name):
         return f"its profile is of {profile.model}, the plan is for {model.name}"
     try:
-        name = accelerator(profile.gpu).name
+        name = find(profile.gpu).name
     except ConfigError:
         return f"its accelerator {profile.gpu} is not in the catalogue"
     fitting = [machine for machine in machines if machine.accelerator == name]
@@ -198,9 +198,7 @@ def _mean_profile(key: Key, members: Sequence[Placed], model: ModelShape) -> Pro
     source = dict(first.source)
     if observed := [p.instance.id for p in members if p.instance.observed]:
         source |= {"how": "measured", "note": f"observed by the gateway on {', '.join(observed)}"}
-    return dataclasses.replace(
-        first, gpu=key[0], model=model.name, constants=constants, source=_stored(source, model)
-    )
+    return _planned(first, key[0], model, constants, source)
 
 
 def _ratio(
@@ -222,9 +220,7 @@ def _scaled(
     constants = profile.constants.scaled(prefill, decode)
     note = f"prefill × {prefill:.2f}, decode × {decode:.2f}, as at the sizes that run"
     source = dict(profile.source) | {"note": note}
-    return dataclasses.replace(
-        profile, gpu=name, model=model.name, constants=constants, source=_stored(source, model)
-    )
+    return _planned(profile, name, model, constants, source)
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
@@ -234,11 +230,15 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(math.log(value) for value in positive) / len(positive))
 
 
-def _stored(source: dict[str, object], model: ModelShape) -> dict[str, object]:
-    """What runs is stored as the plan's model is: the gateway's profiles do not say."""
+def _planned(
+    profile: Profile, gpu: str, model: ModelShape, constants: Constants, source: dict[str, object]
+) -> Profile:
+    """Under the plan's names; stored as its model is, which the gateway's profiles do not say."""
     if model.quantization is not None:
         source["quantization"] = model.quantization.method
-    return source
+    return dataclasses.replace(
+        profile, gpu=gpu, model=model.name, constants=constants, source=source
+    )
 
 
 def with_running_types(question: Question, present: Present, model: ModelShape) -> Question:
@@ -281,14 +281,10 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     machines = {machine.id: machine for machine in question.machines}
     keys = Counter((machines[i].accelerator, t) for i, of in layouts.items() for t in of)
     counts = {question.types[key].profile: n for key, n in sorted(keys.items())}
+    taken = sum(map(sum, layouts.values()))
     alone: dict[Profile, Alone] = {}
     for profile in counts:
-        of_it = run_alone(profile, mix, question.engines)
-        if of_it is not None and question.in_order:
-            share = profile.tensor_parallel / sum(map(sum, layouts.values()))
-            of_it = trials.alone_in_order(
-                profile, of_it, share, mix, question.engines, question.requests
-            )
+        of_it = question.alone(profile, mix, profile.tensor_parallel / taken)
         if of_it is None:
             return None
         alone[profile] = of_it
@@ -297,38 +293,27 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
     figures = question.saturate(system, mix, most)
     if figures is None:
         return None
+    goals, goodput, at_rate = question.goals, None, None
+    if goals.name == "goodput":
+        goodput = question.goodput(system, mix, figures)
+    if goals.rate_per_s is not None:
+        # None where it is too much.
+        if figures.tokens_per_s >= (1 + HEADROOM) * goals.rate_per_s * mix.mean_tokens:
+            at_rate = question.trials.hold(system, mix, goals.rate_per_s)
     return Candidate(
-        goodput_per_s=_goodput(question, system, mix, figures),
+        goodput_per_s=None if goodput is None else goodput.rate_per_s,
         layouts=layouts,
         estimate_paper_tokens_per_s=math.nan,
         estimate_tokens_per_s=math.nan,
         simulated=figures,
-        accelerators=sum(map(sum, layouts.values())),
+        accelerators=taken,
         idle_accelerators=sum(machines[i].count - sum(of) for i, of in layouts.items() if of),
         usd_per_million_tokens=usd_per_million_tokens(
             question.machines, layouts, figures.tokens_per_s
         ),
         alone_tokens_per_s=most,
-        at_rate=_at_rate(question, system, mix, figures),
+        at_rate=at_rate,
     )
-
-
-def _at_rate(question: Question, system: trials.System, mix: Mix, full: Figures) -> Figures | None:
-    """None where no rate is asked for, or where it is too much."""
-    rate_per_s = question.goals.rate_per_s
-    if rate_per_s is None:
-        return None
-    if full.tokens_per_s < (1 + HEADROOM) * rate_per_s * mix.mean_tokens:
-        return None
-    return question.hold(system, mix, rate_per_s)
-
-
-def _goodput(question: Question, system: trials.System, mix: Mix, full: Figures) -> float | None:
-    """Requests/s that are held within the limits, where that is the goal; None: no rate is."""
-    if question.goals.name != "goodput":
-        return None
-    found = system_goodput(question, system, mix, full)
-    return None if found is None else found.rate_per_s
 
 
 def aligned(

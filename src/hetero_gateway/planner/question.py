@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.planner import trials
 from hetero_gateway.planner.batch_estimate import Estimator
-from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.plan import Figures, InstanceType, Machine, Unfit
-from hetero_gateway.sim.alone import Engines, Mix
+from hetero_gateway.planner.goals import HEADROOM, Goals, Goodput, find_goodput
+from hetero_gateway.planner.plan import Figures, InstanceType, Key, Machine, Unfit
+from hetero_gateway.planner.trials import SYSTEM_REQUESTS, System, Trials, at_most
+from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.workload import Lengths
-
-Key = tuple[str, int]  # accelerator, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Question:
     engines: Engines = field(default_factory=Engines)
     unfit: tuple[Unfit, ...] = ()
     seed: int = 0
-    requests: int = trials.SYSTEM_REQUESTS
+    requests: int = SYSTEM_REQUESTS
     compiled: bool = False
     notes: tuple[str, ...] = ()
 
@@ -50,23 +50,35 @@ class Question:
         """Whether the requests are a trace that says which prompts begin alike."""
         return isinstance(self.lengths, OrderedTrace)
 
-    def saturate(
-        self, system: trials.System, mix: Mix, alone_tokens_per_s: float
-    ) -> Figures | None:
-        """A system with everything at once, at most what its instances do alone."""
-        figures = trials.saturate(
-            system, self.policy, mix, self.engines, self.requests, self.compiled
-        )
-        return None if figures is None else trials.at_most(figures, alone_tokens_per_s)
+    @property
+    def trials(self) -> Trials:
+        return Trials(self.policy, self.engines, self.requests, self.compiled, self.goals.slo)
 
-    def hold(
-        self, system: trials.System, mix: Mix, rate_per_s: float, *, times: int = 1
-    ) -> Figures | None:
-        """A system at a rate of arrivals, with ``times`` as many requests."""
-        return trials.hold(
-            system, self.policy, mix, self.engines, rate_per_s, times * self.requests,
-            self.compiled, self.goals.slo,
-        )  # fmt: skip
+    def saturate(self, system: System, mix: Mix, alone_tokens_per_s: float) -> Figures | None:
+        """A system with everything at once, at most what its instances do alone."""
+        figures = self.trials.saturate(system, mix)
+        return None if figures is None else at_most(figures, alone_tokens_per_s)
+
+    def goodput(
+        self, system: System, mix: Mix, full: Figures, likely_per_s: float | None = None
+    ) -> Goodput | None:
+        """What a system holds within the limits; ``full``: what it does with everything at once."""
+        most_per_s = full.tokens_per_s / (1 + HEADROOM) / mix.mean_tokens
+        if not most_per_s:
+            return None
+        return find_goodput(
+            functools.partial(self.trials.hold, system, mix),
+            self.goals,
+            most_per_s,
+            likely_per_s=likely_per_s,
+        )
+
+    def alone(self, profile: Profile, mix: Mix, share: float) -> Alone | None:
+        """One instance with always enough to do, and of a trace in order with a share of it."""
+        found = run_alone(profile, mix, self.engines)
+        if found is None or not self.in_order:
+            return found
+        return self.trials.alone_in_order(profile, found, share, mix)
 
 
 class NoPlan(HeteroGatewayError):

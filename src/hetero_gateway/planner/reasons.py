@@ -1,25 +1,25 @@
-"""Why a candidate loses: one line from figures, never a rule of thumb.
+"""Why a candidate loses, or all of them: lines from figures, never a rule of thumb.
 
-Per accelerator, an instance type makes (batch / t) / step tokens per second. So against another
-type on the same accelerators it loses by fewer sequences on each accelerator, or by longer steps;
-and each of the two has a reason that can be read off: what keeps the batch from growing, how often
-the weights are held, and the part of a step that more accelerators do not make shorter.
+Per accelerator, an instance type makes (batch / t) / step tokens per second: against another on the
+same accelerators it loses by fewer sequences on each, or by longer steps. What keeps the batch from
+growing, how often the weights are held, and the part of a step that more accelerators do not make
+shorter can be read off.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.layouts import describe, together
-from hetero_gateway.planner.plan import Candidate, InstanceType, Layout, Machine
-from hetero_gateway.planner.sizes import as_size
+from hetero_gateway.planner.layouts import describe, feasible_sizes, group_machines, together
+from hetero_gateway.planner.plan import Candidate, InstanceType, Key, Layout, Machine, Unfit
+from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.shortlist import Shortlist
+from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.sim.alone import Alone
-
-Types = Mapping[tuple[str, int], InstanceType]
-AloneByType = Mapping[tuple[str, int], Alone]
 
 # Below this a difference is not told as a cause.
 _NOTABLE = 0.9
@@ -27,103 +27,172 @@ _NOTABLE = 0.9
 _KEPT = 0.95
 
 
-def why_not(
-    candidate: Candidate,
-    best: Candidate,
-    machines: Mapping[str, Machine],
-    types: Types,
-    alone: AloneByType,
-    goals: Goals,
-) -> str:
-    """One line on why ``candidate`` is not the best."""
-    parts = []
-    if candidate.simulated is None:
-        parts.append(_ruled_out(candidate, best, goals))
-    elif goals.at_goodput and candidate.goodput_per_s is None:
-        parts.append(f"keeps {goals.limits} at no rate")
-    elif candidate.holds is False:
-        parts.append(_not_held(candidate, goals))
-    elif goals.name == "goodput" and candidate.goodput_per_s and best.goodput_per_s:
-        parts.append(_less_goodput(candidate.goodput_per_s, best.goodput_per_s))
-    elif goals.name == "fewest" and candidate.accelerators > best.accelerators:
-        parts.append(f"{candidate.accelerators} accelerators, where {best.accelerators} will do")
-    elif goals.name == "cost" and candidate.usd_per_million_tokens is not None:
-        parts.append(
-            f"${candidate.usd_per_million_tokens:.3g} per million tokens, "
-            f"${best.usd_per_million_tokens or math.nan:.3g} is the least"
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """What candidates are judged by; ``alone`` has the types that were simulated alone."""
+
+    machines: Mapping[str, Machine]
+    types: Mapping[Key, InstanceType]
+    alone: Mapping[Key, Alone]
+
+    def why_not(self, candidate: Candidate, best: Candidate, goals: Goals) -> str:
+        """One line on why ``candidate`` is not the best."""
+        parts = []
+        if candidate.simulated is None:
+            parts.append(_ruled_out(candidate, best, goals))
+        elif goals.at_goodput and candidate.goodput_per_s is None:
+            parts.append(f"keeps {goals.limits} at no rate")
+        elif candidate.holds is False:
+            parts.append(_not_held(candidate, goals))
+        elif goals.name == "goodput" and candidate.goodput_per_s and best.goodput_per_s:
+            parts.append(_less_goodput(candidate.goodput_per_s, best.goodput_per_s))
+        elif goals.name == "fewest" and candidate.accelerators > best.accelerators:
+            parts.append(
+                f"{candidate.accelerators} accelerators, where {best.accelerators} will do"
+            )
+        elif goals.name == "cost" and candidate.usd_per_million_tokens is not None:
+            parts.append(
+                f"${candidate.usd_per_million_tokens:.3g} per million tokens, "
+                f"${best.usd_per_million_tokens or math.nan:.3g} is the least"
+            )
+        if goals.name == "throughput":
+            if candidate.simulated is not None and best.simulated is not None:
+                ratio = candidate.simulated.tokens_per_s / best.simulated.tokens_per_s
+                if ratio < 1:
+                    parts.append(f"{ratio - 1:+.1%}")
+                elif candidate.holds is not False:
+                    parts.append("as much as the best")
+            parts += filter(None, (_policy_loss(candidate), self._cause(candidate, best)))
+        return "; ".join(parts)
+
+    def relative_uncertainty(self, candidate: Candidate) -> float:
+        """Of a candidate's throughput: that of its most uncertain type."""
+        used = instances(candidate, self.machines)
+        return max((self._uncertainty(key) for key in used if key in self.alone), default=0.0)
+
+    def _uncertainty(self, key: Key) -> float:
+        """Relative, of a type's throughput: of its step times, and of its KV if that limits it."""
+        found = self.types[key]
+        of_kv = found.memory.uncertainty if self.alone[key].limit == "KV" else 0.0
+        return math.hypot(found.time_uncertainty, of_kv)
+
+    def lead(self, best: Candidate, second: Candidate) -> str | None:
+        """A line when the lead over the second is within what is uncertain of it; else None.
+
+        What both have of a type cancels out: only of the instances that one has more of does the
+        error count. Errors of different types are taken to be independent.
+        """
+        if best.simulated is None or second.simulated is None:
+            return None
+        gain = best.simulated.tokens_per_s / second.simulated.tokens_per_s - 1
+        more = instances(best, self.machines)
+        more.subtract(instances(second, self.machines))
+        error = math.hypot(
+            *(
+                n * self.alone[key].tokens_per_s * self._uncertainty(key)
+                for key, n in more.items()
+                if key in self.alone
+            )
         )
-    if goals.name == "throughput":
-        if candidate.simulated is not None and best.simulated is not None:
-            ratio = candidate.simulated.tokens_per_s / best.simulated.tokens_per_s
-            if ratio < 1:
-                parts.append(f"{ratio - 1:+.1%}")
-            elif candidate.holds is not False:
-                parts.append("as much as the best")
-        loss = _policy_loss(candidate)
-        if loss:
-            parts.append(loss)
-        cause = _cause(candidate, best, machines, types, alone)
-        if cause:
-            parts.append(cause)
-    return "; ".join(parts)
-
-
-def relative_uncertainty(
-    candidate: Candidate, machines: Mapping[str, Machine], types: Types, alone: AloneByType
-) -> float:
-    """Of a candidate's throughput: that of its most uncertain type."""
-    used = instances(candidate, machines)
-    return max((_uncertainty(types[key], alone[key]) for key in used if key in alone), default=0.0)
-
-
-def lead(
-    best: Candidate,
-    second: Candidate,
-    machines: Mapping[str, Machine],
-    types: Types,
-    alone: AloneByType,
-) -> str | None:
-    """A line when the lead over the second is within what is uncertain of it; else None.
-
-    What both have of a type cancels out: only of the instances that one has more of does the
-    error count. Errors of different types are taken to be independent.
-    """
-    if best.simulated is None or second.simulated is None:
-        return None
-    gain = best.simulated.tokens_per_s / second.simulated.tokens_per_s - 1
-    more = instances(best, machines)
-    more.subtract(instances(second, machines))
-    error = math.hypot(
-        *(
-            n * alone[key].tokens_per_s * _uncertainty(types[key], alone[key])
-            for key, n in more.items()
-            if key in alone
+        uncertain = error / best.alone_tokens_per_s if best.alone_tokens_per_s else 0.0
+        if gain <= 0:
+            return (
+                "the best and the next do as much: either may win; a measured profile would decide"
+            )
+        if gain >= uncertain:
+            return None
+        return (
+            f"the best leads the next by {gain:.1%}, and what the two do not share is uncertain by "
+            f"{uncertain:.0%} of the whole: either may win; a measured profile would decide"
         )
-    )
-    uncertain = error / best.alone_tokens_per_s if best.alone_tokens_per_s else 0.0
-    if gain <= 0:
-        return "the best and the next do as much: either may win; a measured profile would decide"
-    if gain >= uncertain:
-        return None
-    return (
-        f"the best leads the next by {gain:.1%}, and what the two do not share is uncertain by "
-        f"{uncertain:.0%} of the whole: either may win; a measured profile would decide"
-    )
+
+    def _cause(self, candidate: Candidate, best: Candidate) -> str:
+        """Of the machine whose layout loses most: why its worst type does."""
+        lost = {
+            i: self._sum(i, best.layouts[i]) - self._sum(i, layout)
+            for i, layout in candidate.layouts.items()
+            if best.layouts[i] and layout != best.layouts[i]
+        }
+        worst = max(lost, key=lost.__getitem__, default="")
+        if not worst or lost[worst] <= 0:
+            return ""
+        machine, layout, winner = (
+            self.machines[worst],
+            candidate.layouts[worst],
+            best.layouts[worst],
+        )
+        if not layout:
+            return f"{machine.id} stays idle"
+
+        def per_accelerator(t: int) -> float:
+            found = self.alone.get((machine.accelerator, t))
+            return found.tokens_per_s / as_size(t).accelerators if found else 0.0
+
+        lead_t = max(set(winner), key=lambda t: (per_accelerator(t), -t))
+        worst_t = min(set(layout), key=lambda t: (per_accelerator(t), t))
+        text = ""
+        if worst_t != lead_t and per_accelerator(worst_t) < per_accelerator(lead_t):
+            text = self._compare_types(machine.accelerator, worst_t, lead_t, len(layout))
+        idle = machine.count - sum(layout)
+        if idle > machine.count - sum(winner):
+            text = f"{idle} of {machine.count} accelerators idle" + (f", {text}" if text else "")
+        return text
+
+    def _sum(self, machine_id: str, layout: Layout) -> float:
+        """Tokens/s of a machine by what its instances do alone."""
+        accelerator = self.machines[machine_id].accelerator
+        found = [self.alone.get((accelerator, t)) for t in layout]
+        return sum(each.tokens_per_s for each in found if each) / together(layout)
+
+    def _compare_types(self, accelerator: str, t: int, other: int, copies: int) -> str:
+        """Why t, of which a machine has ``copies``, makes fewer tokens per accelerator."""
+        mine, its = self.alone.get((accelerator, t)), self.alone[accelerator, other]
+        if mine is None:
+            return f"tp{t} was ruled out by Algorithm 1"
+        causes = []
+        taken, others = as_size(t).accelerators, as_size(other).accelerators
+        if (mine.batch / taken) / (its.batch / others) < _NOTABLE:
+            text = (
+                f"{mine.batch / taken:.0f} sequences an accelerator, not {its.batch / others:.0f}"
+            )
+            causes.append(f"{text} ({self._limit(accelerator, t, t < other and copies)})")
+        if (mine.step_s / its.step_s) > 1 / _NOTABLE or not causes or t > other:
+            fixed = self.types[accelerator, t].profile.constants.p8 * taken
+            other_fixed = self.types[accelerator, other].profile.constants.p8 * others
+            if t > other and fixed * _NOTABLE > other_fixed:
+                causes.append(
+                    f"fixed part of a step {fixed * 1000:.0f} accelerator-ms, not "
+                    f"{other_fixed * 1000:.0f} (all-reduce, launches)"
+                )
+            elif mine.step_s / its.step_s > 1 / _NOTABLE:
+                causes.append(
+                    f"a step takes {mine.step_s * 1000:.0f} ms, not {its.step_s * 1000:.0f}"
+                )
+        if not causes:
+            causes.append(
+                f"{mine.tokens_per_s / taken:.0f} tokens/s an accelerator, "
+                f"{its.tokens_per_s / others:.0f} at tp{other}"
+            )
+        return f"tp{t}: " + ", ".join(causes)
+
+    def _limit(self, accelerator: str, t: int, copies: int) -> str:
+        """What keeps a type's batch small; ``copies`` of the weights, where a larger t wins."""
+        found, limit = self.types[accelerator, t], self.alone[accelerator, t].limit
+        if limit == "max_num_seqs":
+            return f"max_num_seqs {found.profile.max_num_seqs}"
+        if limit == "prefill":
+            return "prefills take the time"
+        weights = sum(p.bytes_per_accelerator for p in found.memory.parts if p.name == "weights")
+        held = weights and copies > 1
+        return f"KV: the weights are held {copies} times" if held else "KV"
 
 
-def instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[tuple[str, int]]:
+def instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[Key]:
     """By type; one that stretches over machines counts once, within rounding."""
     found = Counter(
         (machines[i].accelerator, t) for i, layout in candidate.layouts.items() for t in layout
     )
     return Counter({key: n // as_size(key[1]).machines for key, n in found.items()})
-
-
-def _uncertainty(found: InstanceType, alone: Alone) -> float:
-    """Relative, of its throughput: of its step times, and of its KV where that limits it."""
-    return math.hypot(
-        found.time_uncertainty, found.memory.uncertainty if alone.limit == "KV" else 0.0
-    )
 
 
 def summary(candidate: Candidate, machines: Mapping[str, Machine]) -> str:
@@ -176,102 +245,100 @@ def _policy_loss(candidate: Candidate) -> str:
     return f"the policy gets {kept:.0%} of what its instances do alone" if kept < _KEPT else ""
 
 
-def _cause(
-    candidate: Candidate,
-    best: Candidate,
-    machines: Mapping[str, Machine],
-    types: Types,
-    alone: AloneByType,
-) -> str:
-    """The machine whose layout loses most, and why its worst type does."""
-    worst: tuple[float, str] | None = None
-    for machine_id, layout in candidate.layouts.items():
-        winner = best.layouts[machine_id]
-        if layout == winner or not winner:
-            continue
-        accelerator = machines[machine_id].accelerator
-        lost = _sum(accelerator, winner, alone) - _sum(accelerator, layout, alone)
-        if lost > 0 and (worst is None or lost > worst[0]):
-            worst = (lost, machine_id)
-    if worst is None:
-        return ""
-    machine = machines[worst[1]]
-    return compare_layouts(
-        machine, candidate.layouts[machine.id], best.layouts[machine.id], types, alone
-    )
+# Besides the candidates, and where there are none
 
 
-def compare_layouts(
-    machine: Machine, layout: Layout, winner: Layout, types: Types, alone: AloneByType
-) -> str:
-    """Why ``layout`` makes fewer tokens than ``winner`` of the same machine."""
-    idle = machine.count - sum(layout)
-    if not layout:
-        return f"{machine.id} stays idle"
+def plan_notes(question: Question, reasons: Reasons, candidates: Sequence[Candidate]) -> list[str]:
+    """Of an answer, best candidate first: what to know of the best one."""
+    best, machines = candidates[0], reasons.machines
+    notes = []
+    if question.goals.name == "throughput":
+        others = [c for c in candidates[1:] if c.simulated is not None]
+        if others and (line := reasons.lead(best, others[0])):
+            notes.append(line)
+    for machine in question.machines:
+        layout = best.layouts[machine.id]
+        if layout and (idle := machine.count - sum(layout)):
+            notes.append(f"{machine.id}: {idle} of {machine.count} accelerators stay idle")
+    if unable := _unable(question):
+        notes.append(f"no instance fits {_few(unable)}")
+    used = {(machines[i].accelerator, t) for i, of in best.layouts.items() for t in of}
+    notes += [line for t in {as_size(t) for _, t in used} if (line := _caution(t))]
+    for accelerator, t in sorted(used):
+        if question.types[accelerator, t].memory.tight:
+            notes.append(
+                f"{accelerator} tp{t} is tight: whether it fits hangs on the uncertainty of "
+                "its memory"
+            )
+    return notes
 
-    def per_accelerator(t: int) -> float:
-        found = alone.get((machine.accelerator, t))
-        return found.tokens_per_s / as_size(t).accelerators if found else 0.0
 
-    lead_t = max(set(winner), key=lambda t: (per_accelerator(t), -t))
-    worst_t = min(set(layout), key=lambda t: (per_accelerator(t), t))
-    text = ""
-    if worst_t != lead_t and per_accelerator(worst_t) < per_accelerator(lead_t):
-        text = _compare_types(machine.accelerator, worst_t, lead_t, types, alone, layout)
-    if idle > machine.count - sum(winner):
-        text = f"{idle} of {machine.count} accelerators idle" + (f", {text}" if text else "")
+def _unable(question: Question) -> list[str]:
+    """The machines that no instance fits."""
+    able: set[str] = set()
+    for group in group_machines(question.machines):
+        if feasible_sizes(group, question.types):
+            able.update(group.ids)
+    return [m.id for m in question.machines if m.id not in able]
+
+
+def nothing_fits(unfit: Sequence[Unfit]) -> str:
+    """One line: the model fits no machine, and what comes nearest to fitting."""
+    if not unfit:
+        return "the model fits no machine"
+    nearest = min(unfit, key=lambda u: (u.shortfall_bytes <= 0, u.shortfall_bytes))
+    text = f"the model fits no machine; nearest: {nearest.accelerator} tp{nearest.size}"
+    text += f": {nearest.reason}"
+    if nearest.remedies:
+        text += f"; try {nearest.remedies[0]}"
     return text
 
 
-def _compare_types(
-    accelerator: str, t: int, other: int, types: Types, alone: AloneByType, layout: Layout
+def nothing_holds(
+    question: Question,
+    shortlist: Shortlist,
+    rates_per_s: Mapping[Key, float],
+    largest: Candidate | None = None,
 ) -> str:
-    """Why t makes fewer tokens per accelerator than ``other``."""
-    mine, its = alone.get((accelerator, t)), alone[accelerator, other]
-    if mine is None:
-        return f"tp{t} was ruled out by Algorithm 1"
-    causes = []
-    taken, others = as_size(t).accelerators, as_size(other).accelerators
-    share = (mine.batch / taken) / (its.batch / others)
-    if share < _NOTABLE:
-        causes.append(_fewer_sequences(accelerator, t, other, types, alone, layout))
-    if (mine.step_s / its.step_s) > 1 / _NOTABLE or not causes or t > other:
-        fixed = types[accelerator, t].profile.constants.p8 * taken
-        other_fixed = types[accelerator, other].profile.constants.p8 * others
-        if t > other and fixed * _NOTABLE > other_fixed:
-            causes.append(
-                f"fixed part of a step {fixed * 1000:.0f} accelerator-ms, not "
-                f"{other_fixed * 1000:.0f} (all-reduce, launches)"
-            )
-        elif mine.step_s / its.step_s > 1 / _NOTABLE:
-            causes.append(f"a step takes {mine.step_s * 1000:.0f} ms, not {its.step_s * 1000:.0f}")
-    if not causes:
-        causes.append(
-            f"{mine.tokens_per_s / taken:.0f} tokens/s an accelerator, "
-            f"{its.tokens_per_s / others:.0f} at tp{other}"
+    """One line: no set of machines holds the rate, and what they would hold.
+
+    Args:
+        rates_per_s: that instances hold alone, by type.
+        largest: what was tried with the most machines.
+    """
+    goals = question.goals
+    if not rates_per_s:
+        return f"no instance of any machine keeps {goals.limits} at any rate"
+    limits = f" within {goals.limits}" if goals.has_limits else ""
+    total = sum(
+        g.machines
+        * max(
+            (
+                sum(rates_per_s.get((g.accelerator, t), 0.0) for t in layout) / together(layout)
+                for layout in shortlist.worths[g]
+            ),
+            default=0.0,
         )
-    return f"tp{t}: " + ", ".join(causes)
-
-
-def _fewer_sequences(
-    accelerator: str, t: int, other: int, types: Types, alone: AloneByType, layout: Layout
-) -> str:
-    mine, its = alone[accelerator, t], alone[accelerator, other]
-    each, its_each = (a.batch / as_size(s).accelerators for a, s in ((mine, t), (its, other)))
-    text = f"{each:.0f} sequences an accelerator, not {its_each:.0f}"
-    if mine.limit == "max_num_seqs":
-        return f"{text} (max_num_seqs {types[accelerator, t].profile.max_num_seqs})"
-    if mine.limit == "prefill":
-        return f"{text} (prefills take the time)"
-    weights = sum(
-        p.bytes_per_accelerator for p in types[accelerator, t].memory.parts if p.name == "weights"
+        for g in shortlist.groups
     )
-    copies = len(layout)
-    if t < other and weights and copies > 1:
-        return f"{text} (KV: the weights are held {copies} times)"
-    return f"{text} (KV)"
+    text = f"nothing holds {goals.rate_per_s or 0.0:g} requests/s{limits}: all machines together "
+    text += f"hold about {total:.3g}"
+    if largest is not None and largest.at_rate is not None:
+        text += f" ({goals.missed(largest.at_rate)})"
+    return text
 
 
-def _sum(accelerator: str, layout: Layout, alone: AloneByType) -> float:
-    sums = sum(alone[accelerator, t].tokens_per_s for t in layout if (accelerator, t) in alone)
-    return sums / together(layout)
+def _caution(size: Size) -> str:
+    """What the profile of such a size does not say."""
+    if size.pipeline > 1:
+        return (
+            f"tp{size} is reckoned, not measured: a lone prompt passes {size.pipeline} stages one "
+            f"after another, its TTFT is up to {size.pipeline} times what is said"
+        )
+    if size.experts:
+        return f"tp{size} is reckoned with even routing, not measured"
+    return ""
+
+
+def _few(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

@@ -13,24 +13,10 @@ output layer only for the b tokens that are sampled. Both are shared by t accele
 term of a prefill's arithmetic is not fitted: it is p9, of the model's shape alone, and so prompts
 beyond the grid are right as well.
 
-A layer also costs its many small kernels, and an all-reduce does not reach its link's figure; over
-PCIe slots, cards that share a root get far less. These shares were fitted to the built-in profiles
-that are sums of measured operators (A100, H100, H200, L40S). Its step times over those of the
-built-in ones, the mean ratio over the grid (benchmarks/planner/roofline.py prints all of them):
-
-    Llama-3-8B          prefill  decode
-    A100-80GB-SXM  t=1  1.03     0.94
-    A100-80GB-SXM  t=4  0.89     0.90
-    H100-80GB-SXM  t=1  0.98     1.04
-    H100-80GB-SXM  t=4  0.98     1.08
-    H200-141GB     t=8  1.08     1.05
-    L40S-48GB      t=1  1.06     1.00
-    L40S-48GB      t=2  1.03     1.04
-    V100-32GB-PCIe3 t=4 2.73     1.15
-
-The V100's profile over PCIe assumes an all-reduce that no measurement of slots bears out.
-The V100, T4 and A800 profiles hold an older engine's overhead, 2.5 ms a step and 60 µs a sequence:
-against those it is optimistic.
+A layer also costs its many small kernels, and an all-reduce does not reach its link's figure. These
+shares were fitted to the built-in profiles that are sums of measured operators (A100, H100, H200,
+L40S); docs/evidence/planner.md has the ratios. Those of V100, T4 and A800 hold an older engine's
+overhead, 2.5 ms a step and 60 µs a sequence: against them it is optimistic.
 """
 
 from __future__ import annotations

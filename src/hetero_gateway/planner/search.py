@@ -1,20 +1,9 @@
 """The search for a deployment configuration (section 3.2): estimates prune, the simulator ranks.
 
-    1  equal machines are one case; the layouts of each kind are listed (``layouts``)
-    2  Algorithm 1 estimates every instance type on sampled requests, and drops the layouts that
-       it puts too far below its best for that kind of machine (``shortlist``)
-    3  every type that is left is simulated alone, with always enough to do (``sim.alone``)
-    4  throughput is nearly additive: layouts, and combinations of them, are ranked by what their
-       instances do alone (``allocation``)
-    5  the best few are simulated as whole systems (``systems``), all machines behind one gateway
-       with the chosen policy: everything at once for throughput, and at a rate for latencies; or,
-       where each is judged by its goodput, at the highest rate that it holds (``goodput``); or, for
-       a rate that is to cost little, from the least on that may hold it (``least_resource``)
-
-Differs from the paper, which ranks by Algorithm 1: with grouped-query attention counted right that
-names the best configuration in 72 % of cases. benchmarks/planner/search.py compares the two.
-
-One seed gives one answer, whatever the order of the machines.
+docs/design/search.md has its steps: ``layouts``, ``shortlist``, ``allocation``, ``systems``, and
+``least_resource`` for a rate that is to cost little. The paper ranks by Algorithm 1, which with
+grouped-query attention counted right names the best configuration in 72 % of cases
+(benchmarks/planner/search.py). One seed gives one answer, whatever the order of the machines.
 """
 
 from __future__ import annotations
@@ -25,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner import allocation, reasons
+from hetero_gateway.planner import allocation
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.layouts import Group, feasible_sizes, group_machines, together
 from hetero_gateway.planner.least_resource import least_that_holds
-from hetero_gateway.planner.notes import nothing_fits, nothing_holds, plan_notes
-from hetero_gateway.planner.plan import Candidate, Figures, Layout, Plan
-from hetero_gateway.planner.question import Key, NoPlan, Question
-from hetero_gateway.planner.ranking import pareto, rank, with_second_runs
+from hetero_gateway.planner.plan import Candidate, Figures, Key, Layout, Plan
+from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.reasons import Reasons, nothing_fits, nothing_holds, plan_notes
 from hetero_gateway.planner.shortlist import Shortlist, make_shortlist, rates_alone
 from hetero_gateway.planner.systems import Systems
 from hetero_gateway.sim.alone import Mix
@@ -111,7 +99,7 @@ class _Search:
             candidates = self._most_within_limits()
         elif goals.name != "throughput" and goals.rate_per_s is not None:
             candidates, self._lower_bound = least_that_holds(
-                self._q, self._shortlist, self._rates_alone(), self._on_progress
+                self._systems, self._rates_alone(), self._on_progress
             )
         else:
             candidates = self._best_few()
@@ -143,7 +131,7 @@ class _Search:
         taken = {each for _, each in ranked}
         rest = [self._systems.candidate(each) for each in found if each not in taken]
         rest += [self._systems.candidate(each) for each in self._ruled_out()]
-        return simulated + sorted(rest, key=self._rank)
+        return simulated + sorted(rest, key=self._goals.rank)
 
     def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
         """The best few; of one kind of machine, the equal layouts of the paper among them."""
@@ -183,7 +171,7 @@ class _Search:
             if (figures := self._systems.saturate(candidate, other)) is None:
                 return ranked
             second.append(figures)
-        candidates = with_second_runs([candidate for candidate, _ in tied], second)
+        candidates = _with_second_runs([candidate for candidate, _ in tied], second)
         again = [(c, each) for c, (_, each) in zip(candidates, tied, strict=True)]
         return sorted(again + ranked[len(tied) :], key=self._rank_of_pair)
 
@@ -240,20 +228,15 @@ class _Search:
 
     # The answer
 
-    def _rank(self, candidate: Candidate) -> tuple[float, ...]:
-        return rank(candidate, self._goals)
-
     def _rank_of_pair(self, pair: tuple[Candidate, Allocation]) -> tuple[float, ...]:
-        return rank(pair[0], self._goals)
+        return self._goals.rank(pair[0])
 
     def _plan(self, candidates: list[Candidate]) -> Plan:
         q, mix, alone = self._q, self._shortlist.mix, self._shortlist.alone
-        machines = {m.id: m for m in q.machines}
+        reasons = Reasons({m.id: m for m in q.machines}, q.types, alone)
         best = candidates[0]
         told = [best] + [
-            dataclasses.replace(
-                c, why_not=reasons.why_not(c, best, machines, q.types, alone, q.goals)
-            )
+            dataclasses.replace(c, why_not=reasons.why_not(c, best, q.goals))
             for c in candidates[1:]
         ]
         return Plan(
@@ -264,8 +247,8 @@ class _Search:
             goal=q.goals.name,
             policy=q.policy,
             # At its own rate each, latencies do not compare.
-            pareto=() if q.goals.at_goodput else pareto(told),
-            notes=(*q.notes, *plan_notes(q, alone, told)),
+            pareto=() if q.goals.at_goodput else _pareto(told),
+            notes=(*q.notes, *plan_notes(q, reasons, told)),
             alone=alone,
             limits=q.goals.limits,
             lower_bound=self._lower_bound,
@@ -292,3 +275,45 @@ def _rate_of(
         for group, parts in zip(groups, each, strict=True)
         for layout, machines in parts
     )
+
+
+def _with_second_runs(
+    candidates: Sequence[Candidate], second: Sequence[Figures]
+) -> list[Candidate]:
+    """Each with the mean of its run with everything at once and of another one's figures.
+
+    Other requests are a little harder or easier for all of them: that is nobody's merit.
+    """
+    level = sum(candidate.tokens_per_s for candidate in candidates)
+    level /= sum(figures.tokens_per_s for figures in second)
+    return [
+        _mean(candidate, figures, level)
+        for candidate, figures in zip(candidates, second, strict=True)
+    ]
+
+
+def _mean(candidate: Candidate, other: Figures, level: float) -> Candidate:
+    """With the mean of two runs with everything at once, the second times ``level``."""
+    one = candidate.simulated
+    if one is None:
+        return candidate
+    figures = dataclasses.replace(
+        one,
+        tokens_per_s=(one.tokens_per_s + level * other.tokens_per_s) / 2,
+        output_tokens_per_s=(one.output_tokens_per_s + level * other.output_tokens_per_s) / 2,
+        batch=(one.batch + other.batch) / 2,
+    )
+    return dataclasses.replace(candidate, simulated=figures)
+
+
+def _pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other beats in both throughput and mean latency at the rate; fastest last."""
+    known = [c for c in candidates if c.at_rate is not None]
+    known.sort(key=lambda c: (-c.tokens_per_s, c.at_rate.latency_mean_s if c.at_rate else 0.0))
+    kept: list[Candidate] = []
+    for candidate in known:
+        assert candidate.at_rate is not None
+        last = kept[-1].at_rate if kept else None
+        if last is None or candidate.at_rate.latency_mean_s < last.latency_mean_s:
+            kept.append(candidate)
+    return tuple(kept)

@@ -1,7 +1,7 @@
 """What is left before whole systems are simulated: layouts, by what their instances do alone.
 
-Steps 2 and 3 of ``search``: Algorithm 1 of the paper estimates each instance type and drops
-layouts; the types that are left are simulated alone.
+Algorithm 1 of the paper estimates each instance type and drops layouts; the types that are left are
+simulated alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner import trials
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
-from hetero_gateway.planner.goals import HEADROOM
-from hetero_gateway.planner.goodput import find_goodput
+from hetero_gateway.planner.goals import HEADROOM, find_goodput
 from hetero_gateway.planner.layouts import Group, feasible_sizes, machine_layouts, together
-from hetero_gateway.planner.plan import Figures, Layout
-from hetero_gateway.planner.question import Key, Question
+from hetero_gateway.planner.plan import Figures, Key, Layout
+from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.sizes import as_size
-from hetero_gateway.sim.alone import Alone, Mix, run_alone
+from hetero_gateway.planner.trials import System
+from hetero_gateway.sim.alone import Alone, Mix
 
 # The best layout's estimate was never below 0.56 of the estimator's best in the 100 settings of
 # benchmarks/planner/search.py (unpadded); at 0.6 it was dropped in one of them.
@@ -75,7 +74,8 @@ def make_shortlist(
     alone: dict[Key, Alone] = {}
     for key in sorted(wanted):
         on_progress(f"{key[0]} tp{key[1]} alone")
-        if (found := _run_alone(question, mix, key)) is not None:
+        profile, share = question.types[key].profile, _share(question, key)
+        if (found := question.alone(profile, mix, share)) is not None:
             alone[key] = found
     worths = {
         group: {
@@ -155,15 +155,6 @@ def _prune(
 # Instances alone
 
 
-def _run_alone(question: Question, mix: Mix, key: Key) -> Alone | None:
-    profile, engines = question.types[key].profile, question.engines
-    alone = run_alone(profile, mix, engines)
-    if alone is None or not question.in_order:
-        return alone
-    share = _share(question, key)
-    return trials.alone_in_order(profile, alone, share, mix, engines, question.requests)
-
-
 def _share(question: Question, key: Key) -> float:
     """An instance's, of all accelerators: of the sessions that it is taken to get."""
     return as_size(key[1]).accelerators / sum(m.count for m in question.machines)
@@ -201,6 +192,6 @@ def rates_alone(
 def _hold_alone(question: Question, of: Shortlist, key: Key, rate_per_s: float) -> Figures | None:
     profile = question.types[key].profile
     if question.in_order:
-        system = trials.System(((profile, 1),), of.alone[key].batch, _share(question, key))
-        return question.hold(system, of.mix, rate_per_s / system.share)
-    return trials.hold_alone(profile, of.mix, question.engines, rate_per_s, question.goals.slo)
+        system = System(((profile, 1),), of.alone[key].batch, _share(question, key))
+        return question.trials.hold(system, of.mix, rate_per_s / system.share)
+    return question.trials.hold_alone(profile, of.mix, rate_per_s)

@@ -20,7 +20,7 @@ from hetero_gateway.planner.memory import (
     FITTED,
     EngineOptions,
     Method,
-    estimate_memory,
+    StartUp,
     is_feasible,
 )
 from hetero_gateway.planner.model_shape import ModelShape
@@ -48,20 +48,14 @@ def instance_memory(
     """
     size = as_size(size)
     if size.plain:
-        return estimate_memory(
-            model, accelerator, size.tensor, options, method, needed_tokens=needed_tokens
-        )
+        start = StartUp(model, accelerator, size.tensor, options)
+        return start.memory(method, needed_tokens)
     buffers = _buffers(model, size, options.batched_tokens(accelerator))
-    held = [
-        (
-            stage,
-            estimate_memory(
-                stage, accelerator, size.tensor, options, method,
-                needed_tokens=needed_tokens, others=(buffers,),
-            ),
-        )
+    starts = [
+        StartUp(stage, accelerator, size.tensor, options)
         for stage in _distinct_stages(_copy(model, size), size.pipeline)
-    ]  # fmt: skip
+    ]
+    held = [(start.model, start.memory(method, needed_tokens, (buffers,))) for start in starts]
     stage, memory = min(held, key=lambda pair: (pair[1].kv_capacity_tokens, pair[1].kv_bytes))
     own = stage.kv_request_bytes(needed_tokens, size.tensor, options.kv_dtype)
     whole = model.kv_request_bytes(needed_tokens, size.tensor, options.kv_dtype)

@@ -1,24 +1,17 @@
-"""What is known of a model: its size, what vLLM takes, and where it fits.
-
-Of a family that is not modelled, ``bounds_of`` says what its config.json leaves no doubt about:
-attention in every layer that keeps every token is the most that a KV cache can take.
-"""
+"""What is known of a model: its size, what vLLM takes, and where it fits."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hetero_gateway.planner.accelerators import Accelerator
-from hetero_gateway.planner.checkpoints.fields import Fields
 from hetero_gateway.planner.memory import (
     EngineOptions,
     Method,
-    estimate_memory,
+    StartUp,
     is_feasible,
-    shortfall_bytes,
 )
 from hetero_gateway.planner.model_shape import ModelShape, Quantization
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
@@ -65,25 +58,6 @@ class Support:
     sizes: tuple[int, ...]
     refused: Mapping[int, str]
     fits: tuple[Fit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Of a model that is not modelled.
-
-    Args:
-        reason: why it is not.
-        kv_token_bytes: the most that a token can take; the least is 0.
-        weight_bytes: of the files, as stored; None: not known.
-        holding: the fewest of an accelerator whose memory holds the weights; 0: more than asked.
-    """
-
-    name: str
-    reason: str
-    layers: int
-    kv_token_bytes: float
-    weight_bytes: float | None
-    holding: Mapping[str, int]
 
 
 def support(
@@ -138,42 +112,13 @@ def _fit(
         return Fit(device.name, t, "no link between two is known")
     if t > device.max_group:
         return Fit(device.name, t, f"at most {device.max_group} work on one instance")
-    memory = estimate_memory(model, device, t, options, method, needed_tokens=context)
+    start = StartUp(model, device, t, options)
+    memory = start.memory(method, context)
     if not is_feasible(memory, context):
-        missing = shortfall_bytes(memory, model, device, t, options, context)
+        missing = start.shortfall_bytes(memory, context)
         return Fit(device.name, t, "too little memory", shortfall_bytes=missing)
     tokens = memory.kv_capacity_tokens
     return Fit(device.name, t, "", tokens, memory.uncertainty, tokens / context, tight=memory.tight)
-
-
-def bounds_of(
-    config: Mapping[str, Any],
-    name: str,
-    reason: str,
-    weight_bytes: float | None,
-    accelerators: Sequence[Accelerator],
-    utilisation: float,
-) -> Bounds:
-    """What the file says of a family that is not modelled.
-
-    Raises:
-        ConfigError: it does not even say how many layers there are.
-    """
-    fields = Fields(config, name)
-    layers = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    hidden = fields.count("hidden_size", "n_embd", "d_model")
-    heads = fields.optional("num_attention_heads", "n_head", "n_heads") or 1
-    kv_heads = fields.optional("num_key_value_heads") or heads
-    if fields.optional("kv_lora_rank", "q_lora_rank"):
-        kv_heads = heads  # what is kept as one vector may be unpacked, and no more than that
-    head_dim = fields.optional("head_dim") or hidden // heads
-    holding = {}
-    if weight_bytes is not None:
-        for device in accelerators:
-            room = device.usable_bytes * utilisation
-            fewest = next((t for t in SIZES if weight_bytes / t < room), 0)
-            holding[device.name] = fewest if fewest <= device.max_group else 0
-    return Bounds(name, reason, layers, 4.0 * layers * kv_heads * head_dim, weight_bytes, holding)
 
 
 def layer_lines(model: ModelShape) -> list[str]:

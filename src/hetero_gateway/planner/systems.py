@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from hetero_gateway.planner import reasons, trials
+from hetero_gateway.planner import trials
 from hetero_gateway.planner.allocation import Allocation
-from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
-from hetero_gateway.planner.goodput import Goodput, system_goodput
+from hetero_gateway.planner.goals import HEADROOM, Goodput, usd_per_million_tokens
 from hetero_gateway.planner.plan import Candidate, Figures, Layout
 from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.reasons import instances, summary
 from hetero_gateway.planner.shortlist import Shortlist
 from hetero_gateway.sim.alone import Mix
 
@@ -18,24 +18,24 @@ class Systems:
     """Makes candidates, and simulates them, all machines behind one gateway."""
 
     def __init__(self, question: Question, shortlist: Shortlist) -> None:
-        self._q = question
-        self._shortlist = shortlist
+        self.question = question
+        self.shortlist = shortlist
         self._machines = {m.id: m for m in question.machines}
 
     def candidate(self, each: Allocation, simulated: Figures | None = None) -> Candidate:
         """An allocation as a candidate, by what its instances do alone or was simulated."""
         layouts: dict[str, Layout] = {}
         paper = unpadded = alone = 0.0
-        for group, parts in zip(self._shortlist.groups, each, strict=True):
+        for group, parts in zip(self.shortlist.groups, each, strict=True):
             ids = iter(group.ids)
             for layout, machines in parts:
                 layouts.update((next(ids), layout) for _ in range(machines))
-                estimates = self._shortlist.estimated(group, layout)
+                estimates = self.shortlist.estimated(group, layout)
                 paper += machines * estimates[0]
                 unpadded += machines * estimates[1]
-                alone += machines * self._shortlist.alone_sum(group, layout)
+                alone += machines * self.shortlist.alone_sum(group, layout)
             layouts.update((machine_id, ()) for machine_id in ids)
-        layouts = {m.id: layouts[m.id] for m in self._q.machines}
+        layouts = {m.id: layouts[m.id] for m in self.question.machines}
         running = sum(sum(layout) for layout in layouts.values())
         present = sum(self._machines[i].count for i, layout in layouts.items() if layout)
         tokens_per_s = alone if simulated is None else simulated.tokens_per_s
@@ -46,41 +46,43 @@ class Systems:
             simulated=simulated,
             accelerators=running,
             idle_accelerators=present - running,
-            usd_per_million_tokens=usd_per_million_tokens(self._q.machines, layouts, tokens_per_s),
+            usd_per_million_tokens=usd_per_million_tokens(
+                self.question.machines, layouts, tokens_per_s
+            ),
             alone_tokens_per_s=alone,
         )
 
     def name(self, each: Allocation) -> str:
         """In a few words."""
-        return reasons.summary(self.candidate(each), self._machines)
+        return summary(self.candidate(each), self._machines)
 
     def system(self, candidate: Candidate) -> trials.System:
         """What is simulated for a candidate."""
-        counts = reasons.instances(candidate, self._machines)
-        types, alone = self._q.types, self._shortlist.alone
+        counts = instances(candidate, self._machines)
+        types, alone = self.question.types, self.shortlist.alone
         return trials.reduced(
             {types[key].profile: n for key, n in sorted(counts.items())},
             {types[key].profile: of_it for key, of_it in alone.items()},
-            self._q.requests,
+            self.question.requests,
         )
 
     def saturated(self, each: Allocation) -> Candidate:
         """With everything at once."""
         candidate = self.candidate(each)
-        figures = self.saturate(candidate, self._shortlist.mix)
+        figures = self.saturate(candidate, self.shortlist.mix)
         return candidate if figures is None else self.candidate(each, figures)
 
     def saturate(self, candidate: Candidate, mix: Mix) -> Figures | None:
         """With everything of a mix at once; None where no request finishes."""
-        return self._q.saturate(self.system(candidate), mix, candidate.alone_tokens_per_s)
+        return self.question.saturate(self.system(candidate), mix, candidate.alone_tokens_per_s)
 
     def at_rate(self, candidate: Candidate, rate_per_s: float) -> Candidate:
         """The candidate with its figures at the rate, and with what they mean for the goals."""
-        goals, mix = self._q.goals, self._shortlist.mix
+        goals, mix = self.question.goals, self.shortlist.mix
         asked = goals.rate_per_s is not None
         if candidate.tokens_per_s < (1 + HEADROOM) * rate_per_s * mix.mean_tokens:
             return dataclasses.replace(candidate, holds=False if asked else None)
-        figures = self._q.hold(self.system(candidate), mix, rate_per_s)
+        figures = self.question.trials.hold(self.system(candidate), mix, rate_per_s)
         if asked and goals.name == "cost":
             candidate = self.priced(candidate, rate_per_s)
         return dataclasses.replace(
@@ -94,20 +96,20 @@ class Systems:
 
         The second time with other requests, and twice as many.
         """
-        goals = self._q.goals
+        goals = self.question.goals
         candidate = self.at_rate(self.saturated(each), rate_per_s)
         if not candidate.holds or not goals.has_limits:
             return candidate
-        other = Mix.of(self._q.lengths, self._q.seed + 1)
-        figures = self._q.hold(self.system(candidate), other, rate_per_s, times=2)
+        other = Mix.of(self.question.lengths, self.question.seed + 1)
+        figures = self.question.trials.hold(self.system(candidate), other, rate_per_s, times=2)
         if figures is not None and not goals.missed(figures):
             return candidate
         return dataclasses.replace(candidate, at_rate=figures, holds=False)
 
     def priced(self, candidate: Candidate, rate_per_s: float) -> Candidate:
         """With the price of a million tokens at a rate."""
-        tokens_per_s = rate_per_s * self._shortlist.mix.mean_tokens
-        cost = usd_per_million_tokens(self._q.machines, candidate.layouts, tokens_per_s)
+        tokens_per_s = rate_per_s * self.shortlist.mix.mean_tokens
+        cost = usd_per_million_tokens(self.question.machines, candidate.layouts, tokens_per_s)
         return dataclasses.replace(candidate, usd_per_million_tokens=cost)
 
     def at_goodput(self, candidate: Candidate, likely_per_s: float) -> Candidate:
@@ -129,8 +131,7 @@ class Systems:
         return dataclasses.replace(candidate, goodput_per_s=goodput_per_s)
 
     def _goodput(self, candidate: Candidate, likely_per_s: float) -> Goodput | None:
-        full = candidate.simulated
-        if full is None:
+        if candidate.simulated is None:
             return None
-        mix = self._shortlist.mix
-        return system_goodput(self._q, self.system(candidate), mix, full, likely_per_s=likely_per_s)
+        system = self.system(candidate)
+        return self.question.goodput(system, self.shortlist.mix, candidate.simulated, likely_per_s)

@@ -1,15 +1,10 @@
 """What the simulator says of whole systems under a policy, and of an instance at a rate.
 
-Throughput is what engines do in their stride; ``sim.alone`` says how the start and the end of a
-run are kept out of it, and gives all systems the same requests.
-
-A system of many instances is simulated by a smaller one with as many of each type in proportion,
-and a rate to match: instances behind one queue do not know how many they are. Queues of a smaller
-system are a little longer, so its latencies are on the safe side.
-
-A trace that says which prompts begin alike is run in its order, with prefix caches in the engines
-and a scheduler that knows of them, and by sessions where a system stands for a larger one
-(``sim.ordered_trace``). Its runs begin with empty caches.
+Throughput is what engines do in their stride (``sim.alone``, which gives all systems the same
+requests). A system of many instances is simulated by fewer in proportion, with a rate to match:
+its queues are a little longer, so its latencies are on the safe side. A trace that says which
+prompts begin alike is run in its order, by sessions where a system stands for a larger one
+(``sim.ordered_trace``), beginning with empty caches.
 """
 
 from __future__ import annotations
@@ -18,12 +13,17 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, NormalPredictor
+from hetero_gateway.core.lengths.predictors import (
+    BucketMeanPredictor,
+    NormalPredictor,
+    OutputLengthPredictor,
+)
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -54,42 +54,6 @@ SYSTEM_REQUESTS = 2400
 _FILL = 0.25
 # ``sim.alone`` has the seeds before these.
 _ARRIVALS, _TIES, _PREDICTOR = range(3, 6)
-
-
-def alone_in_order(
-    profile: Profile, alone: Alone, share: float, mix: Mix, engines: Engines, requests: int
-) -> Alone | None:
-    """One instance with the requests of a share of a trace's sessions, and its prefix cache.
-
-    Args:
-        alone: what it does with every prompt computed in full.
-        mix: of an ``OrderedTrace``.
-    """
-    system = System(((profile, 1),), alone.batch, share)
-    figures = saturate(system, "finish-time", mix, engines, requests, False)
-    if figures is None:
-        return None
-    output_tokens_per_s = figures.output_tokens_per_s * share
-    if figures.batch >= FILLED * profile.max_num_seqs:
-        limit = "max_num_seqs"
-    else:
-        limit = "KV" if figures.batch >= FILLED * mix.batch(profile) else "prefill"
-    return Alone(
-        tokens_per_s=figures.tokens_per_s * share,
-        output_tokens_per_s=output_tokens_per_s,
-        batch=figures.batch,
-        step_s=figures.batch / output_tokens_per_s,
-        limit=limit,
-    )
-
-
-def hold_alone(
-    profile: Profile, mix: Mix, engines: Engines, rate_per_s: float, slo: Slo | None = None
-) -> Figures | None:
-    """One instance at a rate of arrivals; None where it does not finish a request."""
-    workload = _at_rate(mix, rate_per_s, mix.batch(profile))
-    records = simulate_alone(profile, workload, engines)
-    return _figures_at_rate(workload, records, mix, 1, slo=slo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,46 +99,6 @@ def reduced(counts: Mapping[Profile, int], alone: Mapping[Profile, Alone], reque
     )
 
 
-def saturate(
-    system: System, policy: str, mix: Mix, engines: Engines, requests: int, compiled: bool
-) -> Figures | None:
-    """Everything at once, in its stride, and scaled to the system it stands for."""
-    instances = system.simulated()
-    half_done = math.ceil(system.batch)
-    batches = np.clip(requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
-    fresh = max(100, math.ceil(batches * half_done))
-    if isinstance(mix.lengths, OrderedTrace):
-        fresh = max(requests, fresh)
-        workload = mix.lengths.under_way(half_done, fresh, share=system.share, seed=mix.seed)
-        own = workload.prompt_tokens[half_done:].sum() / workload.output_tokens[half_done:].sum()
-        per_output_token = 1 + float(own)
-    else:
-        prompt, output = mix.requests(half_done, fresh)
-        workload = Workload(all_at_once(prompt.size), prompt, output)
-        per_output_token = mix.tokens_per_output_token
-    records = _simulate(instances, workload, policy, mix, engines, compiled)
-    window = stride(records, half_done)
-    if window is None:
-        return None
-    output_tokens_per_s = _tokens_per_s(workload, records, window)
-    return Figures(
-        tokens_per_s=output_tokens_per_s * per_output_token / system.share,
-        output_tokens_per_s=output_tokens_per_s / system.share,
-        latency_mean_s=math.nan,
-        latency_p99_s=math.nan,
-        ttft_mean_s=math.nan,
-        ttft_p99_s=math.nan,
-        tpot_mean_s=math.nan,
-        tpot_p99_s=math.nan,
-        batch=mean_running(records, *window) / len(instances),
-        cached_share=_cached_share(
-            workload,
-            records,
-            (records.first_token_s >= window[0]) & (records.first_token_s <= window[1]),
-        ),
-    )
-
-
 def at_most(figures: Figures, tokens_per_s: float) -> Figures:
     """No more than a system's instances do alone: more is the luck of a short run, which flatters
     unequal layouts by up to 7 %.
@@ -190,32 +114,122 @@ def at_most(figures: Figures, tokens_per_s: float) -> Figures:
     )
 
 
-def hold(
-    system: System,
-    policy: str,
-    mix: Mix,
-    engines: Engines,
-    rate_per_s: float,
-    requests: int,
-    compiled: bool,
-    slo: Slo | None = None,
-) -> Figures | None:
-    """Poisson arrivals at a rate of the whole system; None where no request finishes.
+class Trials(NamedTuple):
+    """How systems are tried.
 
-    ``slo`` is what requests are judged by; the gateway does not know of it.
+    Args:
+        policy: of the gateway.
+        requests: of a run of a whole system, about.
+        compiled: run the engines compiled by numba.
+        slo: what requests are judged by; the gateway does not know of it.
     """
-    instances = system.simulated()
-    if isinstance(mix.lengths, OrderedTrace):
-        workload = mix.lengths.workload(
-            max(400, requests), rate_per_s * system.share, share=system.share, seed=mix.seed
+
+    policy: str
+    engines: Engines
+    requests: int = SYSTEM_REQUESTS
+    compiled: bool = False
+    slo: Slo | None = None
+
+    def saturate(self, system: System, mix: Mix) -> Figures | None:
+        """Everything at once, in its stride, and scaled to the system it stands for."""
+        half_done = math.ceil(system.batch)
+        batches = np.clip(self.requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
+        fresh = max(100, math.ceil(batches * half_done))
+        if isinstance(mix.lengths, OrderedTrace):
+            fresh = max(self.requests, fresh)
+            workload = mix.lengths.under_way(half_done, fresh, share=system.share, seed=mix.seed)
+            prompt, output = workload.prompt_tokens[half_done:], workload.output_tokens[half_done:]
+            per_output_token = 1 + float(prompt.sum() / output.sum())
+        else:
+            prompt, output = mix.requests(half_done, fresh)
+            workload = Workload(all_at_once(prompt.size), prompt, output)
+            per_output_token = mix.tokens_per_output_token
+        instances = system.simulated()
+        records = self._simulate(instances, workload, mix)
+        window = stride(records, half_done)
+        if window is None:
+            return None
+        output_tokens_per_s = _tokens_per_s(workload, records, window)
+        counted = (records.first_token_s >= window[0]) & (records.first_token_s <= window[1])
+        return Figures(
+            tokens_per_s=output_tokens_per_s * per_output_token / system.share,
+            output_tokens_per_s=output_tokens_per_s / system.share,
+            batch=mean_running(records, *window) / len(instances),
+            cached_share=_cached_share(workload, records, counted),
         )
-    else:
-        workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
-    records = _simulate(instances, workload, policy, mix, engines, compiled)
-    return _figures_at_rate(workload, records, mix, len(instances), system.share, slo)
 
+    def hold(self, system: System, mix: Mix, rate_per_s: float, times: int = 1) -> Figures | None:
+        """Poisson arrivals at a rate of the whole system, of ``times`` as many requests.
 
-# Workloads and records
+        None where no request finishes.
+        """
+        instances, requests = system.simulated(), times * self.requests
+        if isinstance(mix.lengths, OrderedTrace):
+            workload = mix.lengths.workload(
+                max(400, requests), rate_per_s * system.share, share=system.share, seed=mix.seed
+            )
+        else:
+            workload = _at_rate(mix, rate_per_s * system.share, system.batch, requests)
+        records = self._simulate(instances, workload, mix)
+        return _figures_at_rate(workload, records, mix, len(instances), system.share, self.slo)
+
+    def hold_alone(self, profile: Profile, mix: Mix, rate_per_s: float) -> Figures | None:
+        """One instance at a rate of arrivals; None where it does not finish a request."""
+        workload = _at_rate(mix, rate_per_s, mix.batch(profile))
+        records = simulate_alone(profile, workload, self.engines)
+        return _figures_at_rate(workload, records, mix, 1, slo=self.slo)
+
+    def alone_in_order(
+        self, profile: Profile, alone: Alone, share: float, mix: Mix
+    ) -> Alone | None:
+        """One instance with the requests of a share of a trace's sessions, and its prefix cache.
+
+        Args:
+            alone: what it does with every prompt computed in full.
+            mix: of an ``OrderedTrace``.
+        """
+        system = System(((profile, 1),), alone.batch, share)
+        plain = Trials("finish-time", self.engines, self.requests)
+        figures = plain.saturate(system, mix)
+        if figures is None:
+            return None
+        output_tokens_per_s = figures.output_tokens_per_s * share
+        if figures.batch >= FILLED * profile.max_num_seqs:
+            limit = "max_num_seqs"
+        else:
+            limit = "KV" if figures.batch >= FILLED * mix.batch(profile) else "prefill"
+        return Alone(
+            tokens_per_s=figures.tokens_per_s * share,
+            output_tokens_per_s=output_tokens_per_s,
+            batch=figures.batch,
+            step_s=figures.batch / output_tokens_per_s,
+            limit=limit,
+        )
+
+    def _simulate(
+        self, instances: Sequence[SimulatedInstance], workload: Workload, mix: Mix
+    ) -> Records:
+        options = PolicyOptions(single_instance=instances[0].instance_id)
+        scheduler = Scheduler(
+            make_policy(self.policy, options),
+            np.random.default_rng((mix.seed, _TIES)),
+            reference=(mix.mean_prompt, mix.mean_output),
+            prefix_cache=workload.prefixes is not None,
+        )
+        predictor: OutputLengthPredictor = BucketMeanPredictor(mix.mean_output)
+        if self.policy == "paper":
+            rng = np.random.default_rng((mix.seed, _PREDICTOR))
+            predictor = NormalPredictor(mix.mean_output, mix.sd_output, rng)
+        most = max(i.profile.max_num_seqs for i in instances)
+        return simulate(
+            instances,
+            workload,
+            scheduler,
+            predictor,
+            scheduling=self.engines.scheduling,
+            max_batched_tokens=max(self.engines.max_batched_tokens, most),
+            compiled=self.compiled,
+        )
 
 
 def _at_rate(mix: Mix, rate_per_s: float, batch: float, requests: int = 1500) -> Workload:
@@ -223,40 +237,6 @@ def _at_rate(mix: Mix, rate_per_s: float, batch: float, requests: int = 1500) ->
     prompt, output = mix.requests(0, count)
     rng = np.random.default_rng((mix.seed, _ARRIVALS))
     return Workload(gamma_arrivals(count, rate_per_s, 1.0, rng), prompt, output)
-
-
-def _simulate(
-    instances: Sequence[SimulatedInstance],
-    workload: Workload,
-    policy: str,
-    mix: Mix,
-    engines: Engines,
-    compiled: bool,
-) -> Records:
-    options = PolicyOptions(single_instance=instances[0].instance_id)
-    scheduler = Scheduler(
-        make_policy(policy, options),
-        np.random.default_rng((mix.seed, _TIES)),
-        reference=(mix.mean_prompt, mix.mean_output),
-        prefix_cache=workload.prefixes is not None,
-    )
-    rng = np.random.default_rng((mix.seed, _PREDICTOR))
-    return simulate(
-        instances,
-        workload,
-        scheduler,
-        NormalPredictor(mix.mean_output, mix.sd_output, rng)
-        if policy == "paper"
-        else BucketMeanPredictor(mix.mean_output),
-        scheduling=engines.scheduling,
-        max_batched_tokens=max(
-            engines.max_batched_tokens, max(i.profile.max_num_seqs for i in instances)
-        ),
-        compiled=compiled,
-    )
-
-
-# Figures
 
 
 def _tokens_per_s(workload: Workload, records: Records, window: tuple[float, float]) -> float:
@@ -280,6 +260,9 @@ def _figures_at_rate(
     times = request_times(workload, records, counted)
     latency, ttft = Distribution.of(times.latency_s), Distribution.of(times.ttft_s)
     tpot = Distribution.of(times.tpot_s) if times.tpot_s.size else Distribution(mean=0.0, p99=0.0)
+    slo_share = math.nan
+    if slo is not None:
+        slo_share = float(within_slo(workload, records, slo)[came].mean())
     output_tokens_per_s = _tokens_per_s(workload, records, window) / share
     per_output_token = mix.tokens_per_output_token
     if workload.prefixes is not None:  # these rows are not drawn from the mix
@@ -294,9 +277,7 @@ def _figures_at_rate(
         tpot_mean_s=tpot.mean,
         tpot_p99_s=tpot.p99,
         batch=mean_running(records, *window) / instances,
-        slo_share=math.nan
-        if slo is None
-        else float(within_slo(workload, records, slo)[came].mean()),
+        slo_share=slo_share,
         cached_share=_cached_share(workload, records, counted),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import Path
@@ -33,12 +33,12 @@ from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.headers import HOPS, Headers
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.serve.control import admin
 from hetero_gateway.serve.control.access import check_exposed
 from hetero_gateway.serve.control.docs_page import docs_page
-from hetero_gateway.serve.control.public import Public, add_public_paths
-from hetero_gateway.serve.wiring.gateway import Gateway
+from hetero_gateway.serve.control.public import add_public_paths
+from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 
 # The page shows names that clients and instances chose: nothing but its own files may run in it,
 # and trusted types refuse any write of markup.
@@ -134,7 +134,9 @@ async def route(
         return
     if work is not None or asked is not None:
         allowed = ("POST",) if asked is None else asked.methods
-        await _wrong_method(path, allowed)(scope, receive, send)
+        names = ", ".join(allowed)
+        refusal = Refusal(405, "method_not_allowed", f"{path[:200]} takes {names}.")
+        await _error(refusal, path, {"allow": names})(scope, receive, send)
         return
     if path == REALTIME:
         refusal = Refusal(426, "upgrade_required", f"{path} is a WebSocket.")
@@ -186,12 +188,12 @@ def create_app(
     return app
 
 
-def worker_paths(worker: Public) -> FastAPI:
+def worker_paths(worker: Parts) -> FastAPI:
     """What a worker answers itself of the paths that are no engine's."""
     return _control_app(worker, None)
 
 
-def _control_app(gateway: Public, lifespan: Lifespan[FastAPI] | None) -> FastAPI:
+def _control_app(gateway: Parts, lifespan: Lifespan[FastAPI] | None) -> FastAPI:
     """The public paths alone, and errors with OpenAI's body."""
     control = FastAPI(
         title="hetero-gateway",
@@ -254,12 +256,6 @@ def _with_headers(send: Send, extra: Headers) -> Send:
         await send(message)
 
     return with_them
-
-
-def _wrong_method(path: str, allowed: Iterable[str]) -> Response:
-    names = ", ".join(allowed)
-    refusal = Refusal(405, "method_not_allowed", f"{path[:200]} takes {names}.")
-    return _error(refusal, path, {"allow": names})
 
 
 def _engine_call(path: str) -> Refusal:

@@ -58,7 +58,6 @@ class Pulse:
         self._stopped = 0
 
     def beat(self) -> None:
-        """It said something."""
         self.up = True
         self._silent = 0
 
@@ -116,13 +115,11 @@ class Heartbeat:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, server: Covers) -> None:
-        """From now on, until ``stop``."""
         self._server = server
         asyncio.get_running_loop().add_reader(self._link, self._read)
         self._beat()
 
     def stop(self) -> None:
-        """The server has ended."""
         if self._timer is not None:
             self._timer.cancel()
             asyncio.get_running_loop().remove_reader(self._link)

@@ -12,10 +12,10 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.answers import answer
 from hetero_gateway.http.clients import raise_descriptor_limit
 from hetero_gateway.http.downstream import Downstream, Listener
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker.service import Picker
 from hetero_gateway.serve.app import App, create_app
-from hetero_gateway.serve.server import ProtocolServer, freeze_what_start_made, url_host
+from hetero_gateway.serve.server import GatewayServer, freeze_what_start_made, url_host
 
 _ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are served by Envoy.")
 
@@ -24,7 +24,7 @@ class ControlApp(App):
     """The control paths alone: no engine path is served here."""
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
-        self.gateway.dataplane.name(inbound)
+        self.gateway.dataplane.rooms.ids.name(inbound)
         answer(downstream, _ELSEWHERE, inbound.path, inbound.request_id)
         return _NOBODY
 
@@ -46,7 +46,7 @@ class _Nobody:
 _NOBODY: Listener = _Nobody()
 
 
-class PickerServer(ProtocolServer):
+class PickerServer(GatewayServer):
     """The control paths over HTTP; what serves ext_proc lives within its start and its end.
 
     Args:
@@ -61,19 +61,18 @@ class PickerServer(ProtocolServer):
         flags: Mapping[str, Any] | None = None,
     ) -> None:
         app = create_app(config, config_path, flags=flags)
-        super().__init__(ControlApp(app.gateway, app.control), app.gateway)
+        super().__init__(ControlApp(app.gateway, app.control), app.gateway, lambda _: None)
         base_dir = config_path.parent if config_path else Path()
         self.made_admin_key = app.gateway.made_admin_key
         self.picker = Picker(app.gateway, config.picker, base_dir)
         self._grpc_host = config.picker.host
-        self._on_ready = on_ready
+        self._on_picking = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if not self.started:
-            return
-        await self.picker.start()
-        self._on_ready(f"{url_host(self._grpc_host)}:{self.picker.port}", self.url)
+        if self.started:
+            await self.picker.start()
+            self._on_picking(f"{url_host(self._grpc_host)}:{self.picker.port}", self.url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.gateway.draining = True

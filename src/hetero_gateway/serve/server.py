@@ -12,15 +12,14 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import uvicorn
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.gateway.settings import Prepared, Settings
+from hetero_gateway.gateway.settings import Prepared
 from hetero_gateway.http.clients import (
     Watch,
     client_limits,
@@ -28,10 +27,10 @@ from hetero_gateway.http.clients import (
     raise_descriptor_limit,
 )
 from hetero_gateway.http.protocol import Service, engine_protocol
-from hetero_gateway.http.tls import ServerTls
 from hetero_gateway.http.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.serve.heartbeat import Heartbeat
+from hetero_gateway.serve.wiring.gateway import Parts
 
 _log = logging.getLogger(__name__)
 
@@ -40,58 +39,59 @@ _log = logging.getLogger(__name__)
 BACKLOG = 4096
 
 
-class Served(Protocol):
-    """Whose server it is: a ``Gateway``, or a ``Worker``."""
+class GatewayServer(uvicorn.Server):
+    """uvicorn with our protocol, its limits for clients, and a long listen backlog.
 
-    draining: bool
-    has_admin: bool  # in this process
-
-    @property
-    def config(self) -> GatewayConfig: ...
-
-    @property
-    def metrics(self) -> Metrics: ...
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def tls(self) -> ServerTls | None: ...
-
-    def drain(self) -> None:
-        """It was asked to stop."""
-
-    def reload_soon(self, cause: str) -> None:
-        """It was asked to read its configuration again."""
-
-
-class DrainingServer(uvicorn.Server):
-    """uvicorn as the gateway's processes run it: unready as soon as it is asked to stop.
+    It is unready as soon as it is asked to stop.
 
     Args:
-        app: what is served.
+        service: serves the engine's paths, and is an ASGI application for all others.
         gateway: whose it is; its configuration says where to listen.
+        on_ready: called with its URL once it serves.
         listener: already bound; None: to the address of the configuration.
-        options: further ones of ``uvicorn.Config``.
+        heartbeat: of a process that has a supervisor.
     """
 
     def __init__(
-        self, app: Any, gateway: Served, listener: socket.socket | None = None, **options: Any
+        self,
+        service: Service,
+        gateway: Parts,
+        on_ready: Callable[[str], None],
+        listener: socket.socket | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.gateway = gateway
         self._listener = listener
+        self._on_ready = on_ready
+        self._heartbeat = heartbeat
         self._takes_signals = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
-        config = gateway.config.server
-        self._tls = gateway.tls
-        if self._tls is not None:
-            gateway.settings.add((), self._prepare_certificates, always=True)
-            gateway.settings.files.append(lambda _: self._tls.files if self._tls else [])
+        # What accepts at the listeners of others, by their numbers.
+        self._covering: dict[int, asyncio.Task[asyncio.Server | None]] = {}
+        self.admin_url = ""  # of its listener, where it has one
+        metrics, settings, config = gateway.metrics, gateway.settings, gateway.config.server
+        self.watch = Watch(
+            client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
+        )
+        metrics.client_connections = self.watch.__len__
+        limits = ("server.max_connections", "server.drain_s", "server.shutdown_timeout_s")
+        settings.add((*limits, "timeouts"), self._prepare)
+        tls = self._tls = gateway.tls
+        if tls is not None:
+
+            def renewed(_: GatewayConfig) -> Prepared:
+                tls.check()
+                return Prepared(tls.renew)
+
+            settings.add((), renewed, always=True)
+            settings.files.append(lambda _: tls.files)
         super().__init__(
             uvicorn.Config(
-                app,
+                cast(Any, service),
                 host=config.host,
                 port=config.port,
+                http=engine_protocol(service, self.watch),
                 loop="uvloop",
                 ws=ClientWebSocket,
                 ws_max_size=MOST_MESSAGE_BYTES,
@@ -103,7 +103,7 @@ class DrainingServer(uvicorn.Server):
                 proxy_headers=False,
                 log_config=None,
                 timeout_graceful_shutdown=round(config.shutdown_timeout_s),
-                **options,
+                backlog=BACKLOG,
             )
         )
 
@@ -118,24 +118,14 @@ class DrainingServer(uvicorn.Server):
         """It serves the gateway's own workers, over a Unix socket."""
         return self._listener is not None and self._listener.family == socket.AF_UNIX
 
-    def _prepare_certificates(self, _: GatewayConfig) -> Prepared | None:
-        if self._tls is None:
-            return None
-        self._tls.check()
-        return Prepared(self._tls.renew)
-
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self._listener is not None:
             sockets = [self._listener]
-        await super().serve(sockets)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._tls is not None and not self._is_local:
-            self.config.ssl = self._tls.context
-        await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
-        if self._takes_signals and self.started:
-            self._loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
+        try:
+            await super().serve(sockets)
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
 
     async def main_loop(self) -> None:
         """Until it is to end. (uvicorn's looks ten times a second whether it is.)"""
@@ -144,7 +134,6 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def should_exit(self) -> bool:
-        """It is to end."""
         return self._should_exit
 
     @should_exit.setter
@@ -181,39 +170,6 @@ class DrainingServer(uvicorn.Server):
                 f"cannot listen on {config.host}:{config.port} (is the port taken?)"
             ) from error
 
-
-class ProtocolServer(DrainingServer):
-    """With our protocol, its limits for clients, and a long listen backlog.
-
-    Args:
-        service: serves the engine's paths, and is an ASGI application for all others.
-        gateway: whose it is.
-        listener: already bound; None: to the address of the configuration.
-    """
-
-    def __init__(
-        self, service: Service, gateway: Served, listener: socket.socket | None = None
-    ) -> None:
-        metrics = gateway.metrics
-        # What accepts at the listeners of others, by their numbers.
-        self._covering: dict[int, asyncio.Task[asyncio.Server | None]] = {}
-        self.admin_url = ""  # of its listener, where it has one
-        self.watch = Watch(
-            client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
-        )
-        metrics.client_connections = self.watch.__len__
-        gateway.settings.add(
-            (
-                "server.max_connections",
-                "server.drain_s",
-                "server.shutdown_timeout_s",
-                "timeouts",
-            ),
-            self._prepare,
-        )
-        protocol = engine_protocol(service, self.watch)
-        super().__init__(service, gateway, listener, http=protocol, backlog=BACKLOG)
-
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:
             self.watch.set_limits(client_limits(fresh))
@@ -225,29 +181,32 @@ class ProtocolServer(DrainingServer):
         where = self.gateway.config.server.admin_listen
         # Taken first: an address that cannot be is reported before anything serves.
         admin = _bound(where) if where is not None and self.gateway.has_admin else None
+        if self._tls is not None and not self._is_local:
+            self.config.ssl = self._tls.context
         await super().startup(sockets)
-        if admin is None:
-            return
-        loop = asyncio.get_running_loop()
-        kind = UNIX if admin.family == socket.AF_UNIX else ADDRESS
-        connection = self._connections({ADMIN_LISTENER: kind})
-        create = loop.create_unix_server if admin.family == socket.AF_UNIX else loop.create_server
-        self.servers.append(await create(connection, sock=admin))
-        self.admin_url = url_of(admin)
-        _log.info("/admin is on %s", self.admin_url)
+        loop = self._loop = asyncio.get_running_loop()
+        if self._takes_signals and self.started:
+            loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
+        if admin is not None:
+            is_unix = admin.family == socket.AF_UNIX
+            connection = self._connections({ADMIN_LISTENER: UNIX if is_unix else ADDRESS})
+            create = loop.create_unix_server if is_unix else loop.create_server
+            self.servers.append(await create(connection, sock=admin))
+            self.admin_url = url_of(admin)
+            _log.info("/admin is on %s", self.admin_url)
+        if self.started:
+            self._on_ready(self.url)
+            if self._heartbeat is not None:
+                self._heartbeat.start(self)
 
     def _connections(self, state: dict[str, Any]) -> Callable[[], asyncio.Protocol]:
         """Makes connections as uvicorn does for its own listener."""
-        app_state = {**self.lifespan.state, **state}
-
-        def connection() -> asyncio.Protocol:
-            make: Any = self.config.http_protocol_class
-            protocol: asyncio.Protocol = make(
-                config=self.config, server_state=self.server_state, app_state=app_state
-            )
-            return protocol
-
-        return connection
+        return functools.partial(
+            cast(Any, self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state={**self.lifespan.state, **state},
+        )
 
     def cover(self, number: int, listener: socket.socket) -> None:
         """Accept what comes in at another process's listener as well, until ``leave``."""
@@ -274,7 +233,6 @@ class ProtocolServer(DrainingServer):
         return server
 
     def leave(self, number: int) -> None:
-        """Leave another process's listener to it."""
         covering = self._covering.pop(number, None)
         if covering is not None:
             covering.add_done_callback(self._uncover)
@@ -286,63 +244,25 @@ class ProtocolServer(DrainingServer):
             server.close()
 
 
-class GatewayServer(ProtocolServer):
-    """The gateway's; ``on_ready`` is called with its URL once it serves.
-
-    ``heartbeat``: of a process that has a supervisor.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        gateway: Served,
-        on_ready: Callable[[str], None],
-        listener: socket.socket | None = None,
-        heartbeat: Heartbeat | None = None,
-    ) -> None:
-        super().__init__(service, gateway, listener)
-        self._on_ready = on_ready
-        self._heartbeat = heartbeat
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready(self.url)
-            if self._heartbeat is not None:
-                self._heartbeat.start(self)
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().serve(sockets)
-        finally:
-            if self._heartbeat is not None:
-                self._heartbeat.stop()
-
-
 def _bound(where: str) -> socket.socket:
     """A socket at ``server.admin_listen``. Raises HeteroGatewayError."""
     try:
-        if not where.startswith("unix:"):
+        address: Any = where.removeprefix("unix:")
+        if address == where:
             parts = urlsplit("//" + where)
             family, kind, protocol, _, address = socket.getaddrinfo(
                 parts.hostname, parts.port, type=socket.SOCK_STREAM
             )[0]
             # With its protocol named, as asyncio turns Nagle's algorithm off for those alone.
             listener = socket.socket(family, kind, protocol)
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-            except OSError:
-                listener.close()
-                raise
-            return listener
-        path = Path(where.removeprefix("unix:"))
-        _unlink_stale(path)
-        listener = socket.socket(socket.AF_UNIX)
-        # From the first moment on it is its owner's alone.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            _unlink_stale(Path(address))
+            listener = socket.socket(socket.AF_UNIX)
+        # From the first moment on one of Unix is its owner's alone.
         mask = os.umask(0o177)
         try:
-            listener.bind(str(path))
+            listener.bind(address)
         except OSError:
             listener.close()
             raise
@@ -389,7 +309,7 @@ def freeze_what_start_made() -> None:
 
 def run(
     service: Service,
-    gateway: Served,
+    gateway: Parts,
     on_ready: Callable[[str], None],
     listener: socket.socket | None = None,
     heartbeat: Heartbeat | None = None,

@@ -23,18 +23,15 @@ prompts' are added in the mix's proportion.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.cluster import Records
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
-from hetero_gateway.sim.fleet import Fleet
-from hetero_gateway.sim.kernel import FINISHED, FIRST
+from hetero_gateway.sim.recorded import Placements, run_as_placed
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import Lengths, Workload, all_at_once
 
@@ -188,49 +185,14 @@ def _run_alone(
 
 def simulate_alone(profile: Profile, workload: Workload, engines: Engines) -> Records:
     """Run requests on one instance, as they arrive; those that can never fit stay unfinished."""
-    fleet = Fleet(
-        [profile],
-        scheduling=engines.scheduling,
-        max_batched_tokens=max(engines.max_batched_tokens, profile.max_num_seqs),
+    placements = Placements(
+        np.zeros(len(workload), np.int64),
+        workload.arrival_s,
+        workload.prompt_tokens,
+        workload.output_tokens,
     )
-    records = _empty_records(len(workload))
-    prompts, outputs = workload.prompt_tokens.tolist(), workload.output_tokens.tolist()
-    slots: dict[int, int] = {}
-    now_s = 0.0
-    for request, arrival_s in enumerate(workload.arrival_s.tolist()):
-        if arrival_s > now_s:
-            _advance(fleet, arrival_s, slots, records)
-            now_s = arrival_s
-        if prompts[request] + outputs[request] - 1 <= fleet.capacity_tokens(0):
-            slot = fleet.new_slot()
-            slots[slot] = request
-            fleet.submit(0, slot, prompts[request], outputs[request], arrival_s)
-    _advance(fleet, math.inf, slots, records)
-    return records
-
-
-def _advance(fleet: Fleet, until_s: float, slots: Mapping[int, int], records: Records) -> None:
-    """Let time pass and write down what the fleet logs; slots of what finished are free again."""
-    complete = False
-    while not complete:
-        complete = fleet.advance(until_s, False)
-        for k in range(1, 1 + fleet.log[0]):
-            slot, kind = fleet.log[k] >> 2, fleet.log[k] & 3
-            if kind == FIRST:
-                records.first_token_s[slots[slot]] = fleet.log_s[k]
-            elif kind == FINISHED:
-                records.finish_s[slots[slot]] = fleet.log_s[k]
-                fleet.free_slot(slot)
-
-
-def _empty_records(size: int) -> Records:
-    def times() -> NDArray[np.float64]:
-        return np.full(size, math.nan)
-
-    return Records(
-        np.zeros(size, np.int64), np.zeros(size), times(), times(), np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
-    )  # fmt: skip
+    most = max(engines.max_batched_tokens, profile.max_num_seqs)
+    return run_as_placed([profile], placements, engines.scheduling, most)
 
 
 def stride(records: Records, half_done: int) -> tuple[float, float] | None:

@@ -29,7 +29,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,8 @@ from numpy.typing import NDArray
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
-from hetero_gateway.core.policies.base import Jit
-from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
+from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import (
     InstanceId,
     InstanceSpec,
@@ -99,43 +98,18 @@ class Records:
     preemptions: NDArray[np.int64]
     cached_tokens: NDArray[np.int64]
 
-
-class Gateways(Protocol):
-    """What the simulation asks of a scheduler; ``Scheduler`` is one, several gateways another."""
-
-    @property
-    def queued(self) -> int: ...
-    @property
-    def caches(self) -> PrefixCaches | None: ...
-    def compile(self, jit: Jit) -> None: ...
-    def add(self, spec: InstanceSpec) -> None: ...
-    def replace(self, spec: InstanceSpec) -> None: ...
-    def submit(
-        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
-    ) -> Ticket | Reject: ...
-    def pump(self, now_s: float) -> list[Ticket]: ...
-    def next_wakeup_s(self) -> float | None: ...
-    def first_token(self, dispatch: Dispatch, now_s: float) -> None: ...
-    def settle(
-        self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
-    ) -> bool: ...
-    def observe_cache(
-        self,
-        instance_id: InstanceId,
-        caching: bool | None,
-        counters: tuple[float, float] | None,
-        now_s: float,
-    ) -> None: ...
-    def observe_steps(
-        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
-    ) -> bool: ...
-    def observe_output_tokens(self, model: str, output_tokens: float) -> None: ...
+    @classmethod
+    def empty(cls, size: int) -> Records:
+        """Of requests that nothing has become of."""
+        times_s = (np.full(size, math.nan) for _ in range(3))
+        counts = (np.zeros(size, np.int64) for _ in range(2))
+        return cls(np.full(size, -1, np.int64), *times_s, *counts)
 
 
 def simulate(
     instances: Sequence[SimulatedInstance],
     workload: Workload,
-    scheduler: Gateways,
+    scheduler: Scheduler,
     predictor: OutputLengthPredictor,
     *,
     model: str = "model",
@@ -151,8 +125,9 @@ def simulate(
 
     Args:
         instances: at least one.
-        scheduler: an empty one, policy and rng set; the instances are added to it. Or several
-            (``replicas``).
+        scheduler: an empty one, policy and rng set; the instances are added to it. Whatever takes
+            the same calls may stand in its place, as several gateways do
+            (``benchmarks/scheduling/several_gateways.py``).
         predictor: predicts output lengths, and learns from those that finish.
         model: the name that requests ask for and all instances serve.
         predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
@@ -183,17 +158,8 @@ def simulate(
         scheduler.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     if compiled:
-        arrays = cases.covered(
-            scheduler,
-            predictor,
-            fleet,
-            model,
-            workload,
-            faults,
-            predictions,
-            observe_interval_s,
-            run.records,
-        )
+        who, what = (scheduler, predictor, fleet, model), (workload, faults, predictions)
+        arrays = cases.covered(*who, *what, observe_interval_s, run.records)
         if arrays is not None:
             arrays(jit_loop)
             return run.records
@@ -207,7 +173,7 @@ class _Run:
         self,
         instances: Sequence[SimulatedInstance],
         workload: Workload,
-        scheduler: Gateways,
+        scheduler: Scheduler,
         predictor: OutputLengthPredictor,
         fleet: Fleet,
         model: str,
@@ -230,25 +196,14 @@ class _Run:
             scheduler.add(spec)
             if workload.prefixes is not None:
                 scheduler.observe_cache(spec.instance_id, instance.prefix_caching, None, 0.0)
-        self.records = Records(
-            np.full(size, -1, dtype=np.int64),
-            np.full(size, math.nan),
-            np.full(size, math.nan),
-            np.full(size, math.nan),
-            np.zeros(size, dtype=np.int64),
-            np.zeros(size, dtype=np.int64),
-        )
+        self.records = Records.empty(size)
         # Reading and writing single numbers of an array goes faster through a memoryview.
-        self._arrival_s = _view(workload.arrival_s)
-        self._prompt_tokens = _view(workload.prompt_tokens)
-        self._output_tokens = _view(workload.output_tokens)
+        told = workload.arrival_s, workload.prompt_tokens, workload.output_tokens
+        self._arrival_s, self._prompt_tokens, self._output_tokens = map(_view, told)
         self._predictions = None if predictions is None else _view(predictions)
-        self._instance = _view(self.records.instance)
-        self._placed_s = _view(self.records.placed_s)
-        self._first_token_s = _view(self.records.first_token_s)
-        self._finish_s = _view(self.records.finish_s)
-        self._preemptions = _view(self.records.preemptions)
-        self._cached_tokens = _view(self.records.cached_tokens)
+        records = (_view(getattr(self.records, field)) for field in Records.__slots__)
+        self._instance, self._placed_s, self._first_token_s, self._finish_s, *counts = records
+        self._preemptions, self._cached_tokens = counts
         self._prefixes = workload.prefixes
         self._classes = workload.classes
         # By the fleet's slot: who has it.
@@ -332,12 +287,7 @@ class _Run:
         asked = Request(self._model, prompt_tokens, predicted, prefix=self._keys(request))
         if self._classes:
             asked = asked._replace(request_class=self._classes[request])
-        ticket = self._scheduler.submit(
-            asked,
-            self._now_s,
-            owner=request,
-            first=first,
-        )
+        ticket = self._scheduler.submit(asked, self._now_s, owner=request, first=first)
         return not isinstance(ticket, Reject)
 
     def _keys(self, request: int) -> PrefixKeys | None:

@@ -49,7 +49,7 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass
 from enum import Enum
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim import block_cache, kernel
@@ -78,6 +78,16 @@ class State(Enum):
     DONE = kernel.DONE
 
 
+class _Number:
+    """A field of the kernel's row of a sequence or an engine, as an attribute of that."""
+
+    def __init__(self, field: int) -> None:
+        self._field = field
+
+    def __get__(self, of: Sequence | Engine[Any], _: type | None = None) -> int:
+        return of._row[self._field]
+
+
 class Sequence:
     """One prompt and the tokens generated for it; subclass it to carry more.
 
@@ -93,6 +103,12 @@ class Sequence:
 
     __slots__ = ("_keys", "_row", "_slot")
 
+    prompt_tokens = _Number(kernel.PROMPT)
+    output_tokens = _Number(kernel.OUTPUT)
+    preemptions = _Number(kernel.PREEMPTIONS)  # how often it was evicted
+    # Prompt tokens that the prefix cache had when it was first admitted.
+    cached_tokens = _Number(kernel.CACHED_TOKENS)
+
     def __init__(
         self, prompt_tokens: int, output_tokens: int, keys: list[int] | None = None
     ) -> None:
@@ -106,26 +122,8 @@ class Sequence:
         self._keys = [] if keys is None else keys
 
     @property
-    def prompt_tokens(self) -> int:
-        return self._row[kernel.PROMPT]
-
-    @property
-    def output_tokens(self) -> int:
-        return self._row[kernel.OUTPUT]
-
-    @property
     def state(self) -> State:
         return State(self._row[kernel.STATE])
-
-    @property
-    def preemptions(self) -> int:
-        """How often it was evicted."""
-        return self._row[kernel.PREEMPTIONS]
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache had when it was first admitted."""
-        return self._row[kernel.CACHED_TOKENS]
 
     @property
     def prefill_tokens(self) -> int:
@@ -231,6 +229,19 @@ class Engine(Generic[S]):
             not hold every running sequence's decode.
     """
 
+    max_num_seqs = _Number(kernel.MAX_SEQS)
+    block_tokens = _Number(kernel.BLOCK_TOKENS)
+    max_batched_tokens = _Number(kernel.MAX_BATCHED)
+    num_waiting = _Number(kernel.NUM_WAITING)
+    free_blocks = _Number(kernel.FREE_BLOCKS)
+    total_blocks = _Number(kernel.TOTAL_BLOCKS)
+    preemptions_total = _Number(kernel.PREEMPTIONS_TOTAL)
+    prompt_tokens_total = _Number(kernel.PROMPT_TOTAL)  # of prefilled prompts, each counted once
+    generation_tokens_total = _Number(kernel.GENERATION_TOTAL)
+    # Prompt tokens that were looked up in the prefix cache, and those that were found there.
+    prefix_queries_total = _Number(kernel.QUERIES_TOTAL)
+    prefix_hits_total = _Number(kernel.HITS_TOTAL)
+
     def __init__(
         self,
         profile: Profile,
@@ -242,7 +253,7 @@ class Engine(Generic[S]):
         slowdown: float = 1.0,
         prefix_caching: bool = False,
     ) -> None:
-        self._n, self._x = instance_rows(
+        self._row, self._x = instance_rows(
             profile,
             0,
             scheduling=scheduling,
@@ -255,7 +266,7 @@ class Engine(Generic[S]):
         self._q = list_heads(0)
         self._c = block_cache.cache_rows(self.total_blocks) if prefix_caching else []
         self._k: kernel.Rows = [[] for _ in range(2 * len(self._q))]
-        self._sequences: list[S | None] = [None] * len(self._q)
+        self._sequences: dict[int, S] = {}  # by slot
         self._free_slots: list[int] = []
         self._decoding: dict[int, S] = {}  # by slot, in the order of joining
         # A step logs at most two entries for each sequence that runs.
@@ -267,18 +278,6 @@ class Engine(Generic[S]):
     # -- what the outside sees
 
     @property
-    def max_num_seqs(self) -> int:
-        return self._n[kernel.MAX_SEQS]
-
-    @property
-    def block_tokens(self) -> int:
-        return self._n[kernel.BLOCK_TOKENS]
-
-    @property
-    def max_batched_tokens(self) -> int:
-        return self._n[kernel.MAX_BATCHED]
-
-    @property
     def slowdown(self) -> float:
         return self._x[kernel.SLOWDOWN]
 
@@ -287,20 +286,8 @@ class Engine(Generic[S]):
         self._x[kernel.SLOWDOWN] = factor
 
     @property
-    def num_waiting(self) -> int:
-        return self._n[kernel.NUM_WAITING]
-
-    @property
     def num_running(self) -> int:
-        return self._n[kernel.NUM_PREFILLING] + self._n[kernel.NUM_DECODING]
-
-    @property
-    def free_blocks(self) -> int:
-        return self._n[kernel.FREE_BLOCKS]
-
-    @property
-    def total_blocks(self) -> int:
-        return self._n[kernel.TOTAL_BLOCKS]
+        return self._row[kernel.NUM_PREFILLING] + self._row[kernel.NUM_DECODING]
 
     @property
     def kv_usage(self) -> float:
@@ -308,35 +295,12 @@ class Engine(Generic[S]):
         return 1 - self.free_blocks / self.total_blocks
 
     @property
-    def preemptions_total(self) -> int:
-        return self._n[kernel.PREEMPTIONS_TOTAL]
-
-    @property
-    def prompt_tokens_total(self) -> int:
-        """Of prefilled prompts, each counted once."""
-        return self._n[kernel.PROMPT_TOTAL]
-
-    @property
-    def generation_tokens_total(self) -> int:
-        return self._n[kernel.GENERATION_TOTAL]
-
-    @property
     def prefix_caching(self) -> bool:
-        return bool(self._n[kernel.CACHING])
-
-    @property
-    def prefix_queries_total(self) -> int:
-        """Prompt tokens that were looked up in the prefix cache."""
-        return self._n[kernel.QUERIES_TOTAL]
-
-    @property
-    def prefix_hits_total(self) -> int:
-        """Prompt tokens that were found there."""
-        return self._n[kernel.HITS_TOTAL]
+        return bool(self._row[kernel.CACHING])
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached. False, and nothing is done, while a block is in use."""
-        n = self._n
+        n = self._row
         if n[kernel.FREE_BLOCKS] < n[kernel.TOTAL_BLOCKS]:
             return False
         if self.prefix_caching:
@@ -347,12 +311,12 @@ class Engine(Generic[S]):
         """Tokens that ``sequence`` has emitted so far."""
         row = sequence._row
         if row[kernel.STATE] == kernel.DECODING:
-            return row[kernel.OFFSET] + self._n[kernel.EPOCH] - row[kernel.PROMPT]
+            return row[kernel.OFFSET] + self._row[kernel.EPOCH] - row[kernel.PROMPT]
         return row[kernel.GENERATED]
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """Whether a sequence of these lengths can ever finish here."""
-        return fits(self._n, prompt_tokens, output_tokens)
+        return fits(self._row, prompt_tokens, output_tokens)
 
     def submit(self, sequence: S) -> None:
         """Put a new sequence at the end of the waiting queue.
@@ -370,19 +334,18 @@ class Engine(Generic[S]):
         if self._free_slots:
             slot = self._free_slots.pop()
             self._q[slot] = sequence._row
-            self._sequences[slot] = sequence
         else:
             slot = len(self._q)
             self._q.append(sequence._row)
-            self._sequences.append(sequence)
             self._k += [[], []]
+        self._sequences[slot] = sequence
         sequence._slot = slot
         if self.prefix_caching:
-            most = kernel.blocks(self._n, sequence.prompt_tokens + sequence.output_tokens)
+            most = kernel.blocks(self._row, sequence.prompt_tokens + sequence.output_tokens)
             sequence._row[kernel.KEYS] = min(len(sequence._keys), most)
             self._k[2 * slot] = sequence._keys
             self._k[2 * slot + 1] = [0] * most
-        kernel.enqueue(self._q, self._n, slot)
+        kernel.enqueue(self._q, self._row, slot)
 
     def abort(self, sequence: S) -> None:
         """Drop a sequence and free its blocks at once, within a step too; a no-op when it is done.
@@ -390,7 +353,7 @@ class Engine(Generic[S]):
         A step under way keeps its length: the accelerator does not stop for it.
         """
         if sequence._slot >= 0:
-            kernel.drop(self._q, self._n, self._c, self._k, sequence._slot)
+            kernel.drop(self._q, self._row, self._c, self._k, sequence._slot)
             self._decoding.pop(sequence._slot, None)
             self._release(sequence)
         sequence._row[kernel.STATE] = kernel.DONE
@@ -403,7 +366,7 @@ class Engine(Generic[S]):
         """
         if self._step is not None:
             raise RuntimeError("end_step() must come before the next begin_step()")
-        n, log = self._n, self._log
+        n, log = self._row, self._log
         log[0] = 0
         if not kernel.plan(self._q, n, self._x, self._c, self._k, log, self._log_s, 0.0):
             return None
@@ -411,7 +374,7 @@ class Engine(Generic[S]):
         preempted = []
         for entry in log[1 : 1 + log[0]]:
             slot = entry // 4
-            preempted.append(self._at(slot))
+            preempted.append(self._sequences[slot])
             self._decoding.pop(slot, None)
         self._step = Step(
             self._x[kernel.FIRST_S],
@@ -437,10 +400,10 @@ class Engine(Generic[S]):
         log[0] = 0
         emitted = list(self._decoding.values()) if step.decode_sequences else []
         finished: list[S] = []
-        kernel.end(self._q, self._n, self._x, self._c, self._k, log, self._log_s, 0.0)
+        kernel.end(self._q, self._row, self._x, self._c, self._k, log, self._log_s, 0.0)
         for entry in log[1 : 1 + log[0]]:
             slot, kind = entry // 4, entry % 4
-            sequence = self._at(slot)
+            sequence = self._sequences[slot]
             if kind == kernel.FINISHED:
                 finished.append(sequence)
                 self._decoding.pop(slot, None)
@@ -450,13 +413,8 @@ class Engine(Generic[S]):
                 self._decoding[slot] = sequence
         return StepResult(emitted, finished)
 
-    def _at(self, slot: int) -> S:
-        sequence = self._sequences[slot]
-        assert sequence is not None
-        return sequence
-
     def _release(self, sequence: S) -> None:
-        self._sequences[sequence._slot] = None
+        del self._sequences[sequence._slot]
         self._k[2 * sequence._slot] = self._k[2 * sequence._slot + 1] = []
         self._free_slots.append(sequence._slot)
         sequence._slot = -1

@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.length_model import LengthModel, TrainedPredictor
@@ -62,23 +61,8 @@ _BOUND_REQUESTS = 10_000
 _MOMENTS_STREAM, _BOUND_STREAM = 1_000_001, 1_000_002
 
 
-class Simulate(Protocol):
-    """The signature of ``sim.cluster.simulate``, as far as it is used here."""
-
-    def __call__(
-        self,
-        instances: Sequence[SimulatedInstance],
-        workload: Workload,
-        scheduler: Scheduler,
-        predictor: OutputLengthPredictor,
-        *,
-        faults: Sequence[Fault] = ...,
-        scheduling: Scheduling = ...,
-        max_batched_tokens: int = ...,
-        predictions: NDArray[np.float64] | None = ...,
-    ) -> Records: ...
-
-
+# The signature of ``sim.cluster.simulate``.
+Simulate = Callable[..., Records]
 # The signature of ``sim.alone.run_alone``.
 RunAlone = Callable[[Profile, Mix, Engines, int], Alone | None]
 

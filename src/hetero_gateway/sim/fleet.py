@@ -98,9 +98,9 @@ class Fleet:
             rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
         width = max(len(n) for n, _ in rows)
         self.compiled = compiled
-        self._n = self._table([n + [0] * (width - len(n)) for n, _ in rows])
-        self._x = self._table([x for _, x in rows])
-        self._q = self._table([row for i in range(len(profiles)) for row in list_heads(3 * i)])
+        self._n = self._array([n + [0] * (width - len(n)) for n, _ in rows])
+        self._x = self._array([x for _, x in rows])
+        self._q = self._array([row for i in range(len(profiles)) for row in list_heads(3 * i)])
         caches = [
             block_cache.cache_rows(n[kernel.TOTAL_BLOCKS]) if n[kernel.CACHING] else [[0]]
             for n, _ in rows
@@ -113,18 +113,14 @@ class Fleet:
         for i in range(0, leaves, 2):
             kernel.rank(self._n, self._x, first, i)
         entries = _LOGENTRIES + 2 * max(n[kernel.MAX_SEQS] for n, _ in rows)
-        self._first = self._vector(first)
-        self._log = self._vector([0] * entries)
-        self._log_s = self._vector([0.0] * entries)
-        self._steps = self._vector([0] * len(profiles))
-        self._seconds = self._vector([0.0] * len(profiles))
+        self._first = self._array(first)
+        self._log = self._array([0] * entries)
+        self._log_s = self._array([0.0] * entries)
+        self._steps = self._array([0] * len(profiles))
+        self._seconds = self._array([0.0] * len(profiles))
         self._submit, self._change_slowdown, self._advance, self._decoded = (
             compile_kernel() if compiled else ENTRIES
         )
-        self._look_up = (
-            jit(block_cache.look_up, allocates=False) if compiled else block_cache.look_up
-        )
-        self._found = self._vector([0] * (self._most_blocks + 1))
         # Reading single numbers from a memoryview is as fast as from a list.
         self.log: kernel.Row = self._view(self._log)
         self.log_s: kernel.Times = self._view(self._log_s)
@@ -132,10 +128,7 @@ class Fleet:
     def _view(self, vector: Any) -> Any:
         return memoryview(vector) if self.compiled else vector
 
-    def _table(self, rows: list[list[Any]]) -> Any:
-        return np.array(rows) if self.compiled else rows
-
-    def _vector(self, values: list[Any]) -> Any:
+    def _array(self, values: list[Any]) -> Any:
         return np.array(values) if self.compiled else values
 
     def _caches(self, caches: list[kernel.Rows]) -> Any:
@@ -199,29 +192,6 @@ class Fleet:
     def cached_tokens(self, slot: int) -> int:
         """Prompt tokens of a sequence that its instance had in its prefix cache."""
         return int(self._q[slot][kernel.CACHED_TOKENS])
-
-    def prefix_hits(self, i: int, keys: Any) -> int:
-        """How many of these keys, from the first on, instance i has in its prefix cache now."""
-        n = self._n[i]
-        if not n[kernel.CACHING]:
-            return 0
-        most = min(len(keys), self._most_blocks)
-        return int(self._look_up(self._c[i], n[kernel.BUCKET_MASK], keys, self._found, most))
-
-    def waiting(self, i: int) -> int:
-        """Sequences in the engine's own queue."""
-        return int(self._n[i][kernel.NUM_WAITING])
-
-    def kv_usage(self, i: int) -> float:
-        """Share of the engine's blocks in use, 0 to 1."""
-        n = self._n[i]
-        return 1 - float(n[kernel.FREE_BLOCKS]) / float(n[kernel.TOTAL_BLOCKS])
-
-    def reset_prefix_cache(self, i: int) -> None:
-        """Forget what instance i has cached; what is in use stays in use."""
-        n = self._n[i]
-        if n[kernel.CACHING]:
-            block_cache.clear(self._c[i], n[kernel.BUCKET_MASK], n[kernel.TOTAL_BLOCKS])
 
     def set_slowdown(self, i: int, slowdown: float, now_s: float) -> None:
         """Stretch the steps that begin at ``now_s`` or later; above 0."""

@@ -69,7 +69,6 @@ PHASES_AT = 30  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 # much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
 P1, P2, P3, P4, P5, P6, P7, P8, P9 = range(9)
 SLOWDOWN, START_S, FIRST_S, GROWTH_S, NEXT_S, DECODE_S = range(9, 15)
-INSTANCE_TIMES = 15
 
 # Values of PHASE: what NEXT_S is the time of. At one time, steps end before others begin, so that
 # what a caller does at that time is seen by the steps that begin then.

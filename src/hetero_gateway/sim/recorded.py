@@ -9,8 +9,8 @@ predictions: what differs from "as placed" is the scheduler's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,48 +54,47 @@ def run_as_placed(
 
     What an engine can never hold is refused: its times are nan.
     """
-    size = len(placements.placed_s)
-    records = Records(
-        placements.instance.astype(np.int64),
-        placements.placed_s.astype(np.float64),
-        np.full(size, math.nan),
-        np.full(size, math.nan),
-        np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
+    records = replace(
+        Records.empty(placements.placed_s.size),
+        instance=placements.instance.astype(np.int64),
+        placed_s=placements.placed_s.astype(np.float64),
     )
     fleet = Fleet(profiles, scheduling=scheduling, max_batched_tokens=max_batched_tokens)
     owners: dict[int, int] = {}
-    for request in np.argsort(placements.placed_s, kind="stable").tolist():
-        i = int(placements.instance[request])
-        prompt, output = (
-            int(placements.prompt_tokens[request]),
-            int(placements.output_tokens[request]),
-        )
-        now_s = float(placements.placed_s[request])
-        _work_until(fleet, now_s, owners, records)
-        if prompt + output - 1 > fleet.capacity_tokens(i):
-            continue
-        slot = fleet.new_slot()
-        owners[slot] = request
-        fleet.submit(i, slot, prompt, output, now_s)
+    columns = (
+        records.instance,
+        records.placed_s,
+        placements.prompt_tokens,
+        placements.output_tokens,
+    )
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    until_s = 0.0
+    for request in np.argsort(records.placed_s, kind="stable").tolist():
+        i, now_s, prompt, output = rows[request]
+        if now_s > until_s:
+            _work_until(fleet, now_s, owners, records)
+            until_s = now_s
+        if prompt + output - 1 <= fleet.capacity_tokens(i):
+            slot = fleet.new_slot()
+            owners[slot] = request
+            fleet.submit(i, slot, prompt, output, now_s)
     _work_until(fleet, math.inf, owners, records)
     return records
 
 
-def _work_until(fleet: Fleet, until_s: float, owners: dict[int, int], records: Records) -> None:
+def _work_until(fleet: Fleet, until_s: float, owners: Mapping[int, int], records: Records) -> None:
+    """Let time pass and write down what the fleet logs; slots of what finished are free again."""
     complete = False
     while not complete:
         complete = fleet.advance(until_s, False)
         for at in range(1, 1 + fleet.log[0]):
             slot, kind = fleet.log[at] >> 2, fleet.log[at] & 3
-            request = owners[slot]
             if kind == FIRST:
-                records.first_token_s[request] = fleet.log_s[at]
+                records.first_token_s[owners[slot]] = fleet.log_s[at]
             elif kind == PREEMPTED:
-                records.preemptions[request] += 1
+                records.preemptions[owners[slot]] += 1
             elif kind == FINISHED:
-                records.finish_s[request] = fleet.log_s[at]
-                del owners[slot]
+                records.finish_s[owners[slot]] = fleet.log_s[at]
                 fleet.free_slot(slot)
 
 
@@ -118,12 +117,9 @@ class Recording:
     finish_s: Floats
     streams: NDArray[np.bool_]
 
-    def __len__(self) -> int:
-        return int(self.arrival_s.size)
-
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RequestFigures:
     """Of one set of requests: s, and output tokens/s over all of them."""
 
     requests: int
@@ -135,7 +131,7 @@ class Figures:
 
 def figures(
     recording: Recording, instance: Integers, first_token_s: Floats, finish_s: Floats, only: int
-) -> Figures:
+) -> RequestFigures:
     """Sum up times, measured or simulated; of one instance (position), or -1: of all.
 
     TTFT and TPOT are of those that stream.
@@ -149,7 +145,7 @@ def figures(
     tokens = float(output[chosen].sum())
     start_s = float(recording.arrival_s[chosen].min(initial=math.inf))
     end_s = float(finish_s[chosen].max(initial=-math.inf))
-    return Figures(
+    return RequestFigures(
         int(chosen.sum()),
         Distribution.of((finish_s - recording.arrival_s)[chosen]),
         Distribution.of((first_token_s - recording.arrival_s)[seen]),
@@ -165,9 +161,9 @@ class Replayed:
     ``by_policy`` None: the scheduler cannot decide again.
     """
 
-    measured: tuple[Figures, ...]
-    as_placed: tuple[Figures, ...]
-    by_policy: tuple[Figures, ...] | None
+    measured: tuple[RequestFigures, ...]
+    as_placed: tuple[RequestFigures, ...]
+    by_policy: tuple[RequestFigures, ...] | None
 
 
 def replay(
@@ -193,34 +189,20 @@ def replay(
         (placements.instance, placed.first_token_s, placed.finish_s),
     ]
     if policy is not None:
-        decided = _by_policy(recording, instances, policy, scheduling, max_batched_tokens)
+        means = float(placements.prompt_tokens.mean()), float(placements.output_tokens.mean())
+        first = PolicyOptions(single_instance=instances[0].instance_id)
+        rng = np.random.default_rng(0)
+        decided = simulate(
+            instances,
+            Workload(recording.arrival_s, placements.prompt_tokens, placements.output_tokens),
+            Scheduler(make_policy(policy, first), rng, reference=means, prefix_cache=False),
+            ConstantPredictor(means[1]),
+            scheduling=scheduling,
+            max_batched_tokens=max_batched_tokens,
+            predictions=recording.predicted_tokens,
+        )
         runs.append((decided.instance, decided.first_token_s, decided.finish_s))
     measured, as_placed, *by_policy = (
         tuple(figures(recording, *run, only) for only in range(-1, len(instances))) for run in runs
     )
     return Replayed(measured, as_placed, by_policy[0] if by_policy else None)
-
-
-def _by_policy(
-    recording: Recording,
-    instances: Sequence[SimulatedInstance],
-    policy: str,
-    scheduling: Scheduling,
-    max_batched_tokens: int,
-) -> Records:
-    placements = recording.placements
-    workload = Workload(recording.arrival_s, placements.prompt_tokens, placements.output_tokens)
-    means = float(placements.prompt_tokens.mean()), float(placements.output_tokens.mean())
-    first = PolicyOptions(single_instance=instances[0].instance_id)
-    scheduler = Scheduler(
-        make_policy(policy, first), np.random.default_rng(0), reference=means, prefix_cache=False
-    )
-    return simulate(
-        instances,
-        workload,
-        scheduler,
-        ConstantPredictor(means[1]),
-        scheduling=scheduling,
-        max_batched_tokens=max_batched_tokens,
-        predictions=recording.predicted_tokens,
-    )

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner import memory
-from hetero_gateway.planner.accelerators import GIB, accelerator
-from hetero_gateway.planner.memory import EngineOptions, estimate_memory
-from hetero_gateway.planner.models import model_card
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.model_cards import model_card
+from hetero_gateway.planner.accelerators import GIB
+from hetero_gateway.planner.memory import EngineOptions, StartUp
 
 PLANTED = dataclasses.replace(
     memory.PRIOR, mlp=1.15, logit_bytes=18.0, outside=0.4, fast_link=1.5,
@@ -24,7 +25,7 @@ def row(name: str, t: int, version: str, note: str = "", length: int = 8192) -> 
     """A log of a start-up, as the planted coefficients would have it."""
     model, card = model_card(name), accelerator("H100-80GB-SXM")
     told = EngineOptions(max_model_len=length, vllm_version=version, enforce_eager=True)
-    found = estimate_memory(model, card, t, told, coefficients=PLANTED)
+    found = StartUp(model, card, t, told, PLANTED).memory()
     gib = {part.name: part.bytes_per_accelerator / GIB for part in found.parts}
     return {
         "model": name, "params_b": model.parameters / 1e9, "layers": model.layers,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.profiler.profiled import KV_TOKENS, MAX_NUM_SEQS, PLANTED, STEP_TOKENS, differences
-from hetero_gateway.lab.profiler.grid import Limits, plan_cells
+from hetero_gateway.lab.profiler.grid import BatchLimits, plan_cells
 
 
 def test_equal_constants_are_no_distance_apart_and_slower_ones_are_as_far_as_they_are_slow():
@@ -23,6 +23,6 @@ def test_every_planted_constant_moves_the_ruler():
 
 
 def test_what_is_held_out_is_not_measured():
-    cells = plan_cells(Limits(8192, KV_TOKENS, 16, MAX_NUM_SEQS, STEP_TOKENS), 0)
+    cells = plan_cells(BatchLimits(8192, KV_TOKENS, 16, MAX_NUM_SEQS, STEP_TOKENS), 0)
     measured = {(c.batch_size, c.prompt_tokens) for c in cells}
     assert not measured & {(b, i) for b in (1, 3, 6, 12, 24, 32) for i in (24, 48, 96, 200, 400)}

@@ -1,11 +1,11 @@
-"""Other routers' rules, on made-up candidates and in a small run."""
+"""Routers that know of prefix caches: their rules, on made-up candidates and in small runs."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from benchmarks.scheduling import prefix
+from benchmarks.scheduling import prefix, prefix_replicas
 from benchmarks.scheduling.prefix_peers import RULES, Candidate
 from benchmarks.scheduling.prefix_traces import main as make_trace
 
@@ -76,3 +76,21 @@ def test_every_router_serves_a_small_trace_and_nothing_is_run_twice(tmp_path, mo
     monkeypatch.setattr(prefix, "run", lambda *_: pytest.fail("it was run before"))
     prefix.main()
     assert capsys.readouterr().out.partition("made on A")[2] == text
+
+
+def test_what_gateways_share_is_found_and_what_they_do_not_is_computed_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_replicas, "can_compile", lambda: False)
+    path = tmp_path / "trace.jsonl.gz"
+    assert make_trace(["agents", "-o", str(path), "--requests", "150", "--seed", "1"]) == 0
+    instances = prefix.load_instances("equal")
+    rows = prefix.read_rows(path, 10**6, None)
+    sessions = np.array([row.text.session for row in rows])
+    workload = prefix.at_load(prefix.workload_of(rows), 6.0)
+    cached = {
+        way: prefix_replicas.run(way, instances, workload, sessions, 4, 0).cached_share
+        for way in ("one", *prefix_replicas.WAYS)
+    }
+    assert cached["shared"] == pytest.approx(cached["one"], abs=0.02)
+    assert cached["affinity"] == pytest.approx(cached["one"], abs=0.04)
+    assert cached["shared"] > cached["own"] + 0.03
+    assert cached["own"] > cached["blind"]

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.cli.reports import bench, profile
 from hetero_gateway.core.costs.fitting import fit
 from hetero_gateway.lab.load.result import RequestRecord, summarise
 from hetero_gateway.lab.profiler.samples import write_csv
-from tests.cli.reports.test_simulation_report import EVIL, LIBRARY, Page
+from tests.fakes.pages import EVIL, Page
 from tests.lab.profiler.builders import measured
 
 FLAGS = ("--gpu", "A100", "--model", "m", "--kv-capacity-tokens", "10000")
-
-
-@pytest.fixture
-def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five megabytes of plotly.js would make every failure's message unreadable."""
-    import plotly.offline
-
-    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: LIBRARY)
 
 
 def record(index: int, **changes: Any) -> RequestRecord:
@@ -60,8 +50,8 @@ def test_a_page_is_whole_and_fetches_nothing(page):
     )
     parsed = Page(text)
     assert not parsed.tags() & {"link", "img", "iframe", "object", "base", "form"}
-    assert EVIL in json.loads(parsed.text["document"]).values()
-    figures = json.loads(parsed.text["figures"])
+    assert EVIL in parsed.json("document").values()
+    figures = parsed.json("figures")
     drawn = {attrs.get("id") for tag, attrs in parsed.elements if tag == "div"} - {None}
     assert drawn == set(figures)
 
@@ -84,7 +74,7 @@ def test_many_instances_are_one_area():
 @pytest.mark.usefixtures("short_library")
 def test_a_run_in_which_all_failed_has_a_page_too():
     parsed = Page(bench_page([record(0, error="connect", first_s=None)]))
-    assert json.loads(parsed.text["document"])["errors"] == 1
+    assert parsed.json("document")["errors"] == 1
 
 
 def test_times_are_drawn_as_they_were():
@@ -103,19 +93,17 @@ def test_each_sample_is_a_point_at_its_measured_and_fitted_time():
         assert trace["y"] == pytest.approx(trace["x"], rel=0.1)  # of 2 % noise
 
 
-def test_profile_writes_its_page_beside_the_file(tmp_path, capsys):
+def test_profile_writes_its_page_beside_the_file(tmp_path, run):
     write_csv(tmp_path / "s.csv", measured(noise=1e-3))
     page = tmp_path / "p.html"
-    words = ("-o", str(tmp_path / "p.yaml"), "--report", str(page))
-    assert main(["profile", "--from", str(tmp_path / "s.csv"), *words, *FLAGS]) == 0
-    assert f"wrote {page}" in capsys.readouterr().err
-    document = json.loads(Page(page.read_text("utf-8")).text["document"])
-    assert document["constants"]["p1"] > 0
+    words = ("-o", tmp_path / "p.yaml", "--report", page)
+    said = run("profile", "--from", tmp_path / "s.csv", *words, *FLAGS)
+    assert f"wrote {page}" in said.err
+    assert Page(page.read_text("utf-8")).json("document")["constants"]["p1"] > 0
 
 
-def test_a_page_that_cannot_be_written_is_found_before_any_work(tmp_path, capsys):
-    gone = str(tmp_path / "gone" / "p.html")
-    output = ("-o", str(tmp_path / "p.yaml"))
-    assert main(["profile", "--from", "nowhere.csv", *output, "--report", gone, *FLAGS]) == 2
-    assert main(["bench", "http://127.0.0.1:1", "--report", gone]) == 2
-    assert capsys.readouterr().err.count("--report: ") == 2
+def test_a_page_that_cannot_be_written_is_found_before_any_work(tmp_path, error):
+    gone = ("--report", tmp_path / "gone" / "p.html")
+    profile = ("profile", "--from", "nowhere.csv", "-o", tmp_path / "p.yaml", *FLAGS)
+    for words in (profile, ("bench", "http://127.0.0.1:1")):
+        assert "--report: " in error(*words, *gone)

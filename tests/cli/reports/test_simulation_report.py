@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.cli.reports import page, simulation
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.errors import ConfigError
 from hetero_gateway.sim import alone
 from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound, mix_moments
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import Fault, FaultKind, TraceLengths
 from tests.fakes.cluster import FakeSimulate, profile, simulated
-
-EVIL = "</script><img src=x onerror=alert(1)>{{plotly}}&\u2028"
-# The plots' own library is looked at for what could end the element, not for its text.
-LIBRARY = "/* plotly */"
+from tests.fakes.pages import EVIL, LIBRARY, Page
 
 
 @pytest.fixture(autouse=True)
@@ -33,40 +28,6 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound takes little time."""
     monkeypatch.setattr(alone, "_REQUESTS", 600)
     monkeypatch.setattr(alone, "_BATCHES", 2)
-
-
-class Page(HTMLParser):
-    """The elements and the text of a page; fails on tags that do not match."""
-
-    VOID = frozenset({"meta", "img", "br", "link", "input"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: dict[str, str] = {}
-        self.visible: list[str] = []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("script", "style"):
-            key = self.elements[-1][1].get("id") or self.open[-1]
-            self.text[key] = self.text.get(key, "") + data
-        else:
-            self.visible.append(data)
-
-    def tags(self) -> set[str]:
-        return {tag for tag, _ in self.elements}
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -94,14 +55,6 @@ def render(made: Experiment, cells: list[Cell], name: str = "cluster.yaml") -> s
     html = simulation.report(found).html
     assert html is not None
     return html()
-
-
-@pytest.fixture
-def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five megabytes of plotly.js would make every failure's message unreadable."""
-    import plotly.offline
-
-    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: LIBRARY)
 
 
 # The page
@@ -147,10 +100,10 @@ def test_text_from_files_stays_text():
     assert page.count(LIBRARY) == 1
     assert any("onerror" in text for text in parsed.visible)
     # And in the figures: plotly takes tags in its labels, so they are escaped there once more.
-    figures = json.loads(parsed.text["figures"])
+    figures = parsed.json("figures")
     names = [trace["name"] for trace in figures["rates"][0]["figures"]["completion"]["data"]]
     assert names[0].startswith("&lt;/script&gt;&lt;img")
-    document = json.loads(parsed.text["document"])
+    document = parsed.json("document")
     assert document["results"][0]["instances"][0]["id"] == EVIL
 
 
@@ -176,7 +129,7 @@ def test_runs_in_which_nothing_finished_are_gaps_not_broken_json():
     made = experiment()
     fake = FakeSimulate(refuse=range(30))
     cells = compare(made, ["min-max"], [Rate(5.0)], (0,), measure_bound(made), simulate=fake)
-    figures = json.loads(Page(render(made, cells)).text["figures"])
+    figures = Page(render(made, cells)).json("figures")
     assert figures["rates"][0]["figures"]["latency"]["data"][0]["x"] == []
 
 
@@ -228,7 +181,7 @@ def test_a_policy_has_one_colour_in_every_figure():
 # The command
 
 
-def test_the_report_is_written_and_the_table_printed(tmp_path, capsys):
+def test_the_report_is_written_and_the_table_printed(tmp_path, run):
     cluster = tmp_path / "c.yaml"
     cluster.write_text(
         "instances: [{profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 2}]\n"
@@ -237,18 +190,14 @@ def test_the_report_is_written_and_the_table_printed(tmp_path, capsys):
     )
     target = tmp_path / "report.html"
     flags = ("--policy", "round-robin", "--rate", "9", "--count", "20", "--seeds", "1")
-    assert main(["simulate", "-c", str(cluster), *flags, "--report", str(target)]) == 0
-    out, err = capsys.readouterr()
+    out, err = run("simulate", "-c", cluster, *flags, "--report", target)
     assert "round-robin" in out
     assert f"wrote {target}" in err
-    parsed = Page(target.read_text(encoding="utf-8"))
-    document = json.loads(parsed.text["document"])
+    document = Page(target.read_text(encoding="utf-8")).json("document")
     assert document["results"][0]["policy"] == "round-robin"
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
-    from hetero_gateway.errors import ConfigError
-
     with pytest.raises(ConfigError, match="is one itself"):
         page.check_can_write(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):

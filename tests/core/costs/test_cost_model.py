@@ -45,37 +45,21 @@ def literal_request_time_s(p: Profile, prompt_tokens: int, output_tokens: int) -
 # KV memory
 
 
-def test_llama_3_8b_holds_128_kib_of_kv_per_token() -> None:
+def test_kv_memory_is_what_is_left_after_weights_and_reserve_in_tokens() -> None:
     # 32 layers, 8 KV heads of 128, fp16: a quarter of what 2·l·h with h = 4096 would give.
-    assert cost_model.kv_bytes_per_token(32, 8, 128, 2) == 131072
-    assert cost_model.kv_bytes_per_token(32, 32, 128, 2) == 2 * 32 * 4096 * 2
-
-
-def test_qwen_14b_holds_192_kib_of_kv_per_token() -> None:
-    assert cost_model.kv_bytes_per_token(48, 8, 128, 2) == 196608
-
-
-def test_kv_memory_of_four_v100_is_what_is_left_after_weights_and_reserve() -> None:
+    llama = cost_model.kv_bytes_per_token(32, 8, 128, 2)
+    assert llama == 131072 == cost_model.kv_bytes_per_token(32, 32, 128, 2) / 4
+    assert cost_model.kv_bytes_per_token(48, 8, 128, 2) == 196608  # Qwen 14B
     # Eq. (1) by hand: 4 × 32 GiB × 0.9 − 4 × 2 GiB − 8e9 × 2 B = 107.2 GiB − 16e9 B.
     left_bytes = cost_model.kv_capacity_bytes(4, 32 * GIB, 0.9, 2 * GIB, 8e9, 2)
     assert left_bytes == pytest.approx(107.2 * GIB - 16e9)
-    assert left_bytes / cost_model.kv_bytes_per_token(32, 8, 128, 2) == pytest.approx(756112.5)
-
-
-def test_the_reserve_is_taken_off_every_accelerator() -> None:
+    assert left_bytes / llama == pytest.approx(756112.5)
+    # The reserve is taken off every accelerator.
     one = cost_model.kv_capacity_bytes(1, 10, 1, 1, 0, 2)
-    assert [cost_model.kv_capacity_bytes(t, 10, 1, 1, 0, 2) for t in (1, 2, 8)] == [
-        one,
-        2 * one,
-        8 * one,
-    ]
-
-
-def test_a_model_that_does_not_fit_leaves_less_than_nothing() -> None:
+    assert [cost_model.kv_capacity_bytes(t, 10, 1, 1, 0, 2) / one for t in (2, 8)] == [2, 8]
+    # A model that does not fit leaves less than nothing.
     assert cost_model.kv_capacity_bytes(1, 16 * GIB, 0.9, 2 * GIB, 14e9, 2) < 0
-
-
-def test_the_longest_request_must_fit_the_memory() -> None:
+    # The longest request must fit.
     assert cost_model.fits_memory(4096, 3840, 256)
     assert not cost_model.fits_memory(4095, 3840, 256)
 
@@ -83,9 +67,10 @@ def test_the_longest_request_must_fit_the_memory() -> None:
 # Step times
 
 
-def test_prefill_time_is_the_four_terms() -> None:
-    c = Constants(2, 3, 5, 7, 0, 0, 0, 1)
+def test_a_prefill_and_a_decode_step_are_four_terms_each() -> None:
+    c = Constants(2, 3, 5, 7, 17, 19, 23, 29)
     assert cost_model.prefill_time_s(c, 11, 13) == 2 * 11 * 13 + 3 * 11 + 5 * 13 + 7
+    assert cost_model.decode_step_time_s(c, 11, 13) == 17 * 11 * 13 + 19 * 11 + 23 * 13 + 29
 
 
 def test_attention_is_added_where_it_was_fitted_and_changes_nothing_elsewhere() -> None:
@@ -112,11 +97,6 @@ def test_a_prompt_in_chunks_attends_to_as_much_as_in_one_piece(
     # And a cached context spares the attention of its own tokens, no more.
     whole = cost_model.attended_pairs(context + sum(chunks))
     assert pairs == whole - cost_model.attended_pairs(context)
-
-
-def test_a_decode_step_is_the_four_terms() -> None:
-    c = Constants(0, 0, 0, 0, 2, 3, 5, 7)
-    assert cost_model.decode_step_time_s(c, 11, 13) == 2 * 11 * 13 + 3 * 11 + 5 * 13 + 7
 
 
 @given(profiles(), st.floats(1, 512), st.integers(0, 100_000), st.integers(0, 400))
@@ -173,12 +153,6 @@ def test_attention_of_one_profile_changes_no_bit_of_the_others_times() -> None:
     assert beside[1] == pytest.approx(alone[0] + 1e-9 * 7001**2 / 2)
 
 
-def test_the_profile_table_says_infinite_only_for_those_it_does_not_fit() -> None:
-    table = ProfileTable([profile(kv_capacity_tokens=1000), profile(kv_capacity_tokens=999)])
-    assert np.isinf(table.request_times_s(900, 100.0)).tolist() == [False, True]
-    assert np.isinf(table.request_times_s(900, 99.0)).tolist() == [False, False]
-
-
 @given(profiles(), prompts, outputs, st.integers(0, 5000), st.floats(0, 5000))
 def test_request_time_never_falls_with_more_tokens(
     p: Profile, prompt_tokens: int, output_tokens: float, more_prompt: int, more_output: float
@@ -190,34 +164,24 @@ def test_request_time_never_falls_with_more_tokens(
     assert longer_output >= base * (1 - 1e-12)
 
 
-def test_request_time_rises_with_prompt_and_with_output() -> None:
+def test_request_time_rises_with_its_lengths_and_on_a_slower_machine() -> None:
     by_prompt = [request_time_s(FAST, i, 256) for i in (1, 10, 100, 1000, 10_000)]
     by_output = [request_time_s(FAST, 512, o) for o in (1, 10, 100, 1000, 10_000)]
     assert by_prompt == sorted(set(by_prompt))
     assert by_output == sorted(set(by_output))
-
-
-def test_the_slower_machine_takes_longer() -> None:
-    assert request_time_s(SLOW, 512, 256) > 2 * request_time_s(FAST, 512, 256)
-
-
-def test_a_scaled_machine_takes_that_much_longer() -> None:
-    half_speed = profile(FAST_CONSTANTS.scaled(2))
-    assert request_time_s(half_speed, 512, 256) == pytest.approx(2 * request_time_s(FAST, 512, 256))
+    fast_s, half_speed = request_time_s(FAST, 512, 256), profile(FAST_CONSTANTS.scaled(2))
+    assert request_time_s(SLOW, 512, 256) > 2 * fast_s
+    assert request_time_s(half_speed, 512, 256) == pytest.approx(2 * fast_s)
 
 
 # Workload
 
 
-def test_kv_usage_is_tokens_over_capacity_and_may_exceed_one() -> None:
-    assert cost_model.kv_usage(0, 1000) == 0
-    assert cost_model.kv_usage(2500, 1000) == 2.5
-
-
-def test_workload_grows_with_the_exponential_of_kv_usage() -> None:
+def test_workload_grows_with_the_exponential_of_kv_usage_which_may_exceed_one() -> None:
+    assert [cost_model.kv_usage(tokens, 1000) for tokens in (0, 2500)] == [0, 2.5]
     assert cost_model.workload(3.0, 0.0, 2.0) == 3.0
-    assert cost_model.workload(3.0, 0.5, 2.0) == pytest.approx(3 * math.e)
-    assert cost_model.workload(3.0, 1.5, 2.0) == pytest.approx(3 * math.exp(3))
+    for usage in (0.5, 1.5):
+        assert cost_model.workload(3.0, usage, 2.0) == pytest.approx(3 * math.exp(2 * usage))
 
 
 @pytest.mark.parametrize("usage", [25.0, 26.0, 1e6, 1e300, math.inf])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import FloatArray, decode_time_s, prefill_time_s
-from hetero_gateway.core.costs.fitting import Fit, Sample, decode_terms, fit, prefill_terms
+from hetero_gateway.core.costs.fitting import Fit, Sample, fit, prefill_terms
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.errors import ProfileError
 
@@ -56,6 +56,11 @@ def grid(
 ) -> list[Sample]:
     cells = product(batches, prompts, outputs)
     return [sample(c, *cell, noise) for cell in cells for _ in range(repeats)]
+
+
+def slower(s: Sample, factor: float) -> Sample:
+    """Its prefill took so many times as long."""
+    return replace(s, prefill_s=(s.prefill_s or 0) * factor)
 
 
 def noisy(rng: np.random.Generator, outliers: float = 0.0) -> Noise:
@@ -112,32 +117,17 @@ def test_noise_and_outliers_leave_predictions_within_3_percent(
     assert np.abs(errors_on_new_cells(found.constants, c)).max() < 0.03
 
 
-def test_the_terms_are_those_of_the_equations() -> None:
-    samples = grid(TYPICAL)
-    found = fitted(samples, resamples=1)
-    values = found.constants
-    assert prefill_terms(samples) @ found.prefill.constants == pytest.approx(
-        [prefill_time_s(values, s.batch_size, s.prompt_tokens) for s in samples]
-    )
-    assert decode_terms(samples) @ found.decode.constants == pytest.approx(
-        [decode_time_s(values, s.batch_size, s.prompt_tokens, s.steps) for s in samples]
-    )
-
-
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 64),
-            st.integers(1, 4096),
-            st.integers(2, 256),
-            st.floats(1e-4, 100),
-            st.floats(1e-4, 100),
+            st.integers(1, 64), st.integers(1, 4096), st.integers(2, 256),
+            st.floats(1e-4, 100), st.floats(1e-4, 100),
         ),
         min_size=4,
         max_size=30,
         unique_by=lambda row: row[:2],
     ),
-)
+)  # fmt: skip
 def test_no_times_whatever_give_a_negative_constant(rows: list[tuple[float, ...]]) -> None:
     found = fitted([Sample(*row) for row in rows], resamples=3)
     values = (*found.prefill.constants, *found.decode.constants)
@@ -176,51 +166,36 @@ def test_a_constant_of_0_is_not_called_identified() -> None:
     assert found.prefill.notes == ("p2 cannot be distinguished from 0",)
 
 
-def test_one_batch_size_identifies_nothing_and_is_named_as_the_reason() -> None:
-    found = fitted(grid(TYPICAL, batches=(8,)))
+@pytest.mark.parametrize(
+    ("samples", "why"),
+    [
+        (grid(TYPICAL, batches=(8,)), "every prefill sample has batch size 8"),
+        (grid(TYPICAL, prompts=(512,), outputs=(33,)),
+         "every prefill sample has 512 prompt tokens"),
+        (grid(TYPICAL, batches=(1,), outputs=(33,)) + grid(TYPICAL, prompts=(512,), outputs=(33,)),
+         "batch size and prompt length are never both away from 1 and 512 in a prefill sample"),
+    ],
+)  # fmt: skip
+def test_what_was_not_varied_identifies_nothing_and_is_named_as_the_reason(
+    samples: list[Sample], why: str
+) -> None:
+    found = fitted(samples)
     assert identified(found) == [False] * 9
-    assert found.prefill.notes == (
-        "p1, p2, p3, p4 cannot be distinguished: every prefill sample has batch size 8",
-    )
-    assert found.decode.notes[0].endswith("every decode sample has batch size 8")
-
-
-def test_one_prompt_length_is_named_as_the_reason() -> None:
-    found = fitted(grid(TYPICAL, prompts=(512,), outputs=(33,)))
-    assert identified(found) == [False] * 9
-    assert found.prefill.notes[0].endswith("every prefill sample has 512 prompt tokens")
-
-
-def test_batch_and_length_that_are_never_changed_together_are_named_as_the_reason() -> None:
-    cross = grid(TYPICAL, batches=(1,), outputs=(33,)) + grid(
-        TYPICAL, prompts=(512,), outputs=(33,)
-    )
-    found = fitted(cross)
-    assert identified(found) == [False] * 9
-    assert found.prefill.notes[0].endswith(
-        "batch size and prompt length are never both away from 1 and 512 in a prefill sample"
-    )
+    assert found.prefill.notes == (f"p1, p2, p3, p4 cannot be distinguished: {why}",)
+    assert found.decode.notes[0].endswith(why.replace("prefill", "decode"))
 
 
 def test_what_cannot_be_told_apart_still_predicts_where_it_was_measured() -> None:
     found = fitted(grid(TYPICAL, batches=(8,)))
-    for i in (100, 700, 1800):
-        assert prefill_time_s(found.constants, 8, i) == pytest.approx(
-            prefill_time_s(TYPICAL, 8, i), rel=1e-6
-        )
-        assert decode_time_s(found.constants, 8, i, 40) == pytest.approx(
-            decode_time_s(TYPICAL, 8, i, 40), rel=1e-6
-        )
-
-
-def test_the_part_that_cannot_be_told_apart_goes_to_the_constants_that_dominate() -> None:
-    found = fitted(grid(TYPICAL, batches=(8,)))
-    p1, p2, p3, p4, _ = found.prefill.constants
-    assert p2 * 8 < 1e-3 * p4
-    assert p3 < 1e-3 * p1 * 8
-    p5, p6, p7, p8 = found.decode.constants
-    assert p6 * 8 < 1e-3 * p8
-    assert p7 < 1e-3 * p5 * 8
+    for time_s in (
+        lambda c, i: prefill_time_s(c, 8, i), lambda c, i: decode_time_s(c, 8, i, 40)
+    ):  # fmt: skip
+        for i in (100, 700, 1800):
+            assert time_s(found.constants, i) == pytest.approx(time_s(TYPICAL, i), rel=1e-6)
+    # The part that cannot be told apart goes to the constants that dominate.
+    for first, second, third, fourth, *_ in (found.prefill.constants, found.decode.constants):
+        assert second * 8 < 1e-3 * fourth
+        assert third < 1e-3 * first * 8
 
 
 def test_nine_of_ten_intervals_hold_the_planted_constant() -> None:
@@ -241,12 +216,7 @@ def test_nine_of_ten_intervals_hold_the_planted_constant() -> None:
 
 
 def with_prefill(time_s: Callable[[float, float], float]) -> list[Sample]:
-    rows = grid(TYPICAL)
-    return [
-        Sample(s.batch_size, s.prompt_tokens, s.output_tokens,
-               time_s(s.batch_size, s.prompt_tokens), s.decode_s)
-        for s in rows
-    ]  # fmt: skip
+    return [replace(s, prefill_s=time_s(s.batch_size, s.prompt_tokens)) for s in grid(TYPICAL)]
 
 
 def test_an_engine_of_another_form_gets_a_large_error() -> None:
@@ -264,7 +234,7 @@ def test_an_engine_of_another_form_gets_a_large_error() -> None:
 @given(factors, st.floats(1e-9, 1e-7))
 @settings(max_examples=30)
 def test_planted_attention_is_recovered_with_the_others(by: tuple[float, ...], p9: float) -> None:
-    c = dataclasses.replace(constants_of(by), p9=p9)
+    c = replace(constants_of(by), p9=p9)
     found = fitted(grid(c), resamples=20)
     assert np.abs(errors_on_new_cells(found.constants, c)).max() < 1e-6
     assert found.constants.p9 == pytest.approx(p9, rel=1e-3)
@@ -272,7 +242,7 @@ def test_planted_attention_is_recovered_with_the_others(by: tuple[float, ...], p
 
 
 def test_attention_under_noise_is_found_where_it_matters_and_the_gain_is_told() -> None:
-    c = dataclasses.replace(TYPICAL, p9=1e-7)  # as much as p1 at 2000 tokens
+    c = replace(TYPICAL, p9=1e-7)  # as much as p1 at 2000 tokens
     for seed in range(5):
         found = fitted(grid(c, repeats=3, noise=noisy(np.random.default_rng(seed))), resamples=60)
         assert found.constants.p9 == pytest.approx(1e-7, rel=0.1)
@@ -298,7 +268,7 @@ def test_attention_that_is_not_there_is_left_at_0_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("prompts", [(512,), (64, 2048)])
 def test_attention_takes_three_prompt_lengths(prompts: tuple[int, ...]) -> None:
-    c = dataclasses.replace(TYPICAL, p9=1e-7)
+    c = replace(TYPICAL, p9=1e-7)
     found = fitted(grid(c, prompts=prompts))
     assert found.constants.p9 == 0
     assert not found.prefill.identified[-1]
@@ -313,11 +283,7 @@ def test_repeats_of_a_cell_do_not_flatter_the_error() -> None:
     few = {"batches": (1, 4, 16), "prompts": (64, 1024), "outputs": (33,)}
     told, real = [], []
     for _ in range(30):
-        cells = [
-            Sample(s.batch_size, s.prompt_tokens, 33, (s.prefill_s or 0) * f, s.decode_s)
-            for s in grid(TYPICAL, **few)
-            for f in [math.exp(0.15 * rng.normal())]
-        ]
+        cells = [slower(s, math.exp(0.15 * rng.normal())) for s in grid(TYPICAL, **few)]
         found = fitted(cells * 5, resamples=1)
         told.append(found.prefill.mean_error)
         truth = np.array([prefill_time_s(TYPICAL, b, i) for b, i, _ in NEW_CELLS])
@@ -356,10 +322,7 @@ def test_few_cells_are_held_out_one_at_a_time_and_many_in_fifths() -> None:
 def test_outliers_are_counted_and_left_out() -> None:
     samples = grid(TYPICAL)
     for index in (3, 30):
-        s = samples[index]
-        samples[index] = Sample(
-            s.batch_size, s.prompt_tokens, s.output_tokens, (s.prefill_s or 0) * 3, s.decode_s
-        )
+        samples[index] = slower(samples[index], 3)
     found = fitted(samples)
     assert (found.prefill.used, found.prefill.outliers) == (len(samples) - 2, 2)
     assert (found.decode.used, found.decode.outliers) == (len(samples), 0)
@@ -368,8 +331,7 @@ def test_outliers_are_counted_and_left_out() -> None:
 
 def test_a_slow_repeat_is_an_outlier_of_its_cell_even_where_the_equation_is_off() -> None:
     samples = with_prefill(lambda b, i: 1e-3 + 1e-8 * b**2 * i**2) * 3
-    s = samples[0]
-    samples[0] = Sample(s.batch_size, s.prompt_tokens, 17, (s.prefill_s or 0) * 50, s.decode_s)
+    samples[0] = slower(samples[0], 50)
     assert fitted(samples, resamples=1).prefill.outliers == 1
 
 
@@ -380,38 +342,23 @@ def test_two_repeats_that_agree_are_no_outliers_where_the_equation_is_off() -> N
         Sample(b, i, 17, prefill_time_s(TYPICAL, b, i) * off.get((b, i), 1.0), None)
         for b, i in product(BATCHES, PROMPTS)
     ]
-    decode = grid(TYPICAL)
-    twice = fitted(samples * 2 + [Sample(*_cell(s), None, s.decode_s) for s in decode])
+    decode = [replace(s, prefill_s=None) for s in grid(TYPICAL)]
+    twice, once = fitted(samples * 2 + decode), fitted(samples + decode)
     assert twice.prefill.outliers == 0
     assert twice.prefill.worst_error > 0.5
-    once = fitted(samples + [Sample(*_cell(s), None, s.decode_s) for s in decode])
     assert once.prefill.outliers == 1
 
 
 def test_of_two_repeats_that_differ_the_one_far_from_the_fit_is_the_outlier() -> None:
     samples = grid(TYPICAL, outputs=(17,), repeats=2)
-    s = samples[10]
-    samples[10] = Sample(*_cell(s), (s.prefill_s or 0) / 3, s.decode_s)
-    samples[20] = Sample(
-        *_cell(samples[20]), (samples[20].prefill_s or 0) * 3, samples[20].decode_s
-    )
+    samples[10], samples[20] = slower(samples[10], 1 / 3), slower(samples[20], 3)
     found = fitted(samples)
     assert found.prefill.outliers == 2
     assert found.prefill.worst_error < 1e-3
 
 
-def _cell(s: Sample) -> tuple[float, float, float]:
-    return s.batch_size, s.prompt_tokens, s.output_tokens
-
-
 def test_a_fifth_and_more_is_no_outlier_but_an_equation_that_does_not_hold() -> None:
-    samples = [
-        Sample(
-            s.batch_size, s.prompt_tokens, s.output_tokens, (s.prefill_s or 0) * slow, s.decode_s
-        )
-        for n, s in enumerate(grid(TYPICAL))
-        for slow in [3.0 if n % 4 == 0 else 1.0]
-    ]
+    samples = [slower(s, 1 if n % 4 else 3) for n, s in enumerate(grid(TYPICAL))]
     found = fitted(samples)
     assert found.prefill.outliers == 0
     assert found.prefill.mean_error > 0.15
@@ -428,54 +375,36 @@ def test_a_cell_counts_once_however_often_it_was_repeated() -> None:
 # Order and chance
 
 
-def test_the_same_seed_gives_the_same_fit() -> None:
-    samples = grid(TYPICAL, noise=noisy(np.random.default_rng(8)))
-    assert fitted(samples, seed=1) == fitted(samples, seed=1)
-
-
-def test_the_order_of_the_samples_does_not_matter_to_the_constants() -> None:
+def test_the_same_seed_gives_the_same_fit_and_the_order_does_not_matter() -> None:
     samples = grid(TYPICAL, noise=noisy(np.random.default_rng(9)))
-    back = fitted(samples[::-1])
-    assert back.prefill.constants == pytest.approx(fitted(samples).prefill.constants, rel=1e-6)
-    assert back.decode.constants == pytest.approx(fitted(samples).decode.constants, rel=1e-6)
+    found, back = fitted(samples, seed=1), fitted(samples[::-1])
+    assert found == fitted(samples, seed=1)
+    assert back.prefill.constants == pytest.approx(found.prefill.constants, rel=1e-6)
+    assert back.decode.constants == pytest.approx(found.decode.constants, rel=1e-6)
 
 
 # Too few samples
 
 
-def test_samples_without_decode_times_are_refused_with_what_to_do() -> None:
-    samples = [Sample(s.batch_size, s.prompt_tokens, 17, s.prefill_s, None) for s in grid(TYPICAL)]
-    with pytest.raises(ProfileError, match=r"have none of the 4 decode cells .*: measure more"):
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ([replace(s, decode_s=None) for s in grid(TYPICAL)],
+         r"have none of the 4 decode cells .*: measure more"),
+        (grid(TYPICAL, outputs=(1,)), "none of the 4 decode cells"),
+        ([slower(s, 0) for s in grid(TYPICAL)], "none of the 4 prefill cells"),
+        # However often they were repeated.
+        (grid(TYPICAL, batches=(1, 2, 4), prompts=(64,), outputs=(17,), repeats=9),
+         "only 3 of the 4 prefill cells"),
+        ([], "none of the 4 prefill cells"),
+    ],
+)  # fmt: skip
+def test_too_few_samples_are_refused_with_what_to_do(samples: list[Sample], said: str) -> None:
+    with pytest.raises(ProfileError, match=said):
         fitted(samples)
-
-
-def test_outputs_of_one_token_are_no_decode_samples() -> None:
-    with pytest.raises(ProfileError, match="none of the 4 decode cells"):
-        fitted(grid(TYPICAL, outputs=(1,)))
-
-
-def test_times_of_0_are_no_samples() -> None:
-    samples = [Sample(s.batch_size, s.prompt_tokens, 17, 0.0, s.decode_s) for s in grid(TYPICAL)]
-    with pytest.raises(ProfileError, match="none of the 4 prefill cells"):
-        fitted(samples)
-
-
-def test_three_cells_are_too_few_however_often_they_were_repeated() -> None:
-    samples = grid(TYPICAL, batches=(1, 2, 4), prompts=(64,), outputs=(17,), repeats=9)
-    with pytest.raises(ProfileError, match="only 3 of the 4 prefill cells"):
-        fitted(samples)
-
-
-def test_no_samples_at_all_are_refused() -> None:
-    with pytest.raises(ProfileError, match="none of the 4 prefill cells"):
-        fitted([])
 
 
 def test_either_time_may_be_missing_from_a_sample() -> None:
     samples = grid(TYPICAL)
-    halves = [
-        Sample(s.batch_size, s.prompt_tokens, s.output_tokens, *times)
-        for s in samples
-        for times in ((s.prefill_s, None), (None, s.decode_s))
-    ]
+    halves = [replace(s, **{name: None}) for s in samples for name in ("decode_s", "prefill_s")]
     assert fitted(halves).constants == fitted(samples).constants

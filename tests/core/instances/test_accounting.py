@@ -22,9 +22,17 @@ from hypothesis.stateful import (
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import IN_FLIGHT, KV_TOKENS, LOAD_S, Table
+from hetero_gateway.core.instances.table import (
+    IN_FLIGHT,
+    KV_TOKENS,
+    LOAD_S,
+    STREAMING,
+    WAITING,
+    WAITING_PROMPT,
+    Table,
+)
 from hetero_gateway.core.types import InstanceId, Outcome
-from tests.core.builders import request
+from tests.core.builders import FAST_CONSTANTS, request
 
 UNIT_S = Fraction(1, 2**40)
 
@@ -62,11 +70,12 @@ class AccountingMachine(RuleBasedStateMachine):
         self.names = itertools.count()
         self.outstanding: dict[InstanceId, list[Dispatch]] = {}
         self.settled: list[Dispatch] = []
+        self.now_s = 0.0
 
     @rule(target=instances)
     def join(self) -> InstanceId:
         instance_id = InstanceId(f"i{next(self.names)}")
-        self.table.join(instance_id)
+        self.table.join(instance_id).set_constants(FAST_CONSTANTS)
         self.outstanding[instance_id] = []
         return instance_id
 
@@ -74,7 +83,7 @@ class AccountingMachine(RuleBasedStateMachine):
     def leave(self, instance_id: InstanceId) -> None:
         expected = self.outstanding.pop(instance_id)
         state = self.table[instance_id]
-        orphans = self.table.leave(instance_id, 0.0)
+        orphans = self.table.leave(instance_id, self.now_s)
         assert set(orphans) == set(expected)
         assert all(d.outcome is Outcome.INSTANCE_REMOVED for d in orphans)
         assert sums(state) == (0.0, 0, 0)
@@ -97,7 +106,7 @@ class AccountingMachine(RuleBasedStateMachine):
         sequences: int,
     ) -> Dispatch:
         body = request(prompt_tokens, output_tokens, sequences=sequences)
-        entry = self.table[instance_id].dispatch(body, workload, 0.0)
+        entry = self.table[instance_id].dispatch(body, workload, self.now_s)
         self.outstanding[instance_id].append(entry)
         return entry
 
@@ -107,16 +116,21 @@ class AccountingMachine(RuleBasedStateMachine):
     def burst(self, instance_id: InstanceId, sizes: list[float]) -> object:
         return multiple(*(self.dispatch(instance_id, size, 100, 100.0, 1) for size in sizes))
 
+    @rule(instance_id=instances, steps=st.integers(0, 30), wait_s=st.floats(0, 2))
+    def observe(self, instance_id: InstanceId, steps: int, wait_s: float) -> None:
+        self.now_s += wait_s
+        self.table[instance_id].observe_steps(steps, 0.1 + wait_s, self.now_s)
+
     @rule(entry=dispatches)
     def first_token(self, entry: Dispatch) -> None:
         expected = entry.outcome is None and not entry.streaming
-        assert entry.state.first_token(entry, 0.0) is expected
+        assert entry.state.first_token(entry, self.now_s) is expected
 
     @rule(entry=consumes(dispatches), outcome=outcomes)
     def settle(self, entry: Dispatch, outcome: Outcome) -> None:
         there = self.outstanding.get(entry.instance_id, [])
         was_outstanding = any(d is entry for d in there)
-        assert entry.state.settle(entry, outcome, 0.0) is was_outstanding
+        assert entry.state.settle(entry, outcome, self.now_s) is was_outstanding
         if was_outstanding:
             assert entry.outcome is outcome
             there.remove(entry)
@@ -127,14 +141,14 @@ class AccountingMachine(RuleBasedStateMachine):
     def settle_again(self, data: st.DataObject, outcome: Outcome) -> None:
         entry = data.draw(st.sampled_from(self.settled))
         before = (entry.outcome, sums(entry.state))
-        assert entry.state.settle(entry, outcome, 0.0) is False
-        assert entry.state.first_token(entry, 0.0) is False
+        assert entry.state.settle(entry, outcome, self.now_s) is False
+        assert entry.state.first_token(entry, self.now_s) is False
         assert (entry.outcome, sums(entry.state)) == before
 
     @rule(instance_id=instances)
     def settle_all(self, instance_id: InstanceId) -> None:
         for entry in self.outstanding[instance_id]:
-            assert entry.state.settle(entry, Outcome.COMPLETED, 0.0)
+            assert entry.state.settle(entry, Outcome.COMPLETED, self.now_s)
         self.settled += self.outstanding[instance_id]
         self.outstanding[instance_id] = []
 
@@ -151,13 +165,19 @@ class AccountingMachine(RuleBasedStateMachine):
             assert state.waiting_prompt == sum(d.prompt_tokens for d in waiting)
             assert state.streaming == sum(d.request.sequences for d in entries if d.streaming)
             assert sum(state.stages) == state.streaming
+            assert min(state.stages) >= 0
+            assert 0.1 <= state.speed <= 10
 
     @invariant()
     def the_arrays_say_the_same(self) -> None:
         for instance_id in self.outstanding:
             state = self.table[instance_id]
-            column = self.table.rows(slice(state.slot, state.slot + 1), 0.0)[:, 0]
+            there = slice(state.slot, state.slot + 1)
+            column = self.table.rows(there, self.now_s)[:, 0]
             assert tuple(column[[LOAD_S, KV_TOKENS, IN_FLIGHT]]) == sums(state)
+            counts = (state.waiting, state.waiting_prompt, state.streaming)
+            assert tuple(column[[WAITING, WAITING_PROMPT, STREAMING]]) == counts
+            assert self.table.stages(there)[:, 0].tolist() == list(state.stages)
 
     @invariant()
     def nothing_is_negative_and_empty_is_exactly_zero(self) -> None:

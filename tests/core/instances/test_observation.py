@@ -71,7 +71,6 @@ def test_batch_and_context_of_a_row_are_means_over_its_time() -> None:
     p.first_token(second, 1.5)
     p.settle(second, Outcome.COMPLETED, 1.75)
     row = p.observe_steps(0, 1.0, 2.0)
-    assert row is not None
     assert row.sequences == pytest.approx(1.25)
     # No step is assumed on average: the clock ran by the model, which makes the context grow.
     steps = 1 / decode_step_time_s(FAST_CONSTANTS, 1, 120)
@@ -101,7 +100,6 @@ def test_a_busy_period_that_ended_before_the_look_is_a_row_too() -> None:
     p.first_token(d, 0.25)
     p.settle(d, Outcome.COMPLETED, 0.75)
     row = p.observe_steps(5, 0.5, 1.0)
-    assert row is not None
     assert (row.sequences, row.duration_s) == (1, 0.5)
 
 

@@ -104,7 +104,6 @@ def test_a_failed_trial_ejects_at_once_and_for_longer() -> None:
 def test_while_it_is_half_open_one_request_is_under_way_and_only_its_end_counts() -> None:
     outcomes, trial, now_s = half_open()
     bar = outcomes.bar(now_s, 1)
-    assert bar is not None
     assert bar.why == "ejected"
     assert not fail(outcomes, now_s, SomeRequest())  # one from before
     assert not outcomes.succeeded(now_s, SomeRequest())
@@ -121,7 +120,6 @@ def test_time_alone_and_successes_of_earlier_requests_bring_nobody_back() -> Non
     outcomes = ejected(100.0)
     outcomes.succeeded(101.0, SomeRequest())
     bar = outcomes.bar(101.9, 3)
-    assert bar is not None
     assert bar.why == "ejected"
     outcomes.advance(1000.0)
     assert outcomes.ejected
@@ -196,7 +194,6 @@ def test_a_busy_engine_with_nothing_to_do_is_left_alone_for_longer_and_longer() 
     for _ in range(7):
         assert outcomes.busy(now_s, others=0)
         bar = outcomes.bar(now_s, 0)
-        assert bar is not None
         assert bar.why == "busy"
         terms.append(outcomes.until_s - now_s)
         now_s = outcomes.until_s

@@ -153,7 +153,6 @@ def test_what_was_cached_makes_no_machine_look_faster(share: float, tells: Tells
     for wrong in (1.0,) if tells == "counters" else (1.0, 0.3):
         present = dataclasses.replace(C, p1=wrong * C.p1)
         fit = refit(steps, list(seen.first_tokens), present)
-        assert fit is not None
         assert fit.constants.p1 == pytest.approx(C.p1, rel=0.1), wrong
 
 
@@ -229,7 +228,6 @@ def test_a_row_is_known_when_the_last_of_its_requests_has_told() -> None:
     state.observe_steps(0, 0.0, 0.1)
     first, second = begin(state, 400, 0.2), begin(state, 200, 0.3)
     row = state.observe_steps(40, 1.0, 1.0)
-    assert row is not None
     assert not row.known
     assert state.observations.take_fresh_steps() == []
     state.settle(first, Outcome.COMPLETED, 2.0, Usage(400, 9, 300))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
@@ -17,14 +15,13 @@ from hetero_gateway.core.instances.table import (
     LOAD_S,
     RECENT_PREFILL,
     SILENT_S,
-    SPEED,
     STREAMING,
     WAITING,
     WAITING_OUTPUT,
     WAITING_PROMPT,
     Table,
 )
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS, ResidualLives
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS, ResidualLives
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS, request
 
@@ -199,56 +196,6 @@ def test_an_unprofiled_slot_counts_and_keeps_its_speed() -> None:
     at(p).observe_steps(10, 1.0, 1.0)
     assert at(p, 0).speed == 1.0
     assert p.rows(SLOTS[:1], 2.0)[STREAMING, 0] == 1
-
-
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(["place", "first", "leave", "observe"]),
-        st.integers(0, 1),
-        st.integers(0, 30),
-        st.integers(1, 3),
-        st.floats(0, 2),
-    ),
-    max_size=60,
-)
-
-
-@settings(max_examples=150)
-@given(EVENTS)
-def test_sums_are_those_of_the_requests_and_zero_at_the_end(events: list[tuple]) -> None:  # type: ignore[type-arg]
-    p, now_s = progress(), 0.0
-    waiting: list[Dispatch] = []
-    streaming: list[Dispatch] = []
-    for kind, slot, pick, sequences, wait_s in events:
-        now_s += wait_s
-        if kind == "place":
-            waiting.append(place(p, now_s, slot, 10 + pick, 7.0 * pick, sequences))
-        elif kind == "first" and waiting:
-            d = waiting.pop(pick % len(waiting))
-            assert d.state.first_token(d, now_s)
-            streaming.append(d)
-        elif kind == "leave" and waiting + streaming:
-            d = (waiting + streaming)[pick % len(waiting + streaming)]
-            (waiting if d in waiting else streaming).remove(d)
-            gone(d, now_s)
-        elif kind == "observe":
-            at(p, slot).observe_steps(1 + pick, 0.1 + wait_s, now_s)
-        rows, stages = p.rows(SLOTS, now_s), p.stages(SLOTS)
-        for s in SLOTS:
-            there = [d.request for d in waiting if d.state.slot == s]
-            assert rows[WAITING, s] == sum(r.sequences for r in there)
-            assert rows[WAITING_PROMPT, s] == sum(r.sequences * r.prompt_tokens for r in there)
-            running = sum(d.request.sequences for d in streaming if d.state.slot == s)
-            assert rows[STREAMING, s] == stages[:, s].sum() == running
-            assert stages[:, s].min() >= 0
-        assert (rows[SPEED] >= 0.1).all()
-        assert (rows[SPEED] <= 10).all()
-    for d in waiting + streaming:
-        gone(d, now_s)
-    assert not p.rows(SLOTS, now_s)[
-        [WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT, CONTEXT]
-    ].any()
-    assert not p.stages(SLOTS).any()
 
 
 def test_the_load_of_a_peer_is_added_where_a_policy_looks_and_goes_with_it() -> None:

@@ -25,7 +25,6 @@ def matching(matches: list[float], in_flight: list[float], prompt_tokens: int = 
 
 def affinity(view: View, seed: int = 0) -> int:
     choice = make_policy("prefix-affinity").choose(view, np.random.default_rng(seed))
-    assert choice is not None
     return choice.position
 
 
@@ -72,7 +71,6 @@ def because(decision: Decision) -> str:
 def session(view: View, number: int | None, seed: int = 0) -> int:
     view.request = request()._replace(session=number)
     choice = make_policy("session").choose(view, np.random.default_rng(seed))
-    assert choice is not None
     return choice.position
 
 

@@ -31,7 +31,6 @@ def of_rows(values: list[tuple[float, float, float]]) -> View:
 
 def position(policy: Policy, c: View, rng: np.random.Generator) -> int:
     choice = policy.choose(c, rng)
-    assert choice is not None
     return choice.position
 
 

@@ -10,31 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import PolicyOptions
-from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.slo import Slo, Slos, violations, violations_wide
-from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, Outcome, Request
-from tests.core.builders import SLOW, request, spec, state, view_of
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
+from tests.core.builders import SLOW, placed, request, scheduler, spec, state, view_of
 
 TIGHT = Slo(1.0, 0.05)
 
 
-def with_limits(slo: Slo | None, *specs: object, small_pool: int = 16) -> Scheduler:
-    slos = None if slo is None else Slos(slo)
-    policy = FinishTime(PolicyOptions(slos=slos))
-    s = Scheduler(policy, np.random.default_rng(0), small_pool=small_pool)
-    for one in specs:
-        s.add(one)  # type: ignore[arg-type]
-    return s
-
-
-def placed(s: Scheduler, body: Request, now_s: float = 0.0) -> Ticket:
-    ticket = s.place(body, now_s)
-    assert isinstance(ticket, Ticket)
-    assert ticket.dispatch is not None
-    return ticket
+def with_limits(slo: Slo | None, *specs: InstanceSpec, small_pool: int = 16) -> Scheduler:
+    options = PolicyOptions(slos=None if slo is None else Slos(slo))
+    return scheduler(*specs, policy="finish-time", options=options, small_pool=small_pool)
 
 
 def test_a_class_goes_before_a_model_and_both_before_the_rest() -> None:
@@ -50,9 +36,7 @@ def expected(s: Scheduler, body: Request, slo: Slo, waited_s: float = 0.0, now_s
     """Of the one instance, for figures that the scheduler itself predicts."""
     view = view_of(s, body, now_s)
     assert view.outlook is not None
-    policy = s.policy
-    assert isinstance(policy, FinishTime)
-    choice = policy.would_choose(view, np.random.default_rng(0))
+    choice = s.policy.would_choose(view, np.random.default_rng(0))
     ttft_s = choice.figures.at("ttft_s", 0)
     latency_s = choice.figures.at("latency_s", 0)
     output = float(body.predicted_output_tokens)
@@ -79,9 +63,9 @@ def expected(s: Scheduler, body: Request, slo: Slo, waited_s: float = 0.0, now_s
 def test_both_forms_are_the_same(there, ttft_s, tpot_s, waited_s, sequences):
     s = with_limits(None, spec("a"))
     for _ in range(there):
-        placed_there = s.place(request(200), 0.0)
-        if isinstance(placed_there, Ticket) and placed_there.dispatch is not None:
-            s.first_token(placed_there.dispatch, 0.01)
+        ticket = placed(s, request(200))
+        if ticket.dispatch is not None:
+            s.first_token(ticket.dispatch, 0.01)
     body = request(300, 40.0)._replace(sequences=sequences)
     assert expected(s, body, Slo(ttft_s, tpot_s), waited_s, 0.5) >= 0
 
@@ -130,8 +114,7 @@ def test_a_machine_whose_streams_would_be_too_slow_is_avoided(small_pool: int) -
         s = with_limits(slo, spec("a"), spec("b"), small_pool=small_pool)
         # One has computed prompts all the time: its streams stand still half of it.
         for _ in range(12):
-            one = s.place(request(7000, 400.0)._replace(only=InstanceId("a")), 0.0)
-            assert isinstance(one, Ticket)
+            one = placed(s, request(7000, 400.0)._replace(only=InstanceId("a")))
             if one.dispatch is not None:
                 s.first_token(one.dispatch, 0.1)
                 s.settle(one.dispatch, Outcome.COMPLETED, 0.2)
@@ -146,10 +129,8 @@ def test_a_machine_whose_streams_would_be_too_slow_is_avoided(small_pool: int) -
 def test_explain_says_what_would_be_missed() -> None:
     s = with_limits(Slo(1e-3, 1e-6), spec("a"), spec("b", SLOW))
     decision = s.explain(request())
-    assert isinstance(decision, Decision)
     assert "limits that would be missed" in decision.reason()
     assert all("slo_price_s" in one.estimates for one in decision.explain())
     without = with_limits(None, spec("a"), spec("b", SLOW)).explain(request())
-    assert isinstance(without, Decision)
     assert "limits" not in without.reason()
     assert all("slo_price_s" not in one.estimates for one in without.explain())

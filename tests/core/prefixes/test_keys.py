@@ -82,21 +82,15 @@ def test_the_same_secret_gives_the_same_keys_in_every_process() -> None:
     # Replicas that share an index rely on these very numbers.
     keys = keys_of([b"x" * 1500, b"y" * 40], namespace(seed_of(b"shared"), b"model"))
     assert keys.ends == (1024, 1500, 1540)
-    assert keys.hashes == EXPECTED
+    assert keys.hashes == (354648081834702349, 87691367909835627, 793381514082980672)
 
 
-EXPECTED = (354648081834702349, 87691367909835627, 793381514082980672)
-
-
-def test_a_turn_that_comes_back_matches_to_its_last_message() -> None:
+def test_a_turn_that_comes_back_matches_to_its_end_and_short_messages_share_a_piece() -> None:
     turn = [b"system " * 300, b"question " * 20]
     following = [*turn, b"answer " * 50, b"and then?" * 5]
     first, second = keys_of(turn, HERE), keys_of(following, HERE)
     assert common(first, second) == len(first.hashes)
     assert first.ends[-1] == first.text_bytes
-
-
-def test_short_messages_share_a_piece() -> None:
     keys = keys_of([b"hi"] * 100, HERE)
     assert keys.ends[:2] == (32, 64)
     assert common(keys, keys_of([b"hi"] * 50, HERE)) > 0
@@ -123,8 +117,5 @@ def test_a_part_that_is_taken_in_steps_has_the_same_keys() -> None:
             start = chain.take(memoryview(part), start, 1)
         chain.end_part()
     assert chain.keys() == keys_of(parts, HERE)
-
-
-def test_a_text_of_nothing_has_no_keys() -> None:
-    assert keys_of([], HERE) == NO_KEYS
-    assert keys_of([b"", b""], HERE) == NO_KEYS
+    # A text of nothing has no keys.
+    assert keys_of([], HERE) == keys_of([b"", b""], HERE) == NO_KEYS

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.instances.concurrency import Concurrency
-from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Request
-from tests.core.builders import spec
+from tests.core.builders import scheduler, spec
 
 
 class Engine:
@@ -33,10 +31,9 @@ class Loop:
     """So many clients, each of which sends the next request when the last is done."""
 
     def __init__(self, engines: dict[str, Engine], clients: int, *, scrapes_s: float, seed: int):
-        self.scheduler = Scheduler(make_policy("finish-time"), np.random.default_rng(seed))
+        specs = [spec(name, None) for name in engines]
+        self.scheduler = scheduler(*specs, policy="finish-time", seed=seed)
         self.engines = engines
-        for name in engines:
-            self.scheduler.add(spec(name, None))
         self.rng = np.random.default_rng(seed)
         self.clients = clients
         self.scrapes_s = scrapes_s
@@ -88,7 +85,6 @@ class Loop:
         self.steps[name] += bool(engine.running)
         for row in list(engine.running):
             ticket, left, begun = row
-            assert isinstance(ticket, Ticket)
             assert isinstance(left, int)
             assert ticket.dispatch is not None
             if not begun:
@@ -158,13 +154,11 @@ def test_an_engine_with_more_slots_than_were_learnt_gets_them_used() -> None:
     loop = Loop(engines, 32, scrapes_s=0.0, seed=0)
     loop.run(20.0, 0.0)
     learnt = loop.scheduler.snapshot(InstanceId("fast")).learnt_max_num_seqs
-    assert learnt is not None
     assert learnt <= 6
     engines["fast"].slots = 24
     loop.clients = 0
     rate = loop.run(140.0, 100.0)
     learnt = loop.scheduler.snapshot(InstanceId("fast")).learnt_max_num_seqs
-    assert learnt is not None
     assert learnt >= 20
     assert rate >= 0.9 * ideal(engines, 32)
 
@@ -208,7 +202,6 @@ def test_more_is_tried_more_seldom_where_it_fails() -> None:
 
 
 def test_a_profiled_instance_is_taken_at_its_word() -> None:
-    s = Scheduler(make_policy("finish-time"), np.random.default_rng(0))
-    s.add(spec("a"))
+    s = scheduler(spec("a"), policy="finish-time")
     s.observe_queue(InstanceId("a"), 3, 100, 1.0)
     assert s.snapshot(InstanceId("a")).learnt_max_num_seqs is None

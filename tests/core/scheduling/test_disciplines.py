@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.disciplines import (
     Classes,
     ClassRule,
@@ -20,15 +19,20 @@ from hetero_gateway.core.scheduling.disciplines import (
 from hetero_gateway.core.scheduling.queue import QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Usage
-from tests.core.builders import profile, request, spec
+from tests.core.builders import profile, request, scheduler, spec
 
 DEPTH = 8
 
 
+def seats(discipline: QueueDiscipline, count: int, **changes: Any) -> Scheduler:
+    """One instance of so many seats, all free."""
+    one = spec("a", profile(max_num_seqs=count), **changes)
+    return scheduler(one, policy="finish-time", discipline=discipline)
+
+
 def full(discipline: QueueDiscipline) -> Scheduler:
     """One instance of one seat, which is taken, as is the one beyond it."""
-    s = Scheduler(make_policy("finish-time"), np.random.default_rng(0), discipline=discipline)
-    s.add(spec("a", profile(max_num_seqs=1)))
+    s = seats(discipline, 1)
     for _ in range(2):
         ticket = submitted(s, 0.0)
         assert s.pump(0.0) == [ticket]
@@ -156,10 +160,7 @@ def test_a_request_that_takes_no_time_is_placed() -> None:
 
 
 def test_models_that_share_an_instance_share_it_by_class() -> None:
-    s = Scheduler(
-        make_policy("finish-time"), np.random.default_rng(0), discipline=make_discipline("classes")
-    )
-    s.add(spec("a", profile(max_num_seqs=1), models=frozenset({"x", "y"})))
+    s = seats(make_discipline("classes"), 1, models=frozenset({"x", "y"}))
     for _ in range(2):
         submitted(s, 0.0, model="x")
         s.pump(0.0)
@@ -207,16 +208,15 @@ def test_who_was_away_has_not_saved_up() -> None:
     assert went.count("back") <= 6
 
 
-def seats(discipline: QueueDiscipline, count: int) -> Scheduler:
-    """One instance of so many seats, all free."""
-    s = Scheduler(make_policy("finish-time"), np.random.default_rng(0), discipline=discipline)
-    s.add(spec("a", profile(max_num_seqs=count)))
-    return s
-
-
 def settle(s: Scheduler, ticket: Ticket, output_tokens: int, now_s: float) -> None:
-    assert ticket.dispatch is not None
     s.settle(ticket.dispatch, Outcome.COMPLETED, now_s, Usage(100, output_tokens, 0))
+
+
+def asks_lately(s: Scheduler) -> None:
+    """A quiet client has just had an answer."""
+    ticket = submitted(s, 0.0, client="quiet")
+    s.pump(0.0)
+    settle(s, ticket, 10, 0.1)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -243,7 +243,6 @@ def test_who_leaves_early_is_counted_for_what_was_made() -> None:
     s = seats(discipline, 4)
     ticket = submitted(s, 0.0, client="leaves", predicted_output_tokens=1000.0)
     s.pump(0.0)
-    assert ticket.dispatch is not None
     charged_s = discipline._counters_s["interactive\nleaves"]
     s.first_token(ticket.dispatch, 1.0)
     s.settle(ticket.dispatch, Outcome.CLIENT_DISCONNECTED, 1.1)
@@ -262,19 +261,9 @@ def test_a_lie_of_an_instance_does_not_bar_a_client() -> None:
 
 def test_a_backlog_leaves_a_seat_for_who_has_asked_lately() -> None:
     s = seats(make_discipline("clients", reserve=0.0), 32)
-    quiet = submitted(s, 0.0, client="quiet")
-    s.pump(0.0)
-    settle(s, quiet, 10, 0.1)
+    asks_lately(s)
     flood = [submitted(s, 1.0, client="flood") for _ in range(100)]
-    going: list[Ticket] = []
-    for step in range(200):
-        # Prompts are computed, and nobody ends.
-        went = s.pump(1.0 + step / 100)
-        going += went
-        for ticket in went:
-            assert ticket.dispatch is not None
-            s.first_token(ticket.dispatch, 1.0 + step / 100)
-    assert len(going) == 31
+    assert len(begun(s, flood, 1.0)) == 31
     asked = submitted(s, 4.0, client="quiet")
     assert s.pump(4.0) == [asked]
     # Once it is long since anybody else has asked, all seats are the flood's.
@@ -292,9 +281,7 @@ def test_a_reserve_is_for_the_others_while_they_ask(
     seats_there: int, reserve: float, taken: int
 ) -> None:
     s = seats(make_discipline("clients", reserve=reserve), seats_there)
-    quiet = submitted(s, 0.0, client="quiet")
-    s.pump(0.0)
-    settle(s, quiet, 10, 0.1)
+    asks_lately(s)
     going = begun(s, [submitted(s, 1.0, client="flood") for _ in range(100)], 1.0)
     assert len(going) == taken
     # They get all of it; and when they have their part, they leave as much as the others do.
@@ -309,9 +296,7 @@ def test_a_reserve_is_for_the_others_while_they_ask(
 def test_long_prompts_of_a_backlog_go_one_at_a_time_and_short_ones_together() -> None:
     for tokens, there in ((2000, 1), (200, 2), (20, 20)):
         s = seats(make_discipline("clients"), 32)
-        quiet = submitted(s, 0.0, client="quiet")
-        s.pump(0.0)
-        settle(s, quiet, 10, 0.1)
+        asks_lately(s)
         for _ in range(100):
             submitted(s, 1.0, client="flood", prompt_tokens=tokens)
         assert len(s.pump(1.0)) == pytest.approx(there, abs=there // 4), tokens
@@ -321,23 +306,14 @@ def begun(s: Scheduler, wanted: list[Ticket], now_s: float) -> list[Ticket]:
     """Who of these has a place, once prompts are computed and while nobody ends."""
     for step in range(200):
         for ticket in s.pump(now_s + step / 100):
-            assert ticket.dispatch is not None
             s.first_token(ticket.dispatch, now_s + step / 100)
     return [ticket for ticket in wanted if ticket.dispatch is not None]
 
 
 def test_two_backlogs_fill_all_seats_half_and_half() -> None:
     s = seats(make_discipline("clients"), 32)
-    for _ in range(100):
-        submitted(s, 0.0, client="one")
-        submitted(s, 0.0, client="two")
-    going: list[Ticket] = []
-    for step in range(200):
-        went = s.pump(step / 100)
-        going += went
-        for ticket in went:
-            assert ticket.dispatch is not None
-            s.first_token(ticket.dispatch, step / 100)
+    tickets = [submitted(s, 0.0, client=name) for _ in range(100) for name in ("one", "two")]
+    going = begun(s, tickets, 0.0)
     assert len(going) >= 32
     clients = [ticket.request.client for ticket in going]
     assert abs(clients.count("one") - clients.count("two")) <= 1

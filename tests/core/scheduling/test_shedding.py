@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
-from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -19,20 +19,17 @@ from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, poisson_arrivals
-from tests.core.builders import SLOW, profile, spec
+from tests.core.builders import SLOW, profile, scheduler, spec
 
 MOST_S = 2.0
 LIMITS = WaitLimits(MOST_S, {"batch": MOST_S / 2})
 
 
-def scheduler(discipline: str, limits: WaitLimits | None = LIMITS) -> Scheduler:
+def limited(discipline: str, limits: WaitLimits | None = LIMITS) -> Scheduler:
     """One instance of 20 seats."""
-    s = Scheduler(
-        make_policy("finish-time"),
-        np.random.default_rng(0),
-        discipline=make_discipline(discipline),  # type: ignore[arg-type]
-    )
-    s.add(spec("a", profile(max_num_seqs=20)))
+    rule = make_discipline(discipline)  # type: ignore[arg-type]
+    one = spec("a", profile(max_num_seqs=20))
+    s = scheduler(one, policy="finish-time", discipline=rule)
     s.set_limits(2.0, 10_000, limits)
     return s
 
@@ -61,7 +58,6 @@ class Overload:
         while came_s or ends:
             if ends and (not came_s or ends[0][0] < came_s[0]):
                 now_s, _, ended = heapq.heappop(ends)
-                assert ended.dispatch is not None
                 s.settle(ended.dispatch, Outcome.COMPLETED, now_s)
             else:
                 now_s = came_s.pop(0)
@@ -77,7 +73,7 @@ class Overload:
 @pytest.mark.parametrize("discipline", ["fifo", "classes", "clients"])
 @pytest.mark.parametrize("per_s", [15.0, 40.0])
 def test_who_is_let_in_does_not_wait_longer_than_is_wanted(discipline: str, per_s: float) -> None:
-    seen = Overload(scheduler(discipline), per_s, 0.3)
+    seen = Overload(limited(discipline), per_s, 0.3)
     interactive, batch = (np.array(waits) for waits in seen.waits_s.values())
     # Of several clients it is not known who will come meanwhile.
     share, times = (0.85, 1.25) if discipline == "clients" else (0.97, 1.1)
@@ -93,7 +89,7 @@ def test_who_is_let_in_does_not_wait_longer_than_is_wanted(discipline: str, per_
 
 @pytest.mark.parametrize("discipline", ["fifo", "classes"])
 def test_batches_are_refused_first(discipline: str) -> None:
-    seen = Overload(scheduler(discipline), 12.0, 0.3)
+    seen = Overload(limited(discipline), 12.0, 0.3)
     shares = {
         name: len(seen.refused[name]) / (len(seen.refused[name]) + len(seen.waits_s[name]))
         for name in seen.waits_s
@@ -102,7 +98,7 @@ def test_batches_are_refused_first(discipline: str) -> None:
 
 
 def test_one_client_s_backlog_refuses_nobody_else_under_fair_shares() -> None:
-    s = scheduler("clients")
+    s = limited("clients")
     flood = [s.submit(Request("m", 100, 100.0, client="flood"), 0.0) for _ in range(5000)]
     s.pump(0.0)
     assert isinstance(flood[-1], Reject)
@@ -110,7 +106,7 @@ def test_one_client_s_backlog_refuses_nobody_else_under_fair_shares() -> None:
 
 
 def test_a_retry_is_never_refused_and_without_a_limit_nobody_is() -> None:
-    s = scheduler("fifo", None)
+    s = limited("fifo", None)
     for _ in range(3000):
         assert isinstance(s.submit(Request("m", 100, 100.0), 0.0), Ticket)
     s.set_limits(2.0, 10_000, LIMITS)
@@ -148,7 +144,7 @@ def test_who_is_let_in_has_the_first_token_in_time_at_twice_what_can_be_served(s
     lengths = LogNormalLengths(LogNormal(300, 0.8, 4000), LogNormal(150, 0.7, 1000))
     load = Workload(poisson_arrivals(count, 45.0, rng), *lengths.draw(count, rng))
     slos = Slos(Slo(ttft_s=goal_s))
-    s = Scheduler(make_policy("finish-time", PolicyOptions(slos=slos)), np.random.default_rng(0))
+    s = scheduler(policy="finish-time", options=PolicyOptions(slos=slos))
     s.set_limits(2.0, 10_000, WaitLimits(slos=slos) if shed else None)
     instances = [
         SimulatedInstance(InstanceId(name), each, each)

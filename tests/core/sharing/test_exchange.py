@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,13 @@ from hetero_gateway.core.types import InstanceId, Outcome, Reject
 from tests.core.builders import SLOW, request, scheduler, spec
 
 TTL_S, INTERVAL_S = 3.0, 0.05
-INSTANCES = [(InstanceId("a"), "http://a"), (InstanceId("b"), "http://b")]
+A, B = InstanceId("a"), InstanceId("b")
+INSTANCES = [(A, "http://a"), (B, "http://b")]
+
+
+def told(message: Message | None) -> Message:
+    assert message is not None
+    return message
 
 
 class Gateway:
@@ -25,7 +33,7 @@ class Gateway:
         self.exchange = Exchange(self.scheduler, ttl_s=TTL_S, interval_s=INTERVAL_S)
         self.exchange.set_instances(instances)
 
-    def place(self, now_s: float, **lengths: int) -> object:
+    def place(self, now_s: float, **lengths: int) -> Any:
         ticket = self.scheduler.place(request(**lengths), now_s)
         assert not isinstance(ticket, Reject)
         assert ticket.dispatch is not None
@@ -42,6 +50,10 @@ class Gateway:
     def apply(self, now_s: float) -> None:
         for change in self.exchange.changes(now_s):
             self.scheduler.set_peer(change.instance_id, OTHERS, change.load, now_s)
+
+    def hear(self, message: Message | None, now_s: float = 0.0, replica: str = "him") -> None:
+        self.exchange.hear(replica, told(message), now_s)
+        self.apply(now_s)
 
     def candidates(self, now_s: float) -> list[tuple[float | None, ...]]:
         decision = self.scheduler.explain(request(), now_s)
@@ -61,12 +73,8 @@ def test_the_others_rows_and_ones_own_are_what_one_scheduler_would_see() -> None
         gateway = (first, second)[i % 2]
         dispatched = gateway.place(0.0, prompt_tokens=60 + i, output_tokens=50 + i)
         # The same request on the same instance.
-        same = one.scheduler.members.table[dispatched.instance_id]  # type: ignore[attr-defined]
-        same.dispatch(
-            dispatched.request,  # type: ignore[attr-defined]
-            dispatched.workload,  # type: ignore[attr-defined]
-            0.0,
-        )
+        same = one.scheduler.members.table[dispatched.instance_id]
+        same.dispatch(dispatched.request, dispatched.workload, 0.0)
         for gateway, other in ((first, second), (second, first)):
             if (message := gateway.say(0.0)) is not None:
                 other.exchange.hear("him", message, 0.0)
@@ -83,24 +91,17 @@ def test_a_message_comes_with_a_change_or_after_a_third_of_the_lease() -> None:
     assert g.say(0.0) is not None
     assert g.say(0.5) is None
     dispatch = g.place(0.6)
-    told = g.say(0.6)
-    assert told is not None
-    assert told.rows.shape[0] == 1, "what has nothing is not sent"
+    assert told(g.say(0.6)).rows.shape[0] == 1, "what has nothing is not sent"
     assert g.say(0.7) is None
     assert g.say(0.6 + TTL_S / 3) is not None
-    g.scheduler.settle(dispatch, Outcome.COMPLETED, 2.0)  # type: ignore[arg-type]
-    told = g.say(2.0)
-    assert told is not None
-    assert told.keys.size == 0
+    g.scheduler.settle(dispatch, Outcome.COMPLETED, 2.0)
+    assert told(g.say(2.0)).keys.size == 0
 
 
 def test_what_the_store_did_not_take_is_said_again() -> None:
     g = Gateway()
     g.place(0.0)
-    first = g.exchange.say(0.0)
-    again = g.exchange.say(0.01)
-    assert first is not None
-    assert again is not None
+    first, again = told(g.exchange.say(0.0)), told(g.exchange.say(0.01))
     assert again.sequence > first.sequence
     assert (again.rows == first.rows).all()
     g.exchange.said()
@@ -114,13 +115,10 @@ def test_the_load_of_who_is_silent_is_gone_with_the_lease() -> None:
     idle = g.candidates(0.0)
     other.place(0.0)
     message = other.say(0.0)
-    assert message is not None
-    g.exchange.hear("him", message, 0.0)
-    g.apply(0.0)
+    g.hear(message)
     assert g.candidates(0.0) != idle
     # The store still has it: the same message again is no sign of life.
-    g.exchange.hear("him", message, TTL_S - 0.1)
-    g.apply(TTL_S - 0.1)
+    g.hear(message, TTL_S - 0.1)
     assert g.exchange.replicas == 1
     g.apply(TTL_S)
     assert g.exchange.replicas == 0
@@ -131,39 +129,30 @@ def test_a_replica_that_says_good_bye_is_gone_at_once() -> None:
     g, other = Gateway(), Gateway()
     idle = g.candidates(0.0)
     other.place(0.0)
-    message = other.say(0.0)
-    assert message is not None
-    g.exchange.hear("him", message, 0.0)
-    g.apply(0.0)
+    g.hear(other.say(0.0))
     g.exchange.forget("him")
     g.exchange.forget("nobody")
     g.apply(0.0)
     assert g.candidates(AFTER_S) == idle
 
 
-A, B = INSTANCES[0][0], INSTANCES[1][0]
-
-
 def test_news_are_of_some_instances_and_leave_the_others_as_they_were() -> None:
     g, other = Gateway(), Gateway()
     other.place(0.0)  # on a, the fast one
     on_b = other.scheduler.members.table[B].dispatch(request(), 1.0, 0.0)
-    g.exchange.hear("him", told(other.say(0.0)), 0.0)
-    g.apply(0.0)
+    g.hear(other.say(0.0))
     other.scheduler.settle(on_b, Outcome.COMPLETED, 0.0)
     before = dict(g.exchange.totals())
     dispatch = other.scheduler.members.table[A].dispatch(request(), 1.0, 0.0)
     news = told(other.exchange.say_news({A}, 0.0))
     assert news.keys.size == 1
-    g.exchange.hear("him", unpack(pack(news)), 0.0)
-    g.apply(0.0)
+    g.hear(unpack(pack(news)))
     after = dict(g.exchange.totals())
     assert after[A].in_flight == before[A].in_flight + 1
     assert after[B] == before[B], "that something ended there was not said"
     # What ended in between differs in nothing from what was said last: it is said all the same.
     other.scheduler.settle(dispatch, Outcome.COMPLETED, 0.0)
-    g.exchange.hear("him", told(other.say(0.0)), 0.0)
-    g.apply(0.0)
+    g.hear(other.say(0.0))
     assert g.exchange.totals() == [(A, other.scheduler.own_load(A, 0.0))]
 
 
@@ -173,27 +162,19 @@ def test_news_of_what_nobody_knows_are_none() -> None:
     assert g.exchange.say_news((), 0.0) is None
 
 
-def told(message: Message | None) -> Message:
-    assert message is not None
-    return message
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_is_lost_or_late_the_next_whole_makes_it_exact(seed: int) -> None:
     """News and wholes that are dropped, doubled and swapped at random, and never a row too old."""
     rng = np.random.default_rng(seed)
     g, other = Gateway(), Gateway()
-    outstanding: list[object] = []
+    outstanding: list[Any] = []
     late: list[Message] = []
     newest: dict[int, float] = {}
     for step in range(60):
         now_s = 0.01 * step
         if outstanding and rng.random() < 0.4:
-            other.scheduler.settle(
-                outstanding.pop(int(rng.integers(len(outstanding)))),  # type: ignore[arg-type]
-                Outcome.COMPLETED,
-                now_s,
-            )
+            done = outstanding.pop(int(rng.integers(len(outstanding))))
+            other.scheduler.settle(done, Outcome.COMPLETED, now_s)
         else:
             state = other.scheduler.members.table[(A, B)[step % 2]]
             outstanding.append(state.dispatch(request(prompt_tokens=10 + step), 1.0, now_s))
@@ -213,11 +194,9 @@ def test_whatever_is_lost_or_late_the_next_whole_makes_it_exact(seed: int) -> No
                 assert sequence >= newest.get(key, 0), "never back"
                 newest[key] = sequence
             g.apply(now_s)
-    g.exchange.hear("him", told(other.say(1.0)), 1.0)
-    g.apply(1.0)
+    g.hear(other.say(1.0), 1.0)
     for late_one in late:
-        g.exchange.hear("him", late_one, 1.0)
-    g.apply(1.0)
+        g.hear(late_one, 1.0)
     want = {i: other.scheduler.own_load(i, 1.0) for i in (A, B)}
     for instance_id, load in g.exchange.totals():
         # Counts of prompts are relative to when the other was heard first.
@@ -241,12 +220,11 @@ def test_news_of_more_instances_than_there_can_be_are_not_kept() -> None:
 
 def test_rows_of_instances_that_are_not_here_are_counted_and_charged_to_nobody() -> None:
     g = Gateway()
-    other = Gateway([(InstanceId("a"), "http://elsewhere"), (InstanceId("c"), "http://c")])
-    other.scheduler.set_peer(InstanceId("a"), "x", None)
+    other = Gateway([(A, "http://elsewhere"), (InstanceId("c"), "http://c")])
+    other.scheduler.set_peer(A, "x", None)
     for _ in range(3):
         other.place(0.0)
-    message = other.say(0.0)
-    assert message is not None
+    message = told(other.say(0.0))
     g.exchange.hear("him", message, 0.0)
     assert g.exchange.unmatched == message.keys.size > 0
     assert all(change.load is None for change in g.exchange.changes(0.0))
@@ -255,10 +233,7 @@ def test_rows_of_instances_that_are_not_here_are_counted_and_charged_to_nobody()
 def test_an_instance_that_comes_later_gets_what_was_said_of_it() -> None:
     g, other = Gateway(INSTANCES[1:]), Gateway()
     other.place(0.0)  # on a, the fast one
-    message = other.say(0.0)
-    assert message is not None
-    g.exchange.hear("him", message, 0.0)
-    g.apply(0.0)
+    g.hear(other.say(0.0))
     assert g.exchange.unmatched == 1
     g.scheduler.add(spec("a"))
     g.exchange.set_instances(INSTANCES)
@@ -278,11 +253,11 @@ def test_the_mode_says_what_the_view_is_worth() -> None:
 
 def test_what_others_saw_of_an_engines_speed_is_averaged_by_modelled_time() -> None:
     g = Gateway()
-    state = g.scheduler.members.table[InstanceId("a")]
+    state = g.scheduler.members.table[A]
     seen = PeerLoad(observed_s=4.0, modelled_s=2.0)
-    g.scheduler.set_peer(InstanceId("a"), OTHERS, seen)
+    g.scheduler.set_peer(A, OTHERS, seen)
     assert state.speed == pytest.approx((0.2 + 4.0) / (0.2 + 2.0))
-    g.scheduler.set_peer(InstanceId("a"), OTHERS, None)
+    g.scheduler.set_peer(A, OTHERS, None)
     assert state.speed == 1.0
 
 
@@ -291,10 +266,10 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
 
     def speed(*, told: bool) -> float:
         g = Gateway(INSTANCES[:1])
-        state = g.scheduler.members.table[InstanceId("a")]
+        state = g.scheduler.members.table[A]
         dispatches = [g.place(0.0, prompt_tokens=1000, output_tokens=400) for _ in range(4)]
         for dispatch in dispatches:
-            g.scheduler.first_token(dispatch, 0.0)  # type: ignore[arg-type]
+            g.scheduler.first_token(dispatch, 0.0)
         # 60 sequences of 4000 tokens of another one, and a prompt of 2000 every tenth of a second.
         for tick in range(41):
             now_s = tick / 10
@@ -302,7 +277,7 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
                 load = PeerLoad(
                     9.0, 260_000, 60, 0, 60, 0, 0.0, 0.0, 240_000.0, 0, 0, tick, 2000 * tick
                 )
-                g.scheduler.set_peer(InstanceId("a"), OTHERS, load, now_s)
+                g.scheduler.set_peer(A, OTHERS, load, now_s)
             if tick and tick % 10 == 0:
                 c = state.constants
                 assert c is not None
@@ -310,7 +285,7 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
                 step_s = c.p5 * context + c.p6 * 64 + c.p7 * context / 64 + c.p8
                 prompts_s = 10 * (c.p1 * 2000 + c.p2 + c.p4)
                 steps = (1.0 - prompts_s) / step_s
-                g.scheduler.observe_steps(InstanceId("a"), steps, 1.0, now_s)
+                g.scheduler.observe_steps(A, steps, 1.0, now_s)
         return state.speed
 
     assert speed(told=False) > 1.5
@@ -319,32 +294,27 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
 
 def test_a_replica_that_comes_or_goes_is_no_burst_of_prompts() -> None:
     g = Gateway()
-    state = g.scheduler.members.table[InstanceId("a")]
+    state = g.scheduler.members.table[A]
     dispatch = g.place(0.0)
-    g.scheduler.first_token(dispatch, 0.0)  # type: ignore[arg-type]
+    g.scheduler.first_token(dispatch, 0.0)
     other = Gateway()
     for _ in range(5):
-        other.scheduler.first_token(other.place(0.0), 0.0)  # type: ignore[arg-type]
-    message = other.say(0.0)
-    assert message is not None
+        other.scheduler.first_token(other.place(0.0), 0.0)
+    message = told(other.say(0.0))
     for name in ("him", "her"):
-        g.exchange.hear(name, message, 0.0)
-        g.apply(0.0)
+        g.hear(message, replica=name)
     g.exchange.forget("him")
     g.apply(0.0)
     assert state._interval.prompts == 0
     later = message._replace(sequence=99, rows=message.rows.copy())
     later.rows[:, -2] += 2
-    g.exchange.hear("her", later, 0.1)
-    g.apply(0.1)
+    g.hear(later, 0.1, "her")
     assert state._interval.prompts == 2
 
 
 def test_an_empty_gateway_has_nothing_to_say_and_takes_everything() -> None:
     g = Gateway([])
-    message = g.say(0.0)
-    assert message is not None
-    assert message.keys.size == 0
+    assert told(g.say(0.0)).keys.size == 0
     g.exchange.hear("him", Message(1, np.array([5], dtype=np.uint64), np.ones((1, 13))), 0.0)
     assert list(g.exchange.changes(0.0)) == []
     assert g.exchange.unmatched == 1

@@ -14,11 +14,21 @@ from hetero_gateway.core.sharing.message import (
     FIELDS,
     Message,
     MessageError,
-    instance_key,
     pack,
     unpack,
 )
 from tests.core.builders import scheduler, spec
+
+
+def message(sequence: int, keys: np.ndarray, accounts: np.ndarray, whole: bool = True) -> Message:
+    """Of accounts and no instances."""
+    empty = np.empty(0, dtype=np.uint64), np.empty((0, FIELDS))
+    return Message(sequence, *empty, whole, keys, accounts)
+
+
+def reported(sequence: int, *used: float) -> Message:
+    """What a peer says that a client has used there."""
+    return message(sequence, np.array([account_key("key a")], dtype=np.uint64), np.array([used]))
 
 
 class Gateway:
@@ -36,9 +46,7 @@ class Gateway:
     def say(self, now_s: float, *, whole: bool = True) -> Message:
         """As it arrives with others."""
         self.sequence += 1
-        keys, rows = self.shared.say(now_s, whole=whole)
-        empty = np.empty(0, dtype=np.uint64), np.empty((0, FIELDS))
-        return unpack(pack(Message(self.sequence, *empty, whole, keys, rows)))
+        return unpack(pack(message(self.sequence, *self.shared.say(now_s, whole=whole), whole)))
 
     def hear(self, other: Gateway, message: Message, now_s: float) -> None:
         self.shared.hear(other.name, message, now_s)
@@ -127,17 +135,10 @@ def test_an_exchange_carries_them_and_says_so_when_they_alone_have_changed() -> 
     exchange.said()
     assert exchange.say(0.1) is None
     admit((account,), 30, 0.2)
-    message = exchange.say(0.2)
-    assert message is not None
-    assert message.account_keys.tolist() == [account_key("key a")]
-    assert message.accounts.tolist() == [[1.0, 30.0, 1.0]]
-
-
-def reported(sequence: int, *used: float) -> Message:
-    """What a peer says that a client has used there."""
-    keys = np.array([account_key("key a")], dtype=np.uint64)
-    empty = np.empty(0, dtype=np.uint64), np.empty((0, FIELDS))
-    return Message(sequence, *empty, True, keys, np.array([used]))
+    said = exchange.say(0.2)
+    assert said is not None
+    assert said.account_keys.tolist() == [account_key("key a")]
+    assert said.accounts.tolist() == [[1.0, 30.0, 1.0]]
 
 
 def test_what_others_report_counts_up_to_a_limit_and_leaves_a_share_after_a_while() -> None:
@@ -188,8 +189,5 @@ def test_names_that_change_all_the_time_are_not_kept() -> None:
 
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, 2.0**51])
 def test_numbers_that_no_gateway_could_have_counted_are_refused(value: float) -> None:
-    keys = np.array([instance_key("a", "b")], dtype=np.uint64)
-    empty = np.empty(0, dtype=np.uint64), np.empty((0, FIELDS))
-    message = Message(1, *empty, True, keys, np.array([[1.0, value, 0.0]]))
     with pytest.raises(MessageError):
-        unpack(pack(message))
+        unpack(pack(reported(1, 1.0, value, 0.0)))

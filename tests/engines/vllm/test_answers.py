@@ -70,22 +70,25 @@ def test_usage_is_read_from_the_tail(tail: bytes, usage: tuple[int | None, ...])
     assert usage_in_tail(tail) == usage
 
 
-def test_an_engines_failure_is_seen_and_a_clients_text_is_not() -> None:
-    assert failed_in_tail(b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n')
-    assert failed_in_tail(b'"finish_reason":"abort"')
-    assert not failed_in_tail(b'data: {"content":"data: {\\"error\\""}\n\n')
+WRITTEN = json.dumps({"delta": '\nevent: error\ndata: {"error": 1}\n'}).encode()
 
 
-def test_a_killed_engine_is_seen_through_its_done() -> None:
-    assert failed_in_tail(KILLED)
-    assert failed_in_tail(MESSAGES_FAILED)
-    assert failed_in_tail(b'event: error\ndata: {"type":"error"}\n\n')
-    assert not failed_in_tail(KILLED.replace(b'{"error"', b'{"choices"'))
-
-
-def test_a_model_that_writes_of_events_has_not_failed() -> None:
-    text = json.dumps({"delta": '\nevent: error\ndata: {"error": 1}\n'}).encode()
-    assert not failed_in_tail(b"data: " + text + b"\n\n")
+@pytest.mark.parametrize(
+    ("tail", "failed"),
+    [
+        (b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n', True),
+        (b'"finish_reason":"abort"', True),
+        (KILLED, True),  # in spite of its [DONE]
+        (MESSAGES_FAILED, True),
+        (b'event: error\ndata: {"type":"error"}\n\n', True),
+        # What a client or a model writes of events is no failure.
+        (KILLED.replace(b'{"error"', b'{"choices"'), False),
+        (b'data: {"content":"data: {\\"error\\""}\n\n', False),
+        (b"data: " + WRITTEN + b"\n\n", False),
+    ],
+)
+def test_an_engines_failure_is_seen_and_a_text_about_one_is_not(tail: bytes, failed: bool) -> None:
+    assert failed_in_tail(tail) is failed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import KeysFile, hash_of
 from hetero_gateway.gateway.admission.clients import Admission, Client
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 
 def key_of(name: str) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from hetero_gateway.engines.vllm import ENGINE_CALLS, WORK_BY_PATH
-from tests.fakes.running import RunningGateway, config_for, running_gateway
+from tests.fakes.gateway_files import clients
+from tests.fakes.running import rig
 from tests.fakes.vllm import FakeInstance
 
 
@@ -31,21 +30,6 @@ class Telling(FakeInstance):
         return 200, json.dumps({"path": path, "of": self.models}).encode()
 
 
-@asynccontextmanager
-async def serving(
-    *fakes: Telling, workers: int = 1, **sections: Any
-) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
-    for fake in fakes:
-        await fake.start()
-    config = config_for([*fakes], **sections)
-    async with running_gateway(config, workers=workers) as running:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client:
-            yield running, client
-        assert running.settled()
-    for fake in fakes:
-        await fake.close()
-
-
 async def make_response(client: httpx.AsyncClient, name: str, model: str = "m") -> httpx.Response:
     answer = {"status": 200, "body": json.dumps({"id": name, "object": "response"})}
     body = {"model": model, "input": "hello", "fake": answer}
@@ -60,7 +44,7 @@ async def test_a_response_is_read_listed_deleted_and_cancelled_where_it_was_made
 ) -> None:
     fakes = Telling(), Telling()
     scheduler = {"policy": "round-robin"}
-    async with serving(*fakes, workers=workers, scheduler=scheduler) as (running, client):
+    async with rig(fakes, workers=workers, scheduler=scheduler) as (running, client, _):
         for number in range(4):
             name = f"resp_{number}"
             home = (await make_response(client, name)).headers["x-hetero-gateway-instance"]
@@ -85,7 +69,7 @@ async def test_a_response_is_read_listed_deleted_and_cancelled_where_it_was_made
 
 async def test_a_stream_of_a_response_is_passed_on_as_it_comes() -> None:
     fake = Telling()
-    async with serving(fake) as (_, client):
+    async with rig([fake]) as (_, client, _):
         await make_response(client, "resp_1")
         fake.fault = {"events": 5, "delay_s": 0.5, "first_delay_s": 0.5}
         # The fake streams where its request says so: this one has a body.
@@ -101,7 +85,7 @@ async def test_a_stream_of_a_response_is_passed_on_as_it_comes() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_what_a_tokenizer_is_like_is_asked_by_model(workers: int) -> None:
     one, other = Telling("a"), Telling("b")
-    async with serving(one, other, workers=workers) as (_, client):
+    async with rig([one, other], workers=workers) as (_, client, _):
         for model in ("a", "b", "a"):
             answer = await client.get("/tokenizer_info", params={"model": model})
             assert answer.json() == {"path": f"/tokenizer_info?model={model}", "of": [model]}
@@ -114,15 +98,8 @@ async def test_what_a_tokenizer_is_like_is_asked_by_model(workers: int) -> None:
 
 
 async def test_a_clients_key_models_and_limits_apply(tmp_path: Any) -> None:
-    from hashlib import sha256
-
-    keys = [
-        {"name": "all", "hash": f"sha256:{sha256(b'ka').hexdigest()}"},
-        {"name": "b", "hash": f"sha256:{sha256(b'kb').hexdigest()}", "models": ["b"]},
-    ]
-    file = tmp_path / "keys.yaml"
-    file.write_text(json.dumps({"keys": keys}))
-    async with serving(Telling("a"), clients={"keys_file": str(file)}) as (_, client):
+    keys = clients(tmp_path, a={}, b={"models": ["b"]})
+    async with rig([Telling("a")], clients=keys) as (_, client, _):
         mine, yours = {"authorization": "Bearer ka"}, {"authorization": "Bearer kb"}
         client.headers.update(mine)
         await make_response(client, "resp_1", "a")
@@ -139,7 +116,7 @@ async def test_a_clients_key_models_and_limits_apply(tmp_path: Any) -> None:
 
 async def test_fields_that_connection_names_end_here() -> None:
     fake = Telling()
-    async with serving(fake) as (_, client):
+    async with rig([fake]) as (_, client, _):
         await make_response(client, "resp_1")
         await client.delete(
             "/v1/responses/resp_1", headers={"connection": "x-mine", "x-mine": "1", "x-other": "2"}
@@ -150,7 +127,7 @@ async def test_fields_that_connection_names_end_here() -> None:
 
 async def test_what_concerns_an_engine_is_not_passed_on() -> None:
     fake = Telling()
-    async with serving(fake) as (_, client):
+    async with rig([fake]) as (_, client, _):
         for path, method in ENGINE_CALLS.items():
             for asked in {method, "GET", "POST"}:
                 answer = await client.request(asked, path, json={})
@@ -163,7 +140,7 @@ async def test_what_concerns_an_engine_is_not_passed_on() -> None:
 
 
 async def test_every_404_and_405_has_openais_body() -> None:
-    async with serving(Telling()) as (_, client):
+    async with rig([Telling()]) as (_, client, _):
         cases = [("GET", path, "POST") for path in WORK_BY_PATH]
         cases += [
             ("POST", "/v1/responses/resp_1", "GET, DELETE"),

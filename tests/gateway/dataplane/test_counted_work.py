@@ -24,9 +24,10 @@ from hetero_gateway.engines.vllm import WORK_BY_PATH, Work
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.admission.clients import EVERYBODY
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
-from hetero_gateway.gateway.request.folding import LEAST_BYTES, finish
-from hetero_gateway.http.inbound import Inbound
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
+from hetero_gateway.gateway.turns import finish
+from hetero_gateway.http.heads import Inbound
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.emulator.text import ANSWER_HEADER_TOKENS, MESSAGE_TOKENS, count_tokens
 from tests.fakes.emulated import emulated
 from tests.fakes.running import FAST, config_for, running_gateway
@@ -472,7 +473,7 @@ async def test_a_recordings_header_cannot_make_it_short() -> None:
 
 async def test_the_emulated_instances_say_the_same_of_what_they_serve() -> None:
     """So that the truth above is what clients would be charged by an engine's usage."""
-    settings = Settings(
+    settings = EmulatorSettings(
         profile=load_profile(FAST), models=("m",), time_scale=1000.0, max_model_len=1 << 16
     )
     async with (

@@ -9,17 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from hetero_gateway.engines.vllm import GUARDED_FIELDS, GUARDED_HEADERS, WORK_BY_PATH, guarded_at
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.client_keys import hash_of
-from hetero_gateway.gateway.request.body_fields import BodyReaders
-from hetero_gateway.gateway.request.folding import LEAST_BYTES
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
 from hetero_gateway.gateway.request.openai import parse_body
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.gateway_files import clients
+from tests.fakes.running import config_for, rig
 
 CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
@@ -65,9 +62,7 @@ def spellings(name: str, value: Any) -> dict[str, bytes]:
     return {
         "plain": plain.encode(),
         "escaped": plain.replace(f'"{last}"', f'"{escaped(last)}"').encode(),
-        "one letter escaped": plain.replace(
-            f'"{last}"', f'"{escaped(last[0])}{last[1:]}"'
-        ).encode(),
+        "one letter": plain.replace(f'"{last}"', f'"{escaped(last[0])}{last[1:]}"').encode(),
         "after a null of its own": f'{{"{name}": null, {plain[1:]}'.encode(),
         "spread out": json.dumps(body, indent=8).replace(":", " \t\r\n :").encode(),
         "long": long.encode(),
@@ -87,6 +82,10 @@ def spellings(name: str, value: Any) -> dict[str, bytes]:
     }
 
 
+# Those of which the refusal says what is not allowed.
+TOLD = ("plain", "escaped", "long", "with a NaN", "UTF-16", "after a null of its own")
+
+
 @pytest.mark.parametrize(("path", "name"), GUARDED)
 def test_a_field_that_is_not_for_clients_is_refused_however_it_is_spelled(
     path: str, name: str
@@ -100,14 +99,7 @@ def test_a_field_that_is_not_for_clients_is_refused_however_it_is_spelled(
             assert "server.allow_engine_fields" in caught.value.message
         else:  # what it was hidden in cannot be read at all
             assert caught.value.code == "invalid_json", (spelling, caught.value.message)
-        if spelling in (
-            "plain",
-            "escaped",
-            "long",
-            "with a NaN",
-            "UTF-16",
-            "after a null of its own",
-        ):
+        if spelling in TOLD:
             assert caught.value.code == "field_not_allowed", (spelling, caught.value.message)
         # The same without the field is no error of this kind.
         outer = name.partition(".")[0]
@@ -247,62 +239,47 @@ def test_what_httpx_writes_is_read() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_nothing_of_it_reaches_an_instance_and_the_rest_goes_as_it_came(workers: int) -> None:
-    async with fake_instances(1) as fakes:
-        async with (
-            running_gateway(config_for(fakes), workers=workers) as running,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client,
+    async with rig(workers=workers) as (_, client, fakes):
+        for path, name in ((CHAT, "kv_transfer_params"), (GENERATE, "sampling_params.extra_args")):
+            refused = await client.post(path, json=body_with(name, SAID[name]))
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["code"], error["param"]) == ("field_not_allowed", name)
+            assert error["type"] == "invalid_request_error"
+        anthropic = await client.post("/v1/messages", json=body_with("vllm_xargs", {"a": 1}))
+        assert anthropic.status_code == 400
+        assert "vllm_xargs" in anthropic.json()["error"]["message"]
+        # A body is JSON on these paths, whatever it is called; twice it is called nothing.
+        said, kind = json.dumps(body_with("kv_transfer_params", {})).encode(), KIND.decode()
+        other = "multipart/form-data; boundary=c"
+        for path, content, kinds, code in (
+            (CHAT, said, [kind], "field_not_allowed"),
+            (CHAT, said, [], "field_not_allowed"),
+            (CHAT, said, ["application/json", kind], "bad_request"),
+            (SPEECH, form(MODEL), [other, kind], "bad_request"),
         ):
-            for path, name in (
-                (CHAT, "kv_transfer_params"),
-                (GENERATE, "sampling_params.extra_args"),
-            ):
-                refused = await client.post(path, json=body_with(name, SAID[name]))
-                assert refused.status_code == 400
-                error = refused.json()["error"]
-                assert (error["code"], error["param"]) == ("field_not_allowed", name)
-                assert error["type"] == "invalid_request_error"
-            anthropic = await client.post("/v1/messages", json=body_with("vllm_xargs", {"a": 1}))
-            assert anthropic.status_code == 400
-            assert "vllm_xargs" in anthropic.json()["error"]["message"]
-            # A body is JSON on these paths, whatever it is called; twice it is called nothing.
-            said = json.dumps(body_with("kv_transfer_params", {})).encode()
-            for kinds, code in (
-                ([KIND.decode()], "field_not_allowed"),
-                ([], "field_not_allowed"),
-                (["application/json", KIND.decode()], "bad_request"),
-            ):
-                headers = [("content-type", kind) for kind in kinds]
-                answer = await client.post(CHAT, content=said, headers=headers)
-                assert answer.json()["error"]["code"] == code
-            other = "multipart/form-data; boundary=c"
-            two = [("content-type", other), ("content-type", KIND.decode())]
-            answer = await client.post(SPEECH, content=form(MODEL), headers=two)
-            assert answer.json()["error"]["code"] == "bad_request"
-            assert fakes[0].bodies == []
-            fine = (
-                b'{ "model":"m" ,"messages":[],"priority" :0,"cache_salt":"x", "vllm_xargs":null}'
-            )
-            assert (await client.post(CHAT, content=fine)).status_code == 200
-            assert fakes[0].bodies == [fine]
+            headers = [("content-type", each) for each in kinds]
+            answer = await client.post(path, content=content, headers=headers)
+            assert answer.json()["error"]["code"] == code
+        assert fakes[0].bodies == []
+        fine = b'{ "model":"m" ,"messages":[],"priority" :0,"cache_salt":"x", "vllm_xargs":null}'
+        assert (await client.post(CHAT, content=fine)).status_code == 200
+        assert fakes[0].bodies == [fine]
 
 
 async def test_an_operator_may_allow_fields_and_headers_also_while_serving() -> None:
-    async with fake_instances(1) as fakes:
-        server = {"allow_engine_fields": ["vllm_xargs"], "allow_engine_headers": ["X-Kv-Session"]}
-        async with (
-            running_gateway(config_for(fakes, server={"port": 0} | server)) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-            body = json.dumps(body_with("vllm_xargs", {"a": 1})).encode()
-            headers = {"x-kv-session": "1", "x-kv-host": "2"}
-            assert (await client.post(CHAT, content=body, headers=headers)).status_code == 200
-            assert fakes[0].bodies == [body]
-            head = fakes[0].heads[-1].lower()
-            assert b"x-kv-session: 1" in head
-            assert b"x-kv-host" not in head
-            settings = running.gateway.settings
-            settings.apply(settings.prepare(config_for(fakes)))
-            assert (await client.post(CHAT, content=body)).status_code == 400
+    server = {"allow_engine_fields": ["vllm_xargs"], "allow_engine_headers": ["X-Kv-Session"]}
+    async with rig(server=server) as (running, client, fakes):
+        body = json.dumps(body_with("vllm_xargs", {"a": 1})).encode()
+        headers = {"x-kv-session": "1", "x-kv-host": "2"}
+        assert (await client.post(CHAT, content=body, headers=headers)).status_code == 200
+        assert fakes[0].bodies == [body]
+        head = fakes[0].heads[-1].lower()
+        assert b"x-kv-session: 1" in head
+        assert b"x-kv-host" not in head
+        settings = running.gateway.settings
+        settings.apply(settings.prepare(config_for(fakes)))
+        assert (await client.post(CHAT, content=body)).status_code == 400
     with pytest.raises(ValidationError, match="kv_transfer_params"):
         config_for([], server={"allow_engine_fields": ["kv_transfer"]})
     with pytest.raises(ValidationError, match="x-data-parallel-"):
@@ -325,11 +302,7 @@ async def test_headers_for_an_engines_machinery_end_here() -> None:
         "X-Amzn-SageMaker-Session-Id": "other",
     }
     passed = {"x-session-id": "s", "x-stainless-lang": "python", "x-custom": "1", "user-agent": "u"}
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig() as (running, client, fakes):
         body = {"model": "m", "messages": HELLO}
         for _ in range(2):  # a name is looked at once
             assert (await client.post(CHAT, json=body, headers=sent | passed)).status_code == 200
@@ -350,19 +323,15 @@ async def test_headers_for_an_engines_machinery_end_here() -> None:
         assert len(running.gateway.dataplane.rooms.fields.withheld) <= 1024
 
 
-@pytest.mark.parametrize(
-    "mark", ["___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:2", "x_decode_addr_h:1"]
-)
-async def test_a_request_id_that_names_hosts_is_replaced(mark: str) -> None:
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
-        for request_id, kept in ((mark, False), ("my-id", True)):
-            answer = await client.post(
-                CHAT, json={"model": "m", "messages": HELLO}, headers={"x-request-id": request_id}
-            )
+async def test_a_request_id_that_names_hosts_is_replaced() -> None:
+    async with rig() as (_, client, fakes):
+        for request_id, kept in (
+            ("___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:2", False),
+            ("x_decode_addr_h:1", False),
+            ("my-id", True),
+        ):
+            body, headers = {"model": "m", "messages": HELLO}, {"x-request-id": request_id}
+            answer = await client.post(CHAT, json=body, headers=headers)
             assert (answer.headers["x-request-id"] == request_id) is kept
             assert (request_id.encode() in fakes[0].heads[-1]) is kept
 
@@ -379,80 +348,57 @@ def test_every_header_has_its_reason_and_every_field_its_name() -> None:
 # The class's priority
 
 
-def key_of(name: str) -> str:
-    return f"hg-{name}-0123456789abcdefghij"
-
-
-def keys_in(directory: Path) -> dict[str, str]:
-    entries = [
-        {"name": "web", "hash": hash_of(key_of("web")), "classes": ["batch"]},
-        {"name": "jobs", "hash": hash_of(key_of("jobs")), "class": "batch"},
-    ]
-    file = directory / "keys.yaml"
-    file.write_text(yaml.safe_dump({"groups": {}, "keys": entries}))
-    return {"keys_file": str(file)}
+def prioritised(folder: Path, **priorities: int) -> dict[str, Any]:
+    """Sections: two clients, one of which is a batch's by itself, and priorities of classes."""
+    keys = clients(folder, web={"classes": ["batch"]}, jobs={"class": "batch"})
+    return {"clients": keys, "scheduler": {"engine_priorities": priorities}}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_engines_hear_the_priority_of_the_class_and_no_other(
     workers: int, tmp_path: Path
 ) -> None:
-    sections: dict[str, Any] = {
-        "clients": keys_in(tmp_path),
-        "scheduler": {"engine_priorities": {"batch": 10, "interactive": 0}},
-    }
-    async with fake_instances(1) as fakes:
-        async with (
-            running_gateway(config_for(fakes, **sections), workers=workers) as running,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client,
-        ):
+    sections = prioritised(tmp_path, batch=10, interactive=0)
+    async with rig(workers=workers, **sections) as (_, client, fakes):
 
-            async def ask(name: str, content: bytes, path: str = CHAT, **headers: str) -> int:
-                headers |= {"authorization": f"Bearer {key_of(name)}"}
-                answer = await client.post(path, content=content, headers=headers)
-                return answer.status_code
+        async def ask(name: str, content: bytes, path: str = CHAT, **headers: str) -> int:
+            headers |= {"authorization": f"Bearer k{name}"}
+            answer = await client.post(path, content=content, headers=headers)
+            return answer.status_code
 
-            plain = b'{"model": "m", "messages": [], "priority": 0 }\n'
-            assert await ask("web", plain) == 200
-            assert fakes[0].bodies[-1] == plain
-            assert b"priority" not in fakes[0].heads[-1].lower()
-            for name, headers in (("jobs", {}), ("web", {"x-hetero-gateway-class": "batch"})):
-                assert await ask(name, plain, **headers, **{"x-vllm-priority": "-9"}) == 200
-                # Of equal names the last one counts.
-                assert json.loads(fakes[0].bodies[-1])["priority"] == 10
-                assert fakes[0].heads[-1].lower().count(b"x-vllm-priority: 10\r\n") == 1
-                assert b"-9" not in fakes[0].heads[-1]
-            assert await ask("jobs", b'{"model":"m"}', "/v1/messages") == 200
-            assert fakes[0].bodies[-1] == b'{"model":"m","priority":10}'
-            # What needs no step of an engine has none.
-            assert await ask("jobs", b'{"model":"m","prompt":""}', "/tokenize") == 200
-            assert fakes[0].bodies[-1] == b'{"model":"m","prompt":""}'
-            # Nobody gets out of a class by a body that no field can be added to.
-            count = len(fakes[0].bodies)
-            assert await ask("jobs", plain.decode().encode("utf-16")) == 400
-            assert len(fakes[0].bodies) == count
-            # A recording has no priority.
-            kind = {"content-type": KIND.decode()}
-            assert await ask("jobs", form(MODEL, FILE), SPEECH, **kind) == 400
-            assert fakes[0].bodies[-1] == form(MODEL, FILE)
+        plain = b'{"model": "m", "messages": [], "priority": 0 }\n'
+        assert await ask("web", plain) == 200
+        assert fakes[0].bodies[-1] == plain
+        assert b"priority" not in fakes[0].heads[-1].lower()
+        for name, headers in (("jobs", {}), ("web", {"x-hetero-gateway-class": "batch"})):
+            assert await ask(name, plain, **headers, **{"x-vllm-priority": "-9"}) == 200
+            # Of equal names the last one counts.
+            assert json.loads(fakes[0].bodies[-1])["priority"] == 10
+            assert fakes[0].heads[-1].lower().count(b"x-vllm-priority: 10\r\n") == 1
+            assert b"-9" not in fakes[0].heads[-1]
+        assert await ask("jobs", b'{"model":"m"}', "/v1/messages") == 200
+        assert fakes[0].bodies[-1] == b'{"model":"m","priority":10}'
+        # What needs no step of an engine has none.
+        assert await ask("jobs", b'{"model":"m","prompt":""}', "/tokenize") == 200
+        assert fakes[0].bodies[-1] == b'{"model":"m","prompt":""}'
+        # Nobody gets out of a class by a body that no field can be added to.
+        count = len(fakes[0].bodies)
+        assert await ask("jobs", plain.decode().encode("utf-16")) == 400
+        assert len(fakes[0].bodies) == count
+        # A recording has no priority.
+        kind = {"content-type": KIND.decode()}
+        assert await ask("jobs", form(MODEL, FILE), SPEECH, **kind) == 400
+        assert fakes[0].bodies[-1] == form(MODEL, FILE)
 
 
 async def test_a_request_that_is_tried_again_has_its_priority_once(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "clients": keys_in(tmp_path),
-        "scheduler": {"engine_priorities": {"batch": 10}},
-    }
-    async with fake_instances(2) as fakes:
+    async with rig(2, **prioritised(tmp_path, batch=10)) as (_, client, fakes):
         fakes[0].fault = fakes[1].fault = {"die": "before_head"}
-        headers = {"authorization": f"Bearer {key_of('jobs')}"}
-        async with (
-            running_gateway(config_for(fakes, **sections)) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-            await client.post(CHAT, json={"model": "m", "messages": []}, headers=headers)
-            bodies = [body for fake in fakes for body in fake.bodies]
-            assert len(bodies) > 1
-            assert all(body.count(b"priority") == 1 for body in bodies)
+        headers = {"authorization": "Bearer kjobs"}
+        await client.post(CHAT, json={"model": "m", "messages": []}, headers=headers)
+        bodies = [body for fake in fakes for body in fake.bodies]
+        assert len(bodies) > 1
+        assert all(body.count(b"priority") == 1 for body in bodies)
 
 
 def test_a_priority_is_its_classs_or_its_clients() -> None:

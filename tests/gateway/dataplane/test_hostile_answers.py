@@ -12,9 +12,8 @@ import random
 import h11
 import pytest
 
-from tests.fakes.raw import GOOD, RawInstance, raw_instance
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import FakeInstance
+from tests.fakes.raw import GOOD, RawInstance
+from tests.fakes.running import RunningGateway, eventually, rig
 
 SEEDS = 24
 ROUNDS = 12  # of mutations per seed, on one gateway
@@ -136,20 +135,14 @@ async def judge(running: RunningGateway, what: str) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 async def test_no_answer_harms_more_than_its_own_request(seed: int) -> None:
     rng = random.Random(seed)
-    async with raw_instance() as instance:
-        instance.pause_s = 0.001
-        async with gateway_over(instance) as running:  # type: ignore[attr-defined]
-            for _ in range(ROUNDS):
-                text = mutated(rng)
-                instance.posts = pieces_of(text, rng)
-                await judge(running, f"seed {seed}: {text[:300]!r}")
-                await eventually(running.settled)
-            # Bytes behind an answer may come so late that they are taken for the next one.
-            assert instance.requests > ROUNDS // 2
-
-
-def gateway_over(instance: RawInstance) -> object:
-    stand_in = FakeInstance()
-    stand_in.port = instance.port
-    timeouts = {"first_byte_s": 0.5, "idle_s": 0.5}
-    return running_gateway(config_for([stand_in], retry={"max_attempts": 1}, timeouts=timeouts))
+    instance = RawInstance()
+    instance.pause_s = 0.001
+    sections = {"retry": {"max_attempts": 1}, "timeouts": {"first_byte_s": 0.5, "idle_s": 0.5}}
+    async with rig([instance], **sections) as (running, *_):
+        for _ in range(ROUNDS):
+            text = mutated(rng)
+            instance.posts = pieces_of(text, rng)
+            await judge(running, f"seed {seed}: {text[:300]!r}")
+            await eventually(running.settled)
+        # Bytes behind an answer may come so late that they are taken for the next one.
+        assert instance.requests > ROUNDS // 2

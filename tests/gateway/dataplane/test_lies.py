@@ -2,13 +2,12 @@
 
 import json
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_gateway.core.lengths.predictors import LengthFeatures
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import RunningGateway, eventually, rig
+from tests.fakes.vllm import FakeInstance
 
 CHAT = "/v1/chat/completions"
 FINE = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -35,11 +34,8 @@ LIES = {
 async def test_whatever_usage_an_engine_makes_up_later_requests_are_served(
     lies: str, max_model_len: int | None
 ) -> None:
-    async with (
-        fake_instances(2, max_model_len=max_model_len) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    fakes = [FakeInstance(max_model_len=max_model_len) for _ in range(2)]
+    async with rig(fakes) as (running, client, _):
         for count in LIES[lies]:
             told = await client.post(CHAT, json=saying(count, count))
             assert told.status_code == 200
@@ -59,17 +55,11 @@ async def test_whatever_usage_an_engine_makes_up_later_requests_are_served(
 
 
 async def test_estimates_recover_from_an_engine_that_lied() -> None:
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig() as (running, client, _):
         for _ in range(150):
             await client.post(CHAT, json=saying("3000", "4000"))
-        ratio, catch_up = (
-            running.gateway.bytes_per_token.ratio,
-            running.gateway.dataplane.recorder.catch_up,
-        )
+        ratio = running.gateway.bytes_per_token.ratio
+        catch_up = running.gateway.dataplane.recorder.catch_up
         catch_up()
         assert ratio("m") < 1
         for _ in range(150):
@@ -80,11 +70,7 @@ async def test_estimates_recover_from_an_engine_that_lied() -> None:
 
 
 async def test_no_estimate_refuses_a_request_and_an_exact_length_does() -> None:
-    async with (
-        fake_instances(2) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig(2) as (_, client, _):
         fits = {"model": "m", "prompt": [1] * 4095}
         for body in (
             {"model": "m", "prompt": "x" * 3_000_000},
@@ -96,35 +82,27 @@ async def test_no_estimate_refuses_a_request_and_an_exact_length_does() -> None:
         exact = await client.post("/v1/completions", json=fits | {"prompt": [1] * 4096})
         assert exact.status_code == 400
         assert exact.json()["error"]["code"] == "context_length_exceeded"
-        await eventually(running.settled)
 
 
 async def test_of_unequal_contexts_the_largest_gets_what_may_fit_none() -> None:
-    async with fake_instances(2) as fakes:
-        fakes[0].max_model_len, fakes[1].max_model_len = 1024, 8192
-        async with (
-            running_gateway(config_for(fakes)) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-            for _ in range(5):
-                body = FINE | {"messages": "x" * 200_000}
-                assert (await client.post(CHAT, json=body)).status_code == 200
-            assert [len(fake.bodies) for fake in fakes] == [0, 5]
-            await eventually(running.settled)
+    fakes = [FakeInstance(max_model_len=length) for length in (1024, 8192)]
+    async with rig(fakes) as (_, client, _):
+        for _ in range(5):
+            body = FINE | {"messages": "x" * 200_000}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+        assert [len(fake.bodies) for fake in fakes] == [0, 5]
 
 
-async def counted(running: RunningGateway) -> float:
+async def counted(running: RunningGateway, what: str = "output_tokens") -> float:
+    """So far, of all requests."""
+    await eventually(running.settled)
     running.gateway.dataplane.recorder.catch_up()
-    return running.gateway.metrics.counts("m", "i0").output_tokens
+    return getattr(running.gateway.metrics.counts("m", "i0"), what)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_an_answer_has_the_tokens_that_came_whatever_its_usage_says(workers: int) -> None:
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes), workers=workers) as running,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client,
-    ):
+    async with rig(workers=workers) as (running, client, _):
         cases: list[tuple[dict[str, object], float, float]] = [
             # (what the instance does, at least, at most)
             ({"events": 40, "event_tokens": 0}, 40, 42),
@@ -138,7 +116,6 @@ async def test_an_answer_has_the_tokens_that_came_whatever_its_usage_says(worker
             before = await counted(running)
             body = FINE | {"stream": True, "fake": fake}
             assert (await client.post(CHAT, json=body)).status_code == 200
-            await eventually(running.settled)
             assert least <= await counted(running) - before <= most, fake
         for field, least in (({}, 1000), ({"logprobs": True}, 0), ({"max_tokens": 9}, 9)):
             before = await counted(running)
@@ -146,24 +123,15 @@ async def test_an_answer_has_the_tokens_that_came_whatever_its_usage_says(worker
             usage = '{"prompt_tokens":9,"completion_tokens":0}'
             body = FINE | field | {"fake": {"status": 200, "body": text % ("x" * 99_000, usage)}}
             assert (await client.post(CHAT, json=body)).status_code == 200
-            await eventually(running.settled)
             assert (await counted(running) - before > 0) is (least > 0), field
             assert await counted(running) - before >= least, field
 
 
 async def test_a_prompt_of_token_ids_is_as_long_as_they_are() -> None:
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig() as (running, client, _):
         for told, counts in (("0", 500), ("1", 500), ("500", 500), ("501", 501), ("99999999", 500)):
-            recorder, metrics = running.gateway.dataplane.recorder, running.gateway.metrics
-            recorder.catch_up()
-            before = metrics.counts("m", "i0").input_tokens
+            before = await counted(running, "input_tokens")
             body = saying(told, "3") | {"prompt": [7] * 500}
             del body["messages"]
             assert (await client.post("/v1/completions", json=body)).status_code == 200
-            await eventually(running.settled)
-            recorder.catch_up()
-            assert metrics.counts("m", "i0").input_tokens - before == counts, told
+            assert await counted(running, "input_tokens") - before == counts, told

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.dataplane import responses
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.gateway_files import clients
+from tests.fakes.running import RunningGateway, eventually, rig
 from tests.fakes.vllm import FakeInstance
 
 PATH = "/v1/responses"
@@ -37,31 +37,15 @@ class Store(FakeInstance):
         return status, body
 
 
-def keys_of(*names: str, **fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "keys": [
-            {"name": name, "hash": f"sha256:{sha256(f'k{name}'.encode()).hexdigest()}"}
-            | fields.get(name, {})
-            for name in names
-        ]
-    }
-
-
 @asynccontextmanager
 async def serving(
     directory: Path, *, instances: int = 1, workers: int = 1, **sections: Any
 ) -> AsyncIterator[tuple[RunningGateway, list[Store]]]:
-    file = directory / "keys.yaml"
-    file.write_text(json.dumps(keys_of("a", "b")))
     stores = [Store() for _ in range(instances)]
-    for store in stores:
-        await store.start()
-    config = config_for([*stores], **({"clients": {"keys_file": str(file)}} | sections))
-    async with running_gateway(config, workers=workers) as running:
+    sections = {"clients": clients(directory, a={}, b={})} | sections
+    async with rig(stores, workers=workers, **sections) as (running, *_):
         yield running, stores
         assert running.settled()
-    for store in stores:
-        await store.close()
 
 
 async def ask(
@@ -82,6 +66,14 @@ async def make(running: RunningGateway, headers: dict[str, str], name: str) -> N
     body = {"model": "m", "input": "hello", "fake": answer}
     made = await ask(running, "POST", PATH, headers, body)
     assert made.status_code == 200, made.text
+
+
+async def follow(
+    running: RunningGateway, headers: dict[str, str], name: str, path: str = PATH
+) -> httpx.Response:
+    """Continue a response."""
+    body = {"model": "m", "input": "and then?", "previous_response_id": name}
+    return await ask(running, "POST", path, headers, body)
 
 
 def received(stores: list[Store]) -> int:
@@ -114,8 +106,7 @@ async def test_another_clients_response_is_as_one_that_never_was(
         for path in (PATH, f"{PATH}/render"):
             texts = set()
             for name in ("resp_a", "resp_unknown"):
-                body = {"model": "m", "input": "and then?", "previous_response_id": name}
-                refused = await ask(running, "POST", path, YOURS, body)
+                refused = await follow(running, YOURS, name, path)
                 assert refused.status_code == 404
                 assert refused.json()["error"]["code"] == "previous_response_not_found"
                 texts.add(refused.text)
@@ -125,61 +116,53 @@ async def test_another_clients_response_is_as_one_that_never_was(
             told = None if method == "GET" else b"{}"
             mine = await ask(running, method, f"{PATH}/resp_a{suffix}", MINE, told)
             assert mine.status_code == 200
-        body = {"model": "m", "input": "and then?", "previous_response_id": "resp_a"}
-        assert (await ask(running, "POST", PATH, MINE, body)).status_code == 200
+        assert (await follow(running, MINE, "resp_a")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        b'{"model":"m","input":"x","previous_response_id":"resp_\\u0061"}',
-        b'{"model":"m","input":"x","previous\\u005fresponse_id":"resp_a"}',
-        b'{"model":"m","input":"x","previous_response_id":null,"previous_response_id":"resp_a"}',
-        b'{"model":"m","input":"x","n":NaN,"previous_response_id":"resp_a"}',
-        b'{"model":"m","input":"x","previous_response_id":"resp_a", "metadata":{"a":"\\ud800"}}',
-        b'{"model":"m","input":"x","previous_response_id":["resp_a"]}',
-        b'{"model":"m","input":"x","previous_response_id":""}',
-        b'{"model":"m","input":"x","previous_response_id":7}',
-        b'{"model":"m","input":"x","previous_response_id":"' + b"r" * 5000 + b'"}',
-        b'{"model":"m","input":"' + b"x" * 300_000 + b'","previous_response_id":"resp_a"}',
-        '{"model":"m","input":"x","previous_response_id":"resp_a"}'.encode("utf-16"),
-    ],
+SPELLINGS = (
+    b'"previous_response_id":"resp_\\u0061"',
+    b'"previous\\u005fresponse_id":"resp_a"',
+    b'"previous_response_id":null,"previous_response_id":"resp_a"',
+    b'"n":NaN,"previous_response_id":"resp_a"',
+    b'"previous_response_id":"resp_a", "metadata":{"a":"\\ud800"}',
+    b'"previous_response_id":["resp_a"]',
+    b'"previous_response_id":""',
+    b'"previous_response_id":7',
+    b'"previous_response_id":"%b"' % (b"r" * 5000),
 )
+
+
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
-async def test_no_spelling_of_a_reference_reaches_an_instance(
-    tmp_path: Path, spelling: bytes, kind: str
-) -> None:
+async def test_no_spelling_of_a_reference_reaches_an_instance(tmp_path: Path, kind: str) -> None:
+    plain = b'{"model":"m","input":"x","previous_response_id":"resp_a"}'
+    bodies = [b'{"model":"m","input":"x",%b}' % spelling for spelling in SPELLINGS]
+    bodies += [plain.replace(b"x", b"x" * 300_000), plain.decode().encode("utf-16")]
     async with serving(tmp_path) as (running, stores):
         await make(running, MINE, "resp_a")
-        refused = await ask(running, "POST", PATH, YOURS | {"content-type": kind}, spelling)
-        assert refused.status_code == 404, refused.text
-        assert received(stores) == 1
+        for body in bodies:
+            refused = await ask(running, "POST", PATH, YOURS | {"content-type": kind}, body)
+            assert refused.status_code == 404, (body[:100], refused.text)
+            assert received(stores) == 1
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        b'"request_id":"resp_a"',
-        b'"request\\u005fid":"resp_a"',
-        b'"request_id":null,"request_id":"resp_a"',
-        b'"conversation":"conv_a"',
-        b'"conversation":{"id":"conv_a"}',
-    ],
-)
-async def test_a_client_cannot_name_what_is_stored(tmp_path: Path, field: bytes) -> None:
-    body = b'{"model":"m","input":"x",%b}' % field
+async def test_a_client_cannot_name_what_is_stored(tmp_path: Path) -> None:
+    # A request's id no client may choose; a conversation none whose responses are its own.
+    its_id = ("field_not_allowed", "request_id")
+    conversation = ("unsupported_parameter", "conversation")
     async with serving(tmp_path) as (running, stores):
-        refused = await ask(running, "POST", PATH, YOURS, body)
-        assert refused.status_code == 400
-        error = refused.json()["error"]
-        # A request's id no client may choose; a conversation none whose responses are its own.
-        refusal = (error["code"], error["param"])
-        assert refusal == (
-            ("unsupported_parameter", "conversation")
-            if b"conversation" in field
-            else ("field_not_allowed", "request_id")
-        )
-        assert received(stores) == 0
+        for field, refusal in (
+            (b'"request_id":"resp_a"', its_id),
+            (b'"request\\u005fid":"resp_a"', its_id),
+            (b'"request_id":null,"request_id":"resp_a"', its_id),
+            (b'"conversation":"conv_a"', conversation),
+            (b'"conversation":{"id":"conv_a"}', conversation),
+        ):
+            body = b'{"model":"m","input":"x",%b}' % field
+            refused = await ask(running, "POST", PATH, YOURS, body)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["code"], error["param"]) == refusal
+            assert received(stores) == 0
         # Elsewhere the field names nothing that is kept.
         body = b'{"model":"m","prompt":"x","request_id":"mine"}'
         assert (await ask(running, "POST", "/v1/completions", YOURS, body)).status_code == 200
@@ -230,14 +213,12 @@ async def test_keys_of_one_name_share_and_one_key_is_one_owner(
     async with serving(tmp_path, clients={}, server=server) as (running, _):
         await make(running, shared, "resp_a")
         assert (await ask(running, "GET", f"{PATH}/resp_a", shared)).status_code == 200
-        body = {"model": "m", "input": "x", "previous_response_id": "resp_of_before"}
-        assert (await ask(running, "POST", PATH, shared, body)).status_code == 200
+        assert (await follow(running, shared, "resp_of_before")).status_code == 200
     # Beside named ones it is one more owner, and no way to the others' responses.
     async with serving(tmp_path, server=server) as (running, stores):
         await make(running, MINE, "resp_a")
         before = received(stores)
-        body = {"model": "m", "input": "x", "previous_response_id": "resp_a"}
-        assert (await ask(running, "POST", PATH, shared, body)).status_code == 404
+        assert (await follow(running, shared, "resp_a")).status_code == 404
         assert (await ask(running, "GET", f"{PATH}/resp_a", shared)).status_code == 404
         assert received(stores) == before
 
@@ -248,9 +229,8 @@ async def test_what_is_forgotten_is_refused(tmp_path: Path) -> None:
         intake = running.gateway.dataplane.intake
         intake.responses = Responses()  # as after a restart
         before = received(stores)
-        body = {"model": "m", "input": "x", "previous_response_id": "resp_a"}
         for headers in (MINE, YOURS):
-            assert (await ask(running, "POST", PATH, headers, body)).status_code == 404
+            assert (await follow(running, headers, "resp_a")).status_code == 404
             assert (await ask(running, "GET", f"{PATH}/resp_a", headers)).status_code == 404
         assert received(stores) == before
 
@@ -265,7 +245,6 @@ async def test_a_new_scheduler_process_hears_of_responses_from_the_workers(tmp_p
         dataplane.intake.responses = Responses()
         for worker in running.workers:
             channel = worker.remote._channel
-            assert channel is not None
             channel.abort()
         await eventually(lambda: all(worker.remote.alone for worker in running.workers))
         await eventually(lambda: not any(worker.remote.alone for worker in running.workers))
@@ -274,8 +253,8 @@ async def test_a_new_scheduler_process_hears_of_responses_from_the_workers(tmp_p
             for headers, status in ((MINE, 200), (YOURS, 404)):
                 answer = await ask(running, "GET", f"{PATH}/resp_{number}", headers)
                 assert answer.status_code == status
-                body = {"model": "m", "input": "x", "previous_response_id": f"resp_{number}"}
-                assert (await ask(running, "POST", PATH, headers, body)).status_code == status
+                follows = await follow(running, headers, f"resp_{number}")
+                assert follows.status_code == status
 
 
 async def test_where_clients_are_isolated_by_credentials_a_response_has_an_owner_too(
@@ -285,11 +264,10 @@ async def test_where_clients_are_isolated_by_credentials_a_response_has_an_owner
     async with serving(tmp_path, **sections) as (running, stores):
         await make(running, MINE, "resp_a")
         before = received(stores)
-        body = {"model": "m", "input": "x", "previous_response_id": "resp_a"}
         for headers in (YOURS, {}):
-            assert (await ask(running, "POST", PATH, headers, body)).status_code == 404
+            assert (await follow(running, headers, "resp_a")).status_code == 404
         assert received(stores) == before
-        assert (await ask(running, "POST", PATH, MINE, body)).status_code == 200
+        assert (await follow(running, MINE, "resp_a")).status_code == 200
 
 
 def test_one_owner_cannot_push_out_anothers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from hetero_gateway.cli import main
@@ -24,8 +23,7 @@ from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.dataplane import predictor as predictors
 from hetero_gateway.gateway.dataplane.predictor import GuardedPredictor, make_predictor
 from tests.fakes.predictor_package import install_predictors
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import rig
 
 CHAT = "/v1/chat/completions"
 PROMPT = "seven words that nobody else may read"
@@ -55,11 +53,7 @@ def chat(**fields: object) -> dict[str, object]:
 @pytest.mark.usefixtures("on_path")
 async def test_an_installed_predictor_reads_the_prompt_and_is_told_the_true_length() -> None:
     settings = {"predictor": {"kind": "words", "options": {"tokens_per_word": 3}}}
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes, scheduler=settings)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig(scheduler=settings) as (running, client, _):
         answer = await client.post(CHAT, json=chat())
         decisions = (await client.get("/admin/decisions")).json()["decisions"]
         assert decisions[0]["predicted_output_tokens"] == 1 + 3 * 7
@@ -82,11 +76,7 @@ async def test_one_that_raises_fails_no_request_and_its_prompt_stays_out_of_the_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = {"predictor": {"kind": "raising", "mean_tokens": 123}}
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes, scheduler=settings)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig(scheduler=settings) as (running, client, _):
         with caplog.at_level(logging.WARNING):
             answers = [await client.post(CHAT, json=chat()) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3
@@ -212,11 +202,7 @@ def test_a_trained_model_is_read_from_beside_the_configuration(trained: Path) ->
 
 async def test_it_serves_and_explain_asks_it_too(trained: Path) -> None:
     settings = {"predictor": {"kind": "trained", "file": str(trained)}}
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes, scheduler=settings)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig(scheduler=settings) as (_, client, _):
         for limit, tokens in ((40, 7), (500, 77)):
             query = f"/admin/explain?prompt_tokens=9&max_tokens={limit}"
             assert (await client.get(query)).json()["predicted_output_tokens"] == tokens

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import ssl
-from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -17,6 +16,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
 
 from hetero_gateway.core.types import InstanceId
+from tests.fakes.gateway_files import clients
 from tests.fakes.realtime import PATH, Speaker, closed, refusal_of, serving, session
 from tests.fakes.running import config_for, eventually, running_gateway
 
@@ -39,7 +39,6 @@ async def test_messages_pass_both_ways_and_the_load_is_held_until_it_closes(work
             assert sum(load for load, *_ in loads) > 0
             head = (one.heads or other.heads)[0]
             assert head.path == PATH + query
-            assert client.response is not None
             assert client.response.headers["x-request-id"] == head.headers["x-request-id"]
             assert client.response.headers["x-hetero-gateway-instance"] in ("i0", "i1")
             async with session(running) as second:
@@ -97,14 +96,9 @@ async def talk(client: ClientConnection) -> None:
 
 
 async def test_keys_models_and_limits_apply(tmp_path: Path) -> None:
-    keys = [
-        {"name": "a", "hash": f"sha256:{sha256(b'ka').hexdigest()}", "concurrency": 1},
-        {"name": "b", "hash": f"sha256:{sha256(b'kb').hexdigest()}", "models": ["other"]},
-    ]
-    file = tmp_path / "keys.yaml"
-    file.write_text(json.dumps({"keys": keys}))
+    keys = clients(tmp_path, a={"concurrency": 1}, b={"models": ["other"]})
     speaker = Speaker()
-    async with serving(speaker, clients={"keys_file": str(file)}) as running:
+    async with serving(speaker, clients=keys) as running:
         mine = {"authorization": "Bearer ka"}
         for headers, query, status, code in (
             ({}, "", 401, "invalid_api_key"),
@@ -168,7 +162,6 @@ async def test_another_instance_is_tried_where_one_refuses() -> None:
         for _ in range(4):
             async with session(running) as client:
                 await client.recv()
-                assert client.response is not None
                 assert client.response.headers["x-hetero-gateway-instance"] == "i1"
 
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
+from tests.fakes.gateway_files import clients
 from tests.fakes.realtime import PATH, Speaker, closed, refusal_of, serving, session
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import RunningGateway, config_for, eventually, rig, running_gateway
 
 MINE = {"authorization": "Bearer ka"}
 SECOND = base64.b64encode(bytes(32_000)).decode()  # of PCM16 at 16 kHz
@@ -30,13 +29,6 @@ SECOND = base64.b64encode(bytes(32_000)).decode()  # of PCM16 at 16 kHz
 
 def audio(characters: str = SECOND) -> str:
     return json.dumps({"type": "input_audio_buffer.append", "audio": characters})
-
-
-def clients(directory: Path, **limits: Any) -> dict[str, Any]:
-    key = {"name": "a", "hash": f"sha256:{sha256(b'ka').hexdigest()}"} | limits
-    file = directory / "keys.yaml"
-    file.write_text(json.dumps({"keys": [key]}))
-    return {"keys_file": str(file)}
 
 
 async def event(client: ClientConnection) -> dict[str, Any]:
@@ -87,16 +79,15 @@ SERVER = {"port": 0, "admin_key_env": "ADMIN"}
     ],
 )
 async def test_a_session_keeps_to_its_model(tmp_path: Path, other: str | bytes) -> None:
-    speaker = Speaker()
-    async with serving(speaker, Speaker("other"), clients=clients(tmp_path, models=["m"])) as r:
-        async with session(r, "?model=m", additional_headers=MINE) as client:
+    speaker, keys = Speaker(), clients(tmp_path, a={"models": ["m"]})
+    async with serving(speaker, Speaker("other"), clients=keys) as running:
+        async with session(running, "?model=m", additional_headers=MINE) as client:
             assert (await event(client))["type"] == "session.created"
             await client.send(other)
             refused = await event(client)
             assert refused["type"] == "error"
-            assert refused["error"]["code"] in (
-                *("model_not_allowed", "invalid_json", "event_too_large"),
-            )
+            codes = ("model_not_allowed", "invalid_json", "event_too_large")
+            assert refused["error"]["code"] in codes
             # The session goes on, and its own model may be said.
             for own in (
                 '{"type":"session.update","model":"m"}',
@@ -147,7 +138,7 @@ async def test_what_only_the_gateway_says_to_an_engine_does_not_pass(field: str)
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_audio_is_charged_as_it_comes(tmp_path: Path, workers: int) -> None:
-    sections = {"clients": clients(tmp_path, tokens_per_minute=10_000), "server": SERVER}
+    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 10_000}), "server": SERVER}
     async with serving(Speaker(), workers=workers, **sections) as running:
         async with session(running, additional_headers=MINE) as client:
             await client.recv()
@@ -167,7 +158,7 @@ async def test_audio_is_charged_as_it_comes(tmp_path: Path, workers: int) -> Non
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_when_a_limit_is_used_up_the_session_ends(tmp_path: Path, workers: int) -> None:
     speaker = Speaker()
-    sections = {"clients": clients(tmp_path, tokens_per_minute=1500), "server": SERVER}
+    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 1500}), "server": SERVER}
     async with serving(speaker, workers=workers, **sections) as running:
         minute = audio(SECOND * 60)
         async with session(running, additional_headers=MINE) as client:
@@ -203,7 +194,7 @@ async def test_when_a_limit_is_used_up_the_session_ends(tmp_path: Path, workers:
 async def test_nothing_that_is_sent_costs_nothing(
     tmp_path: Path, messages: list[str | bytes], tokens: int
 ) -> None:
-    sections = {"clients": clients(tmp_path, tokens_per_minute=100_000), "server": SERVER}
+    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 100_000}), "server": SERVER}
     async with serving(Speaker(), **sections) as running:
         async with session(running, additional_headers=MINE) as client:
             await client.recv()
@@ -245,7 +236,7 @@ async def test_what_an_instance_answers_is_charged(
     tmp_path: Path, deltas: int, usage: dict[str, int] | None, output: int, inputs: int
 ) -> None:
     speaker = Transcriber(deltas, usage)
-    sections = {"clients": clients(tmp_path, tokens_per_minute=100_000), "server": SERVER}
+    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 100_000}), "server": SERVER}
     async with serving(speaker, **sections) as running:
         async with session(running, additional_headers=MINE) as client:
             await client.send(audio())
@@ -260,7 +251,7 @@ async def test_what_an_instance_answers_is_charged(
 
 async def test_an_answer_that_is_too_long_for_a_limit_ends_the_session(tmp_path: Path) -> None:
     speaker = Transcriber(5000, None)
-    sections = {"clients": clients(tmp_path, tokens_per_minute=1000), "server": SERVER}
+    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 1000}), "server": SERVER}
     async with serving(speaker, **sections) as running:
         async with session(running, additional_headers=MINE) as client:
             await client.send('{"type":"input_audio_buffer.commit"}')
@@ -286,7 +277,7 @@ async def test_a_key_among_the_subprotocols_lets_a_browser_in(
     key = Subprotocol("openai-insecure-api-key.ka")
     realtime = Subprotocol("realtime")
     beta = Subprotocol("openai-beta.realtime-v1")
-    async with serving(speaker, clients=clients(tmp_path)) as running:
+    async with serving(speaker, clients=clients(tmp_path, a={})) as running:
         for offered in ([realtime, key, beta], [key, realtime]):
             async with session(running, subprotocols=offered) as client:
                 await client.recv()
@@ -538,10 +529,9 @@ async def test_an_instance_that_wants_no_such_client_is_not_ejected_for_it() -> 
 
 
 async def test_a_key_among_subprotocols_goes_nowhere_by_http_either() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as http:
-            fields = {"sec-websocket-protocol": "realtime, openai-insecure-api-key.ka"}
-            body = {"model": "m", "prompt": "x"}
-            answer = await http.post("/v1/completions", json=body, headers=fields)
-            assert answer.status_code == 200
+    async with rig() as (_, http, fakes):
+        fields = {"sec-websocket-protocol": "realtime, openai-insecure-api-key.ka"}
+        body = {"model": "m", "prompt": "x"}
+        answer = await http.post("/v1/completions", json=body, headers=fields)
+        assert answer.status_code == 200
     assert b"insecure" not in fakes[0].heads[-1]

@@ -8,17 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import RunningGateway, eventually, rig
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
-async def post(running: RunningGateway, count: int) -> None:
-    async with httpx.AsyncClient(base_url=running.url) as client:
-        for _ in range(count):
-            assert (await client.post(CHAT, json=BODY)).status_code == 200
+async def post(running: RunningGateway, client: httpx.AsyncClient, count: int) -> None:
+    for _ in range(count):
+        assert (await client.post(CHAT, json=BODY)).status_code == 200
     await eventually(running.settled)
 
 
@@ -27,28 +25,28 @@ def completed(running: RunningGateway) -> int:
 
 
 async def test_what_has_waited_is_counted_before_anybody_sees_counts() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, client, _):
         gateway = running.gateway
-        await post(running, 2)
+        await post(running, client, 2)
         assert gateway.metrics.series("m", "i0").outcomes["completed"] == 2
-        await post(running, 1)
+        await post(running, client, 1)
         assert len(gateway.dataplane.history) == 3
-        await post(running, 1)
+        await post(running, client, 1)
         assert 'outcome="completed"} 4.0' in await running.metrics()
 
 
 async def test_requests_are_counted_without_anybody_looking() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        await post(running, 3)
+    async with rig() as (running, client, _):
+        await post(running, client, 3)
         await eventually(lambda: completed(running) == 3)
-        await post(running, 70)  # more than wait for one another
+        await post(running, client, 70)  # more than wait for one another
         await eventually(lambda: completed(running) == 73)
 
 
 async def test_a_request_that_cannot_be_counted_does_not_keep_others_from_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, client, _):
         recorder = running.gateway.dataplane.recorder
         believed, seen = recorder._believed, []
 
@@ -60,7 +58,7 @@ async def test_a_request_that_cannot_be_counted_does_not_keep_others_from_it(
 
         monkeypatch.setattr(recorder, "_believed", fail_once)
         with caplog.at_level(logging.ERROR):
-            await post(running, 3)
+            await post(running, client, 3)
             recorder.catch_up()
         assert len(seen) == 3
         assert [record.getMessage() for record in caplog.records] == ["a request cannot be counted"]

@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.request.openai import parse_body, with_model
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import FakeInstance
+from tests.fakes.gateway_files import clients
+from tests.fakes.running import eventually, rig
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
 FALLBACK = "x-hetero-gateway-fallback"
@@ -28,24 +28,13 @@ INSTANCE = "x-hetero-gateway-instance"
 
 
 @asynccontextmanager
-async def serving(
-    *fakes: FakeInstance, workers: int = 1, outside: FakeInstance | None = None, **sections: Any
-) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
-    """In front of fakes that have been started."""
-    config = config_for([*fakes], **sections)
-    async with running_gateway(config, workers=workers) as running:
-        url = f"http://127.0.0.1:{running.port}"
-        async with httpx.AsyncClient(base_url=url, timeout=1000) as client:
-            yield running, client
-        await eventually(running.settled)
-    for fake in (*fakes, *([outside] if outside else [])):
-        await fake.close()
-
-
-async def fake(*models: str) -> FakeInstance:
-    result = FakeInstance(models or ("m",))
-    await result.start()
-    return result
+async def outside_service(
+    *others: str, **fields: str
+) -> AsyncIterator[tuple[FakeInstance, dict[str, Any]]]:
+    """A service elsewhere, and routes by which it stands in for the model ``one``, after others."""
+    async with fake_instances(1, models=("big",)) as (outside,):
+        there = {"model": "big", "base_url": outside.url} | fields
+        yield outside, {"one": {"fallbacks": [*({"model": name} for name in others), there]}}
 
 
 def chat(model: str, **more: Any) -> dict[str, Any]:
@@ -105,9 +94,9 @@ def test_odd_bodies_are_rewritten_or_refused() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_an_alias_is_served_by_what_it_stands_for(workers: int) -> None:
-    engine = await fake("llama")
+    engine = FakeInstance(("llama",))
     models = {"gpt-4o": {"serve": "llama"}}
-    async with serving(engine, workers=workers, models=models) as (_, client):
+    async with rig([engine], workers=workers, models=models) as (_, client, _):
         body = b'{ "messages": [], "unknown": 1e2, "model" : "gpt-4o" }'
         for size in (0, 100_000):  # short, and folded
             sent = body.replace(b'"unknown"', b'"pad":"' + b"x" * size + b'","unknown"')
@@ -128,16 +117,15 @@ async def test_an_alias_is_served_by_what_it_stands_for(workers: int) -> None:
 
 
 async def test_a_key_is_asked_for_the_name_that_was_asked_for(tmp_path: Path) -> None:
-    rows = [
-        {"name": "alias", "hash": f"sha256:{sha256(b'ka').hexdigest()}", "models": ["gpt"]},
-        {"name": "base", "hash": f"sha256:{sha256(b'kb').hexdigest()}", "models": ["llama"]},
-    ]
-    file = tmp_path / "keys.yaml"
-    file.write_text(json.dumps({"keys": rows}))
-    engine = await fake("llama", "other")
+    keys = clients(tmp_path, a={"models": ["gpt"]}, b={"models": ["llama"]})
+    engine = FakeInstance(
+        (
+            "llama",
+            "other",
+        )
+    )
     models = {"gpt": {"serve": "llama"}, "llama": {"fallbacks": [{"model": "other"}]}}
-    clients = {"keys_file": str(file)}
-    async with serving(engine, models=models, clients=clients) as (running, client):
+    async with rig([engine], models=models, clients=keys) as (running, client, _):
         for key, name, status in (("ka", "gpt", 200), ("ka", "llama", 403), ("kb", "gpt", 403)):
             headers = {"authorization": f"Bearer {key}"}
             answer = await client.post(CHAT, json=chat(name), headers=headers)
@@ -156,9 +144,9 @@ async def test_a_key_is_asked_for_the_name_that_was_asked_for(tmp_path: Path) ->
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_split_follows_the_requests_id(workers: int) -> None:
-    one, canary = await fake("one"), await fake("canary")
+    one, canary = FakeInstance(("one",)), FakeInstance(("canary",))
     models = {"chat": {"split": {"one": 90, "canary": 10}}}
-    async with serving(one, canary, workers=workers, models=models) as (running, client):
+    async with rig([one, canary], workers=workers, models=models) as (running, client, _):
         seen: dict[str, str] = {}
         for again in range(2):
             for number in range(100):
@@ -174,9 +162,9 @@ async def test_a_split_follows_the_requests_id(workers: int) -> None:
 
 
 async def test_a_split_by_client_keeps_a_client_where_it_is() -> None:
-    one, other = await fake("one"), await fake("other")
+    one, other = FakeInstance(("one",)), FakeInstance(("other",))
     models = {"chat": {"split": {"one": 1, "other": 1}, "split_by": "client"}}
-    async with serving(one, other, models=models) as (_, client):
+    async with rig([one, other], models=models) as (_, client, _):
         homes = set()
         for key in range(12):
             headers = {"authorization": f"Bearer k{key}"}
@@ -197,10 +185,10 @@ async def test_a_split_by_client_keeps_a_client_where_it_is() -> None:
 async def test_another_model_is_asked_where_nothing_can_take_a_request(
     workers: int, why: str
 ) -> None:
-    one, other = await fake("one"), await fake("other")
+    one, other = FakeInstance(("one",)), FakeInstance(("other",))
     asked = "nobody" if why == "unknown" else "one"
     models = {asked: {"fallbacks": [{"model": "other"}]}}
-    async with serving(one, other, workers=workers, models=models) as (running, client):
+    async with rig([one, other], workers=workers, models=models) as (running, client, _):
         assert (await client.post(CHAT, json=chat("other"))).headers[INSTANCE] == "i1"
         if why == "down":
             await one.kill()
@@ -227,11 +215,11 @@ async def test_another_model_is_asked_where_nothing_can_take_a_request(
 
 
 async def test_a_full_queue_falls_back() -> None:
-    one, other = await fake("one"), await fake("other")
+    one, other = FakeInstance(("one",)), FakeInstance(("other",))
     one.max_model_len = other.max_model_len = 32768
     models = {"one": {"fallbacks": [{"model": "other"}]}}
     scheduler = {"prefill_depth": 1, "queue": {"max_requests": 1, "timeout_s": 5}}
-    async with serving(one, other, models=models, scheduler=scheduler) as (running, client):
+    async with rig([one, other], models=models, scheduler=scheduler) as (running, client, _):
         # So long that one of them is all that an instance is given to begin with.
         long = {"model": "one", "prompt": [1] * 5000, "stream": True}
         slow = long | {"fake": {"first_delay_s": 30}}
@@ -247,9 +235,8 @@ async def test_a_full_queue_falls_back() -> None:
 
 
 async def test_a_request_without_a_model_falls_back_too() -> None:
-    one, outside = await fake("one"), await fake("big")
-    models = {"one": {"fallbacks": [{"model": "big", "base_url": outside.url}]}}
-    async with serving(one, outside=outside, models=models) as (_, client):
+    one = FakeInstance(("one",))
+    async with outside_service() as (outside, models), rig([one], models=models) as (_, client, _):
         one.fault = {"status": 503}
         answer = await client.post(CHAT, json={"messages": []})
         assert (answer.status_code, answer.headers[FALLBACK]) == (200, "127.0.0.1/big")
@@ -261,9 +248,9 @@ async def test_a_request_without_a_model_falls_back_too() -> None:
 
 
 async def test_what_an_engine_refuses_or_has_begun_does_not_fall_back() -> None:
-    one, other = await fake("one"), await fake("other")
+    one, other = FakeInstance(("one",)), FakeInstance(("other",))
     models = {"one": {"fallbacks": [{"model": "other"}]}}
-    async with serving(one, other, models=models) as (_, client):
+    async with rig([one, other], models=models) as (_, client, _):
         refused = await client.post(CHAT, json=chat("one", fake={"status": 400, "body": "{}"}))
         assert refused.status_code == 400
         with pytest.raises(httpx.RemoteProtocolError):
@@ -272,24 +259,20 @@ async def test_what_an_engine_refuses_or_has_begun_does_not_fall_back() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_service_elsewhere_answers_with_its_own_key(
-    workers: int, stream: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ELSEWHERE_KEY", "sk-elsewhere")
-    keys = [{"name": "me", "hash": f"sha256:{sha256(b'ka').hexdigest()}", "concurrency": 2}]
-    file = tmp_path / "keys.yaml"
-    file.write_text(json.dumps({"keys": keys}))
-    one, outside = await fake("one"), await fake("big")
-    there = {"model": "big", "base_url": outside.url, "api_key_env": "ELSEWHERE_KEY"}
-    models = {"one": {"fallbacks": [{"model": "gone"}, there]}}
-    sections: dict[str, Any] = {"models": models, "clients": {"keys_file": str(file)}}
-    async with serving(one, workers=workers, outside=outside, **sections) as (running, client):
+    keys, one = clients(tmp_path, a={"concurrency": 2}), FakeInstance(("one",))
+    async with (
+        outside_service("gone", api_key_env="ELSEWHERE_KEY") as (outside, models),
+        rig([one], workers=workers, models=models, clients=keys) as (running, client, _),
+    ):
         await one.kill()
         client.headers.update(
             {"authorization": "Bearer ka", "x-api-key": "ka", "cookie": "c=1", "x-mine": "1"}
         )
-        for _ in range(4):
+        for stream in (False, True) * 2:
             answer = await client.post(CHAT, json=chat("one", stream=stream))
             assert answer.status_code == 200, answer.text
             assert answer.headers[FALLBACK] == "127.0.0.1/big"
@@ -300,7 +283,7 @@ async def test_a_service_elsewhere_answers_with_its_own_key(
                 assert secret not in head
             assert json.loads(outside.bodies[-1]) == chat("big", stream=stream)
         await eventually(running.settled)
-        used = await running.used_by("me")
+        used = await running.used_by("a")
         text = json.dumps(used)
         assert text.count("4") >= 1, text
         account = next(iter(running.gateway.admission.accounts()))
@@ -320,9 +303,11 @@ async def test_a_service_elsewhere_answers_with_its_own_key(
 
 
 async def test_a_client_that_leaves_a_service_elsewhere_leaves_nothing() -> None:
-    one, outside = await fake("one"), await fake("big")
-    models = {"one": {"fallbacks": [{"model": "big", "base_url": outside.url}]}}
-    async with serving(one, outside=outside, models=models) as (running, client):
+    one = FakeInstance(("one",))
+    async with (
+        outside_service() as (outside, models),
+        rig([one], models=models) as (running, client, _),
+    ):
         await one.kill()
         body = chat("one", fake={"hang": True})
         with pytest.raises(httpx.ReadTimeout):
@@ -351,8 +336,8 @@ def test_a_configuration_that_cannot_be_meant_is_refused(models: Any, says: str)
 
 
 async def test_routes_are_reloaded() -> None:
-    engine = await fake("llama")
-    async with serving(engine) as (running, client):
+    engine = FakeInstance(("llama",))
+    async with rig([engine]) as (running, client, _):
         assert (await client.post(CHAT, json=chat("gpt"))).status_code == 404
         gateway = running.gateway
         data = gateway.config.model_dump() | {"models": {"gpt": {"serve": "llama"}}}

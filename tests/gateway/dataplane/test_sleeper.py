@@ -1,6 +1,8 @@
 """Placement as others than a client drive it: any object that can sleep, wake and be gone."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -8,8 +10,8 @@ from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import Outcome, Reject, Request
 from hetero_gateway.gateway.dataplane.dispatcher import Placed
 from hetero_gateway.gateway.dataplane.placement import Placement, SleeperGone
-from tests.fakes.running import RunningGateway, eventually, running_gateway
-from tests.gateway.dataplane.test_placement import fake_instances, narrow
+from tests.fakes.running import RunningGateway, eventually
+from tests.gateway.dataplane.test_placement import serving
 
 REQUEST = Request("m", 5000, 10.0)
 
@@ -35,10 +37,11 @@ def placed(placement: Placement) -> Placed:
     return place
 
 
-def ticket_of(placement: Placement) -> Ticket:
+def waiting(placement: Placement, worker: Worker) -> Coroutine[Any, Any, Placed | Reject]:
+    """What one more waits for, for ever."""
     ticket = placement.submit(REQUEST, ())
     assert isinstance(ticket, Ticket)
-    return ticket
+    return placement.wait(ticket, worker, asyncio.get_running_loop().time() + 1e6)
 
 
 def observed(running: RunningGateway) -> int:
@@ -48,7 +51,7 @@ def observed(running: RunningGateway) -> int:
 
 
 async def test_where_there_is_room_a_place_is_given_at_once() -> None:
-    async with fake_instances(1) as fakes, running_gateway(narrow(fakes)) as running:
+    async with serving() as (running, *_):
         placement = running.gateway.placement
         place = placed(placement)
         assert (place.instance.id, place.waited_s) == ("i0", 0.0)
@@ -58,16 +61,14 @@ async def test_where_there_is_room_a_place_is_given_at_once() -> None:
 
 
 async def test_who_waits_is_woken_and_gets_the_room_of_who_leaves() -> None:
-    async with fake_instances(1) as fakes, running_gateway(narrow(fakes)) as running:
+    async with serving() as (running, *_):
         placement, worker = running.gateway.placement, Worker()
         first = placed(placement)
-        waiting = asyncio.create_task(
-            placement.wait(ticket_of(placement), worker, asyncio.get_running_loop().time() + 1e6)
-        )
+        task = asyncio.create_task(waiting(placement, worker))
         await asyncio.sleep(0)
         assert len(placement) == 1
         placement.settle(first.dispatch, Outcome.COMPLETED)
-        second = await waiting
+        second = await task
         assert isinstance(second, Placed)
         placement.settle(second.dispatch, Outcome.COMPLETED)
         assert running.settled()
@@ -75,35 +76,32 @@ async def test_who_waits_is_woken_and_gets_the_room_of_who_leaves() -> None:
 
 @pytest.mark.parametrize("moment", ["before it sleeps", "asleep", "placed and not yet awake"])
 async def test_a_sleeper_that_is_gone_leaves_nothing_behind(moment: str) -> None:
-    async with fake_instances(1) as fakes, running_gateway(narrow(fakes)) as running:
+    async with serving() as (running, *_):
         placement, worker = running.gateway.placement, Worker()
         first = placed(placement)
         worker.gone = moment == "before it sleeps"
-        ticket = ticket_of(placement)
-        waiting = asyncio.create_task(
-            placement.wait(ticket, worker, asyncio.get_running_loop().time() + 1e6)
-        )
+        task = asyncio.create_task(waiting(placement, worker))
         await asyncio.sleep(0)
         if moment == "placed and not yet awake":
             placement.settle(first.dispatch, Outcome.COMPLETED)  # the pump comes later in this turn
         worker.gone = True
         worker.wake()
         with pytest.raises(SleeperGone):
-            await waiting
+            await task
         placement.settle(first.dispatch, Outcome.COMPLETED)
         await eventually(running.settled)
         await eventually(lambda: placement.idle)
 
 
 async def test_every_pass_of_deciding_is_counted_once_whoever_it_places() -> None:
-    async with fake_instances(1) as fakes, running_gateway(narrow(fakes)) as running:
+    async with serving() as (running, *_):
         placement, worker = running.gateway.placement, Worker()
         first = placed(placement)
         assert observed(running) == 1
-        ticket = ticket_of(placement)
+        wait = waiting(placement, worker)
         assert observed(running) == 2  # it placed nobody
         placement.settle(first.dispatch, Outcome.COMPLETED)
-        place = await placement.wait(ticket, worker, asyncio.get_running_loop().time() + 1e6)
+        place = await wait
         assert isinstance(place, Placed)
         placement.settle(place.dispatch, Outcome.COMPLETED)
         assert isinstance(placement.submit(Request("nope", 1, 1.0), ()), Reject)

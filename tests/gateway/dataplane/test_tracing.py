@@ -16,8 +16,8 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.fakes.running import config_for, eventually, running_gateway
-from tests.fakes.vllm import FakeInstance, fake_instances
+from tests.fakes.running import rig
+from tests.fakes.vllm import FakeInstance
 
 CHAT = "/v1/chat/completions"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -75,14 +75,11 @@ def chat(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_span_continues_its_clients_trace_into_the_instance(workers: int) -> None:
     with receiver() as (endpoint, spans):
-        async with fake_instances(1) as fakes:
-            config = config_for(fakes, traces={"endpoint": endpoint})
-            async with running_gateway(config, workers=workers) as running:
-                async with httpx.AsyncClient(base_url=running.url) as client:
-                    body = chat(stream=True, max_tokens=50, fake={"events": 4})
-                    headers = {"traceparent": TRACEPARENT, "x-request-id": "mine"}
-                    assert (await client.post(CHAT, json=body, headers=headers)).status_code == 200
-                await eventually(running.settled)
+        traces = {"endpoint": endpoint}
+        async with rig(workers=workers, traces=traces) as (_, client, fakes):
+            body = chat(stream=True, max_tokens=50, fake={"events": 4})
+            headers = {"traceparent": TRACEPARENT, "x-request-id": "mine"}
+            assert (await client.post(CHAT, json=body, headers=headers)).status_code == 200
         # What was there at the end was exported.
         (span,) = spans
     assert span.name == "chat m"
@@ -107,20 +104,13 @@ async def test_a_span_continues_its_clients_trace_into_the_instance(workers: int
 
 async def test_what_fails_and_what_is_never_sent_have_spans_too() -> None:
     with receiver() as (endpoint, spans):
-        async with fake_instances(1) as fakes:
-            config = config_for(fakes, traces={"endpoint": endpoint})
-            async with running_gateway(config) as running:
-                async with httpx.AsyncClient(base_url=running.url) as client:
-                    await client.post(CHAT, json={"model": PROMPT, "messages": []})
-                    with pytest.raises(httpx.RemoteProtocolError):
-                        await client.post(
-                            CHAT, json=chat(stream=True, fake={"events": 9, "die": "after_events"})
-                        )
-                await eventually(running.settled)
-        assert {attributes_of(span)["hetero_gateway.outcome"] for span in spans} == {
-            "rejected",
-            "upstream_error",
-        }
+        async with rig(traces={"endpoint": endpoint}) as (_, client, _):
+            await client.post(CHAT, json={"model": PROMPT, "messages": []})
+            breaks = chat(stream=True, fake={"events": 9, "die": "after_events"})
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post(CHAT, json=breaks)
+        outcomes = {attributes_of(span)["hetero_gateway.outcome"] for span in spans}
+        assert outcomes == {"rejected", "upstream_error"}
     (failed,) = (span for span in spans if "error.type" in attributes_of(span))
     assert attributes_of(failed)["error.type"] == "reset"
     assert failed.status.code == 2
@@ -132,13 +122,9 @@ async def test_what_fails_and_what_is_never_sent_have_spans_too() -> None:
 
 async def test_a_client_that_does_not_trace_is_followed_in_that() -> None:
     with receiver() as (endpoint, spans):
-        async with fake_instances(1) as fakes:
-            config = config_for(fakes, traces={"endpoint": endpoint})
-            async with running_gateway(config) as running:
-                async with httpx.AsyncClient(base_url=running.url) as client:
-                    headers = {"traceparent": TRACEPARENT[:-2] + "00"}
-                    await client.post(CHAT, json=chat(), headers=headers)
-                await eventually(running.settled)
+        async with rig(traces={"endpoint": endpoint}) as (_, client, fakes):
+            headers = {"traceparent": TRACEPARENT[:-2] + "00"}
+            await client.post(CHAT, json=chat(), headers=headers)
     assert spans == []
     (sent,) = traceparent_at(fakes[0])
     assert sent.startswith(f"00-{TRACE}-")
@@ -146,19 +132,16 @@ async def test_a_client_that_does_not_trace_is_followed_in_that() -> None:
 
 
 async def test_switched_off_the_header_passes_as_it_came() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, client, fakes):
         assert running.gateway.dataplane.rooms.tracing is None
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            await client.post(CHAT, json=chat(), headers={"traceparent": TRACEPARENT})
+        await client.post(CHAT, json=chat(), headers={"traceparent": TRACEPARENT})
         assert traceparent_at(fakes[0]) == [TRACEPARENT]
 
 
 async def test_a_collector_that_does_not_answer_holds_nothing_up() -> None:
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, traces={"endpoint": "http://127.0.0.1:9/v1/traces"})
-        async with asyncio.timeout(60), running_gateway(config) as running:
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                assert (await client.post(CHAT, json=chat())).status_code == 200
+    traces = {"endpoint": "http://127.0.0.1:9/v1/traces"}
+    async with asyncio.timeout(60), rig(traces=traces) as (_, client, _):
+        assert (await client.post(CHAT, json=chat())).status_code == 200
 
 
 def test_switched_off_nothing_of_it_is_imported(tmp_path: Path) -> None:

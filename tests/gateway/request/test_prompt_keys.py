@@ -7,18 +7,17 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.dataplane.parse_body import hostile_bodies
-from hetero_gateway.core.prefixes.keys import (
-    namespace,
-    seed_of,
-)
+from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.request import openai, prompt_keys
-from hetero_gateway.gateway.request.folding import finish, fold, items_of
+from hetero_gateway.gateway.request import openai
+from hetero_gateway.gateway.request.items import MOST_ITEMS, items_of, places_of
 from hetero_gateway.gateway.request.openai import parse_body
+from hetero_gateway.gateway.turns import finish
 
 SEED = seed_of(b"tests")
 SAYINGS = [
@@ -253,33 +252,22 @@ def test_deep_nesting_is_one_message() -> None:
         assert keys(body).text_bytes == 2 * depth
 
 
-def test_long_texts_are_hashed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-
-    class Counted(prompt_keys.KeyChain):
-        def take(self, part: Any, start: int, most_bytes: int) -> int:
-            result = super().take(part, start, most_bytes)
-            hashed[-1] += result - start
-            return result
-
-    monkeypatch.setattr(prompt_keys, "KeyChain", Counted)
-    body = json.dumps({"model": "m", "prompt": "x" * (1 << 23)}).encode()
-    steps = openai.parse_in_steps(body, b"", "/v1/completions", SEED)
-    hashed.append(0)
-    for _ in steps:
-        hashed.append(0)
-    assert sum(hashed) == 1 << 23
-    assert max(hashed) <= 1 << 20
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_a_walk_finds_the_items_that_a_parser_does(seed: int) -> None:
+def test_the_items_of_an_array_are_found_where_they_stand(seed: int) -> None:
     rng = random.Random(seed)
     style: dict[str, Any] = rng.choice([{}, {"separators": (",", ":")}, {"indent": 1}])
     items = [message(rng, rng.choice([10, 3000, 90_000])) for _ in range(rng.randrange(1, 60))]
     field = json.dumps(items, **style).encode()
-    found = [field[start:end] for start, end in items_of(field)]
-    assert [json.loads(one) for one in found] == items
-    body = b'{"a":[{"b":[]}], "messages" : ' + field + b' ,"z":{"y":{"x":[{}]}}}'
-    folded = finish(fold(body))
-    assert set(found) <= {body[start:end] for start, end in folded.items}
+    found = places_of(msgspec.Raw(field), items_of(msgspec.Raw(field)))
+    assert [json.loads(field[start:end]) for start, end in found] == items
+
+
+def test_of_a_million_items_the_first_are_made() -> None:
+    field = msgspec.Raw(b"[" + b"[ ], {}," * 500_000 + b"0]")
+    found = items_of(field)
+    assert [bytes(item) for item in found[:2]] == [b"[ ]", b"{}"]
+    assert len(found) == MOST_ITEMS
+    assert places_of(field, found)[-2:] == [
+        (4 * MOST_ITEMS - 7, 4 * MOST_ITEMS - 4),
+        (4 * MOST_ITEMS - 2, 4 * MOST_ITEMS),
+    ]

@@ -1,19 +1,21 @@
 """Emulated instances on real sockets, each in a thread with an event loop of its own."""
 
+import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.server import Server, listen
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.server import EmulatedServer, listen
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 
 # About 1 ms for a step: quick, and slow enough that a test can act in the middle of an answer.
 FAST = Constants(p1=1e-6, p2=1e-5, p3=0, p4=1e-3, p5=1e-9, p6=1e-5, p7=0, p8=1e-3)
@@ -24,7 +26,7 @@ class Instance:
     """A running emulated instance and how to ask it."""
 
     base_url: str
-    server: Server
+    server: EmulatedServer
     http: httpx.Client
 
     def post(self, path: str, body: object, **options) -> httpx.Response:
@@ -38,6 +40,18 @@ class Instance:
         return [
             block.partition("data: ")[2] for block in response.text.split("\n\n") if block.strip()
         ]
+
+    def ask(self, path: str, body: object, **options) -> dict[str, Any]:
+        """The document that answers it."""
+        response = self.post(path, body, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chunks(self, path: str, body: dict[str, object]) -> list[dict[str, Any]]:
+        """The documents of a stream that ends with [DONE]."""
+        *chunks, done = self.stream(path, body)
+        assert done == "[DONE]"
+        return [json.loads(chunk) for chunk in chunks]
 
     def metric(self, name: str) -> float:
         match = re.search(
@@ -62,10 +76,10 @@ def profile(
 
 
 @contextmanager
-def running(settings: Settings) -> Iterator[Instance]:
+def running(settings: EmulatorSettings) -> Iterator[Instance]:
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
-    server = Server(EmulatedVLLM(settings), listener, on_ready=ready.set)
+    server = EmulatedServer(EmulatedVLLM(settings), listener, on_ready=ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -88,7 +102,7 @@ def emulate() -> Iterator[Emulate]:
     stack = ExitStack()
 
     def start(constants: Constants = FAST, kv_tokens: int = 64_000, **options) -> Instance:
-        context = running(Settings(profile(constants, kv_tokens), **options))
+        context = running(EmulatorSettings(profile(constants, kv_tokens), **options))
         return stack.enter_context(context)
 
     with stack:
@@ -98,5 +112,7 @@ def emulate() -> Iterator[Emulate]:
 @pytest.fixture(scope="module")
 def instance() -> Iterator[Instance]:
     """One instance for every test of a module that leaves nothing behind."""
-    with running(Settings(profile(), models=("tiny", "alias"), max_model_len=4096)) as started:
+    with running(
+        EmulatorSettings(profile(), models=("tiny", "alias"), max_model_len=4096)
+    ) as started:
         yield started

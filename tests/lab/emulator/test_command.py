@@ -28,7 +28,6 @@ def test_it_takes_a_free_port_says_so_and_stops_cleanly(number):
     command = [sys.executable, "-c", RUN, "--profile", PROFILE, "--port", "0", "--model", "m"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stderr is not None
             line = process.stderr.readline()
             found = re.search(r"on (http://127\.0\.0\.1:\d+)$", line.strip())
             assert found, line

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
-from hetero_gateway.lab.emulator.lengths import LogNormalLengths, TraceLengths
+from hetero_gateway.lab.emulator.lengths import LogNormalOutputs, TraceOutputs
 from hetero_gateway.lab.emulator.text import (
     SchemaError,
     count_tokens,
@@ -20,7 +20,7 @@ from hetero_gateway.lab.emulator.text import (
     words,
 )
 
-LENGTHS = LogNormalLengths(100, 1.0)
+LENGTHS = LogNormalOutputs(100, 1.0)
 
 
 def answer(limit=200, seed=1, **asked):
@@ -32,13 +32,13 @@ def test_log_normal_lengths_have_the_mean_and_spread_asked_for():
     drawn = [LENGTHS.draw((i + 0.5) / n) for i in range(n)]
     assert fmean(drawn) == pytest.approx(100, rel=0.02)
     assert pstdev(drawn) == pytest.approx(100, rel=0.05)
-    assert {LogNormalLengths(50, 0).draw(u) for u in (0.01, 0.5, 0.99)} == {50}
+    assert {LogNormalOutputs(50, 0).draw(u) for u in (0.01, 0.5, 0.99)} == {50}
 
 
 def test_trace_lengths_come_from_the_column(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n0,10,7\n1,10,90\n")
-    lengths = TraceLengths.read(path)
+    lengths = TraceOutputs.read(path)
     assert [lengths.draw(u) for u in (0.0, 0.49, 0.5, 0.999)] == [7, 7, 90, 90]
 
 
@@ -56,14 +56,14 @@ def test_a_broken_trace_names_the_file(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
-        TraceLengths.read(path)
+        TraceOutputs.read(path)
     assert "trace.csv" in str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{"mean_tokens": 0.5}, {"cv": -1}])
 def test_impossible_lengths_are_refused(options):
     with pytest.raises(ConfigError):
-        LogNormalLengths(**options)
+        LogNormalOutputs(**options)
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.integers(0, 60), st.integers(60, 300))
@@ -82,13 +82,14 @@ def test_a_seed_decides_the_answer():
 
 
 def test_a_stop_string_cuts_the_text_and_counts_its_tokens():
-    whole = b"".join(answer(ignore_eos=True).pieces).decode()
+    pieces = answer(ignore_eos=True).pieces
+    whole = b"".join(pieces).decode()
     stop = whole[40:46]
     got = answer(ignore_eos=True, stop=("never there", stop))
     assert b"".join(got.pieces).decode() == whole[: whole.index(stop)]
     assert (got.finish_reason, got.stop_reason) == ("stop", stop)
     end = whole.index(stop) + len(stop)
-    lengths = [len(piece) for piece in answer(ignore_eos=True).pieces]
+    lengths = [len(piece) for piece in pieces]
     assert sum(lengths[: len(got.pieces) - 1]) < end <= sum(lengths[: len(got.pieces)])
 
 

@@ -20,26 +20,21 @@ def client(instance):
         yield client
 
 
+CHAT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5}
+
+
 def test_chat(client):
-    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5)
+    answer = client.chat.completions.create(**CHAT)
     assert answer.choices[0].message.content
     assert answer.usage.completion_tokens <= 5
 
 
 def test_chat_stream(client):
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_tokens=5,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    chunks = list(stream)
-    words = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
-    assert len(words) == 5
-    assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].usage.completion_tokens == 5
+    more = {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
+    *chunks, usage = client.chat.completions.create(**CHAT, stream=True, **more)
+    assert len([c for c in chunks if c.choices[0].delta.content]) == 5
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert usage.usage.completion_tokens == 5
 
 
 def test_completions(client):
@@ -51,10 +46,8 @@ def test_completions(client):
 
 async def test_async_chat_plain_and_streamed(instance):
     async with AsyncOpenAI(base_url=f"{instance.base_url}/v1", api_key="x") as client:
-        plain = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5)
-        stream = await client.chat.completions.create(
-            model="tiny", messages=MESSAGES, max_tokens=5, stream=True
-        )
+        plain = await client.chat.completions.create(**CHAT)
+        stream = await client.chat.completions.create(**CHAT, stream=True)
         text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert plain.choices[0].message.content
     assert text
@@ -63,11 +56,12 @@ async def test_async_chat_plain_and_streamed(instance):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_tools(client, choice):
     asked = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice}
-    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {})
+    plain = client.chat.completions.create(**asked)
     with client.chat.completions.stream(**asked) as stream:
-        (call,) = stream.get_final_completion().choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {})
+        streamed = stream.get_final_completion()
+    for answer in (plain, streamed):
+        (call,) = answer.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {})
 
 
 class Place(BaseModel):

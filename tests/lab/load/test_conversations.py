@@ -9,7 +9,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files.prefix_trace import TracedText
 from hetero_gateway.files.trace import LoadRequest, TraceRequest, schedule
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.client import Reply, parse_target
 from hetero_gateway.lab.load.conversations import Conversations, answer_text
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
@@ -93,37 +93,35 @@ def test_an_answers_text(tail, stream, text):
     assert answer_text(Reply(0.0, failure="reset", tail=tail), stream=stream) is None
 
 
+async def sent(requests, stream: bool = True, **settings):
+    """The records of these chats with an emulated instance."""
+    maker = BodyMaker("m", PromptKind.CHAT, stream, 4.0, filler_pool())
+    profile = Profile("GPU", "m", 1, FAST, 64_000, 64)
+    async with emulated(EmulatorSettings(profile, models=("m",), **settings)) as (url, _):
+        return await replay(parse_target(url), requests, maker, ReplayOptions(timeout_s=60))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_over_http_the_turns_find_what_the_last_one_left(stream):
-    profile = Profile("GPU", "m", 1, FAST, 64_000, 64)
-    settings = Settings(profile, models=("m",), prompt_tokens_details=True)
-    maker = BodyMaker("m", PromptKind.CHAT, stream, 4.0, filler_pool())
-    async with emulated(settings) as (url, _):
-        records = await replay(parse_target(url), talk(), maker, ReplayOptions(timeout_s=60))
+    records = await sent(talk(), stream, prompt_tokens_details=True)
     assert [record.error for record in records] == [None] * 4
     # The trace's lengths, but for a few tokens of the template.
-    assert [record.input_tokens for record in records] == pytest.approx(
-        [960, 960, 1280, 1600], abs=24
-    )
-    first, _, second, third = (record.cached_tokens for record in records)
-    assert first == 0
-    assert (second, third) == (pytest.approx(1024, abs=32), pytest.approx(1344, abs=32))
+    lengths = [record.input_tokens for record in records]
+    assert lengths == pytest.approx([960, 960, 1280, 1600], abs=24)
+    cached = [record.cached_tokens for record in records]
+    assert cached[0] == 0
+    assert cached[2:] == pytest.approx([1024, 1344], abs=32)
     assert records[2].sent_s >= records[0].end_s
     assert records[3].sent_s >= records[2].end_s
     # Whoever waited for an answer was not sent late.
     assert records[3].sent_s - records[3].due_s < 0.2
     summary = summarise(records)
-    assert summary.cached_share == pytest.approx(
-        sum(r.cached_tokens for r in records) / sum(r.input_tokens for r in records)
-    )
+    assert summary.cached_share == pytest.approx(sum(cached) / sum(lengths))
     assert summary.to_dict()["cached_share"] == summary.cached_share
 
 
 async def test_without_details_nobody_knows_the_share():
-    settings = Settings(Profile("GPU", "m", 1, FAST, 64_000, 64), models=("m",))
-    maker = BodyMaker("m", PromptKind.CHAT, True, 4.0, filler_pool())
-    async with emulated(settings) as (url, _):
-        records = await replay(parse_target(url), talk()[:1], maker, ReplayOptions())
+    records = await sent(talk()[:1])
     assert records[0].cached_tokens is None
     assert summarise(records).cached_share is None
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -64,34 +64,26 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert list(tmp_path.glob("hetero-gateway-demo-*")) == []
 
 
-def wait_for_children(demo: subprocess.Popen[str], count: int) -> list[int]:
+def until(condition: Callable[[], object], demo: subprocess.Popen[str]) -> None:
     give_up_s = time.monotonic() + _DEADLINE_S
-    while len(children_of(demo.pid)) < count:
+    while not condition():
         assert demo.poll() is None
         assert time.monotonic() < give_up_s
-        time.sleep(0.02)
-    return children_of(demo.pid)
+        time.sleep(0.01)
 
 
-def wait_for_imports(demo: subprocess.Popen[str]) -> None:
-    """Until a library that only ``main`` loads is there."""
-    give_up_s = time.monotonic() + _DEADLINE_S
-    while "pydantic_core" not in Path(f"/proc/{demo.pid}/maps").read_text():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.002)
+def imports(demo: subprocess.Popen[str]) -> bool:
+    """Whether a library that only ``main`` loads is there."""
+    return "pydantic_core" in Path(f"/proc/{demo.pid}/maps").read_text()
 
 
-def wait_for_load(folder: Path) -> None:
-    """Until the gateway, whose log is the third, has requests in flight."""
-    give_up_s = time.monotonic() + _DEADLINE_S
-    while True:
-        assert time.monotonic() < give_up_s
-        text = "".join(log.read_text() for log in folder.glob("hetero-gateway-demo-*/3.log"))
-        if found := re.search(r"serving on (http://[\d.:]+)", text):
-            listed = httpx.get(f"{found[1]}/admin/instances", timeout=_DEADLINE_S).json()
-            if any(instance["in_flight"] for instance in listed["instances"]):
-                return
-        time.sleep(0.05)
+def is_loaded(folder: Path) -> bool:
+    """Whether the gateway, whose log is the third, has requests in flight."""
+    text = "".join(log.read_text() for log in folder.glob("hetero-gateway-demo-*/3.log"))
+    if found := re.search(r"serving on (http://[\d.:]+)", text):
+        listed = httpx.get(f"{found[1]}/admin/instances", timeout=_DEADLINE_S).json()
+        return any(instance["in_flight"] for instance in listed["instances"])
+    return False
 
 
 def finish(demo: subprocess.Popen[str]) -> tuple[str, str]:
@@ -120,8 +112,7 @@ async def test_the_demo_compares_three_policies(
     names = [result["policy"] for result in document["results"]]
     assert names == ["round-robin", "capacity-weighted", "finish-time"]
     for result in document["results"]:
-        assert result["errors"] == 0
-        assert result["requests"] == document["requests"]
+        assert (result["errors"], result["requests"]) == (0, document["requests"])
         assert {i["id"] for i in result["instances"]} == {"v100-tp1", "v100-tp4"}
         assert sum(i["requests"] for i in result["instances"]) == document["requests"]
         # The load generator forces the length, so every policy carried the same tokens.
@@ -141,12 +132,11 @@ def test_a_signal_at_any_moment_leaves_no_process_and_no_traceback(
     scratch: Path, number: signal.Signals, children: int
 ) -> None:
     demo = start("--seconds", "30", "--port", "0", cwd=scratch)
-    if children == 0:
-        wait_for_imports(demo)
-    pids = wait_for_children(demo, children)
+    until(lambda: imports(demo), demo)
+    until(lambda: len(children_of(demo.pid)) >= children, demo)
     if children == 3:
-        wait_for_load(scratch)
-        pids = children_of(demo.pid)
+        until(lambda: is_loaded(scratch), demo)
+    pids = children_of(demo.pid)
     demo.send_signal(number)
     _, err = finish(demo)
     assert demo.returncode == 128 + number
@@ -164,15 +154,11 @@ def test_keep_serves_until_interrupted(scratch: Path) -> None:
             url = line.split()[1].removesuffix("/dashboard")
         if "curl" in line:
             break
-    pids = wait_for_children(demo, 3)
+    until(lambda: len(children_of(demo.pid)) >= 3, demo)
+    pids = children_of(demo.pid)
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
     answer = httpx.post(
-        f"{url}/v1/chat/completions",
-        json={
-            "model": "Llama-3-8B",
-            "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": 3,
-        },
-        timeout=_DEADLINE_S,
+        f"{url}/v1/chat/completions", json={"model": "Llama-3-8B", **asked}, timeout=_DEADLINE_S
     )
     assert answer.status_code == 200
     assert answer.headers["x-hetero-gateway-instance"] in ("v100-tp4", "v100-tp1")

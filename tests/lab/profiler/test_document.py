@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from datetime import UTC, date, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from hetero_gateway.cli.reports.profile import report
 from hetero_gateway.core.costs.fitting import Fit, PartFit
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.profile_file import load_profile, write_profile_file
-from hetero_gateway.lab.profiler.document import (
-    profile_document,
-    unidentified,
-)
+from hetero_gateway.lab.profiler.document import ProfiledInstance, profile_document, unidentified
 
 from .builders import fit_of, measured
 
@@ -54,38 +49,31 @@ FIT = Fit(
 
 
 def document(fit: Fit = FIT, **source: Any) -> dict[str, Any]:
-    return profile_document(
-        fit,
-        gpu="A800-80GB-PCIe",
-        model="Llama-3-8B",
-        tensor_parallel=2,
-        kv_capacity_tokens=123_456,
-        max_num_seqs=128,
-        source=source,
-    )
+    instance = ProfiledInstance("A800-80GB-PCIe", "Llama-3-8B", 2, 123_456, 128)
+    return profile_document(fit, instance, source)
 
 
-def test_the_file_has_the_layout_of_a_profile() -> None:
-    doc = document(note="by hand")
+def test_the_file_has_the_layout_of_a_profile_and_says_how_it_was_measured_and_how_well() -> None:
+    doc = document(note="by hand", engine="vllm 0.32.0", discarded={"waited": 3})
     assert list(doc) == [
         *("gpu", "model", "tensor_parallel", "constants", "kv_capacity_tokens", "max_num_seqs"),
         "source",
     ]
     assert list(doc["constants"]) == [f"p{i}" for i in range(1, 10)]
     assert doc["constants"]["p1"] == 1.235e-4
-    assert doc["source"]["how"] == "measured"
-    assert doc["source"]["note"] == "by hand"
-    assert doc["source"]["error"] == {"prefill": 0.03457, "decode": 0.05}
-    assert abs((datetime.now(UTC).date() - doc["source"]["date"]).days) <= 1
-
-
-def test_what_was_measured_how_and_how_well_stands_in_the_source() -> None:
-    source = document(engine="vllm 0.32.0", block_size=16, discarded={"waited": 3})["source"]
-    assert source["engine"] == "vllm 0.32.0"
-    assert source["discarded"] == {"waited": 3}
-    assert source["unidentified"] == ["p2", "p3"]
-    assert source["intervals"]["p4"] == [0.019, 0.021]
-    assert source["fit"]["prefill"] == {
+    source = doc["source"]
+    assert abs((datetime.now(UTC).date() - source.pop("date")).days) <= 1
+    assert source.pop("intervals")["p4"] == [0.019, 0.021]
+    fit = source.pop("fit")
+    assert source == {
+        "how": "measured",
+        "note": "by hand",
+        "engine": "vllm 0.32.0",
+        "discarded": {"waited": 3},
+        "error": {"prefill": 0.03457, "decode": 0.05},
+        "unidentified": ["p2", "p3"],
+    }
+    assert fit["prefill"] == {
         "r2": 0.9877,
         "median_error": 0.02,
         "worst_error": 0.1235,
@@ -94,7 +82,7 @@ def test_what_was_measured_how_and_how_well_stands_in_the_source() -> None:
         "outliers": 2,
         "eq_3_error": 0.051,
     }
-    assert "eq_3_error" not in source["fit"]["decode"]
+    assert "eq_3_error" not in fit["decode"]
 
 
 def test_the_caller_may_give_the_date_and_leave_keys_out() -> None:
@@ -103,11 +91,15 @@ def test_the_caller_may_give_the_date_and_leave_keys_out() -> None:
     assert "engine" not in source
 
 
-def test_a_written_profile_loads_with_the_same_constants(tmp_path: Path) -> None:
+def reloaded(tmp_path, doc: dict[str, Any]) -> Profile:
+    write_profile_file(tmp_path / "p.yaml", doc)
+    return load_profile("p.yaml", tmp_path)
+
+
+def test_a_written_profile_loads_with_the_same_constants(tmp_path) -> None:
     fit = fit_of(measured())
     doc = document(fit, engine="vllm 0.32.0", block_size=16, max_model_len=4096, note="n")
-    write_profile_file(tmp_path / "p.yaml", doc)
-    profile = load_profile("p.yaml", tmp_path)
+    profile = reloaded(tmp_path, doc)
     assert profile.name == "A800-80GB-PCIe/Llama-3-8B/tp2"
     assert (profile.kv_capacity_tokens, profile.max_num_seqs) == (123_456, 128)
     assert dataclasses.astuple(profile.constants) == pytest.approx(
@@ -117,46 +109,20 @@ def test_a_written_profile_loads_with_the_same_constants(tmp_path: Path) -> None
     assert profile.source["engine"] == "vllm 0.32.0"
 
 
-def test_an_undefined_r2_is_left_out_and_the_file_loads(tmp_path: Path) -> None:
+def test_an_undefined_r2_is_left_out_and_the_file_loads(tmp_path) -> None:
     fit = dataclasses.replace(FIT, prefill=dataclasses.replace(GOOD, r2=math.nan))
-    write_profile_file(tmp_path / "p.yaml", document(fit))
-    assert load_profile("p.yaml", tmp_path).source["fit"]["prefill"]["r2"] is None
+    assert reloaded(tmp_path, document(fit)).source["fit"]["prefill"]["r2"] is None
     assert "nan" not in report(fit)
 
 
-def test_an_engine_cannot_read_the_environment_through_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_cannot_read_the_environment_through_its_own_name(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HETERO_TEST_SECRET", "sesame")
     doc = document(engine="${HETERO_TEST_SECRET}") | {"model": "${HETERO_TEST_SECRET}"}
-    write_profile_file(tmp_path / "p.yaml", doc)
-    profile = load_profile("p.yaml", tmp_path)
+    profile = reloaded(tmp_path, doc)
     assert "sesame" not in profile.name + str(profile.source)
 
 
-def test_a_failure_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "p.yaml"
-    path.write_text("old")
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_profile_file(path, document())
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["p.yaml"]
-
-
-def test_others_may_read_the_file(tmp_path: Path) -> None:
-    write_profile_file(tmp_path / "p.yaml", document())
-    assert (tmp_path / "p.yaml").stat().st_mode & 0o777 == 0o644
-    assert yaml.safe_load((tmp_path / "p.yaml").read_text())["gpu"] == "A800-80GB-PCIe"
-
-
-def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_is_named(tmp_path) -> None:
     path = tmp_path / "nowhere" / "p.yaml"
     with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: cannot be written: No such"):
         write_profile_file(path, document())

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.lab.profiler.grid import KV_SHARE, Limits, plan_cells
+from hetero_gateway.lab.profiler.grid import KV_SHARE, BatchLimits, plan_cells
 
-A100 = Limits(8192, 400_000, 16, 256, 2048)
+A100 = BatchLimits(8192, 400_000, 16, 256, 2048)
 
 limits = st.builds(
-    Limits,
+    BatchLimits,
     max_model_len=st.integers(64, 200_000),
     kv_capacity_tokens=st.integers(256, 2_000_000),
     block_tokens=st.sampled_from((1, 16, 128)),
@@ -38,19 +38,14 @@ def test_a_seed_gives_the_same_cells_again_and_another_one_others(seed):
     assert plan_cells(A100, seed) != plan_cells(A100, seed + 1)
 
 
-def test_batch_sizes_are_powers_of_two_up_to_the_engines_limit():
-    assert {c.batch_size for c in plan_cells(A100, 0)} == {2**i for i in range(9)}
+def test_batch_sizes_are_powers_of_two_up_to_the_engines_limit_and_come_first():
+    sizes = [c.batch_size for c in plan_cells(A100, 0)]
+    assert set(sizes) == set(sizes[:9]) == {2**i for i in range(9)}
 
 
 def test_a_limit_well_above_a_power_of_two_is_measured_too():
-    few = Limits(8192, 400_000, 16, 48, 2048)
+    few = BatchLimits(8192, 400_000, 16, 48, 2048)
     assert max(c.batch_size for c in plan_cells(few, 0)) == 48
-
-
-def test_the_first_cells_already_have_every_batch_size():
-    cells = plan_cells(A100, 0)
-    sizes = len({c.batch_size for c in cells})
-    assert len({c.batch_size for c in cells[:sizes]}) == sizes
 
 
 def test_each_batch_size_has_prompts_of_very_different_lengths():
@@ -68,26 +63,20 @@ def test_single_prompts_of_many_lengths_are_there_to_show_attention():
 
 def test_a_context_of_two_steps_has_long_single_prompts_too():
     """Two real servers with contexts of 4096 tokens had none above 2048, and no p9."""
-    small = Limits(4096, 524_288, 128, 128, 2048)
+    small = BatchLimits(4096, 524_288, 128, 128, 2048)
     lengths = [c.prompt_tokens for c in plan_cells(small, 0) if c.batch_size == 1]
     assert sum(i > small.max_batched_tokens for i in lengths) == 4
     assert max(lengths) > 0.8 * small.max_model_len
 
 
-def test_most_cells_prefill_in_one_step_and_some_do_not():
+def test_most_cells_prefill_in_one_step_and_in_the_others_who_starts_early_still_runs_at_the_end():
     cells = plan_cells(A100, 0)
-    one_step = sum(c.one_step for c in cells)
-    assert len(cells) / 2 < one_step < len(cells)
+    deep = [c for c in cells if not c.one_step]
+    assert 0 < len(deep) < len(cells) / 2
+    assert all(c.output_tokens > c.batch_size * c.prompt_tokens / 2048 for c in deep)
 
 
-def test_a_sequence_that_starts_early_still_runs_when_the_last_one_starts():
-    for cell in plan_cells(A100, 0):
-        if not cell.one_step:
-            assert cell.output_tokens > cell.batch_size * cell.prompt_tokens / 2048
-
-
-def test_an_engine_without_room_for_a_request_is_refused():
+@pytest.mark.parametrize("sizes", [(16, 100_000), (4096, 20)])
+def test_an_engine_without_room_for_a_request_is_refused(sizes):
     with pytest.raises(ConfigError, match="no room"):
-        plan_cells(Limits(16, 100_000, 16, 8, 2048), 0)
-    with pytest.raises(ConfigError, match="no room"):
-        plan_cells(Limits(4096, 20, 16, 8, 2048), 0)
+        plan_cells(BatchLimits(*sizes, 16, 8, 2048), 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,35 +55,27 @@ def test_times_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
 
 def test_many_batch_sizes_share_colours(tmp_path: Path) -> None:
     base = measured()
-    samples = [
-        Sample(s.batch_size + n / 32, s.prompt_tokens, s.output_tokens, s.prefill_s, s.decode_s)
-        for n, s in enumerate(base)
-    ]
+    samples = [replace(s, batch_size=s.batch_size + n / 32) for n, s in enumerate(base)]
     write_plot(tmp_path / "fit.svg", samples, fit_of(base))
     sizes = {t for t in comments((tmp_path / "fit.svg").read_text("utf-8")) if t.isdigit()}
     assert {"1", "4", "16", "64"} <= sizes
     assert not any("." in t for t in sizes)
 
 
-def test_a_suffix_that_is_no_picture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fit\.pdf must end in \.png or \.svg"):
-        check_can_plot(tmp_path / "fit.pdf")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fit.pdf", r"fit\.pdf must end in \.png or \.svg"),
+        ("nowhere/fit.svg", "nowhere: no such folder"),
+    ],
+)
+def test_a_place_where_no_picture_can_be_is_refused(tmp_path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_can_plot(tmp_path / name)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere: no such folder"):
-        check_can_plot(tmp_path / "nowhere" / "fit.svg")
-
-
-def test_without_matplotlib_one_line_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_spec = importlib.util.find_spec
-
-    def missing(name: str, *args: Any) -> Any:
-        return None if name == "matplotlib" else find_spec(name, *args)
-
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         write_plot(tmp_path / "fit.svg", measured(), fit_of(measured()))
     assert "pip install hetero-gateway[report]" in str(caught.value)

@@ -10,6 +10,7 @@ import pytest
 from hetero_gateway.core.costs.fitting import Fit, Sample
 from hetero_gateway.errors import ConfigError, ProfileError
 from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.lab.profiler.document import ProfiledInstance
 from hetero_gateway.lab.profiler.recorded import fit_recorded
 from hetero_gateway.lab.profiler.samples import append, record_of, write_csv
 
@@ -17,17 +18,8 @@ from .builders import PLANTED, measured
 
 
 def run(samples_file: Path, output: Path, plot: Path | None = None, seed: int = 0) -> Fit:
-    return fit_recorded(
-        samples_file,
-        output,
-        gpu="A100",
-        model="m",
-        tensor_parallel=1,
-        kv_capacity_tokens=10_000,
-        max_num_seqs=64,
-        plot=plot,
-        seed=seed,
-    ).fit
+    instance = ProfiledInstance("A100", "m", 1, 10_000, 64)
+    return fit_recorded(samples_file, output, instance, plot=plot, seed=seed).fit
 
 
 def test_recorded_samples_become_a_profile_and_a_plot(tmp_path: Path) -> None:
@@ -43,9 +35,7 @@ def test_recorded_samples_become_a_profile_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "p.svg").stat().st_size > 1000
 
 
-def test_json_lines_and_csv_give_the_same_profile_and_discarded_samples_no_say(
-    tmp_path: Path,
-) -> None:
+def test_json_lines_and_csv_give_the_same_profile_and_discarded_samples_no_say(tmp_path) -> None:
     samples = measured()
     write_csv(tmp_path / "s.csv", samples)
     for sample in samples:

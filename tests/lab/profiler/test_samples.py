@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ HEADER = "batch_size,prompt_tokens,output_tokens,prefill_s,decode_s\n"
 ONE = Sample(4, 512, 65, 0.25, 1.5)
 
 
-def csv_file(tmp_path: Path, text: str) -> Path:
+def csv_file(tmp_path, text: str) -> Path:
     path = tmp_path / "samples.csv"
     path.write_text(text, "utf-8")
     return path
@@ -36,16 +37,13 @@ def csv_file(tmp_path: Path, text: str) -> Path:
 # CSV
 
 
-def test_a_csv_file_is_read_and_an_empty_cell_was_not_measured(tmp_path: Path) -> None:
+def test_a_csv_file_is_read_and_an_empty_cell_was_not_measured(tmp_path) -> None:
     path = csv_file(tmp_path, HEADER + "4,512,65,0.25,1.5\n1,64,9,,0.2\n2.5,64,9, ,\n")
-    assert read_csv(path) == [
-        ONE,
-        Sample(1, 64, 9, None, 0.2),
-        Sample(2.5, 64, 9, None, None),
-    ]
+    others = [Sample(1, 64, 9, None, 0.2), Sample(2.5, 64, 9, None, None)]
+    assert read_csv(path) == [ONE, *others]
 
 
-def test_columns_may_stand_in_any_order_and_others_are_ignored(tmp_path: Path) -> None:
+def test_columns_may_stand_in_any_order_and_others_are_ignored(tmp_path) -> None:
     path = csv_file(
         tmp_path,
         "\ufeffgpu, decode_s,prefill_s, output_tokens,prompt_tokens,batch_size\n"
@@ -71,7 +69,7 @@ def test_columns_may_stand_in_any_order_and_others_are_ignored(tmp_path: Path) -
         (HEADER + "4,512\n", "line 2: output_tokens is missing"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_csv_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_in_a_csv_file_is_named(tmp_path, text: str, said: str) -> None:
     path = csv_file(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read_csv(path)
@@ -79,15 +77,18 @@ def test_what_is_wrong_in_a_csv_file_is_named(tmp_path: Path, text: str, said: s
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_no_csv_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.csv: cannot be read: No such file"):
-        read_csv(tmp_path / "nowhere.csv")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        read_csv(tmp_path)
-    path = tmp_path / "binary.csv"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="it is not UTF-8 text"):
-        read_csv(path)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere.csv", r"nowhere\.csv: cannot be read: No such file"),
+        (".", "cannot be read: Is a directory"),
+        ("binary.csv", "it is not UTF-8 text"),
+    ],
+)
+def test_files_that_are_no_csv_are_named(tmp_path, name: str, said: str) -> None:
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=said):
+        read_csv(tmp_path / name)
 
 
 times = st.none() | st.floats(0, 1e4)
@@ -104,16 +105,14 @@ def test_what_is_written_as_csv_is_read_again(
     path = tmp_path_factory.mktemp("csv") / "s.csv"
     write_csv(path, written)
     for before, after in zip(written, read_csv(path), strict=True):
-        for name in ("batch_size", "prompt_tokens", "output_tokens", "prefill_s", "decode_s"):
-            a, b = getattr(before, name), getattr(after, name)
-            assert (a is None) == (b is None)
-            assert a is None or b == pytest.approx(a, rel=1e-8)
+        for a, b in zip(astuple(before), astuple(after), strict=True):
+            assert b is None if a is None else b == pytest.approx(a, rel=1e-8)
 
 
 # JSON lines
 
 
-def test_records_are_appended_and_read_with_what_the_measurement_added(tmp_path: Path) -> None:
+def test_records_are_appended_and_read_with_what_the_measurement_added(tmp_path) -> None:
     path = tmp_path / "s.jsonl"
     append(path, record_of(ONE, cell="4x512", repeat=0, at=1.5))
     append(path, record_of(ONE, discarded="a request was preempted", cell="4x512", repeat=1))
@@ -125,49 +124,36 @@ def test_records_are_appended_and_read_with_what_the_measurement_added(tmp_path:
     assert kept_samples([first, second]) == [ONE]
 
 
-def test_discarded_samples_are_counted_by_reason_most_first() -> None:
-    reasons = [None, "waited", "preempted", "waited"]
-    records = [record_of(ONE, discarded=reason) for reason in reasons]
-    assert list(discarded_counts(records).items()) == [("waited", 2), ("preempted", 1)]
-
-
-def test_a_discarded_record_may_lack_its_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "s.jsonl"
-    append(path, {"batch_size": 4, "discarded": "the engine died"})
-    assert discarded_counts(read_json_lines(path)) == {"the engine died": 1}
-
-
-@pytest.mark.parametrize("cut", range(1, 60, 7))
-def test_a_torn_last_line_is_left_out_and_the_next_record_follows_the_whole_ones(
-    tmp_path: Path, cut: int
+def test_discarded_samples_are_counted_by_reason_most_first_and_may_lack_their_lengths(
+    tmp_path,
 ) -> None:
     path = tmp_path / "s.jsonl"
-    append(path, record_of(ONE, repeat=0))
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:cut])
+    for reason in (None, "waited", "preempted", "waited"):
+        append(path, record_of(ONE, discarded=reason))
+    append(path, {"batch_size": 4, "discarded": "waited"})
+    counts = discarded_counts(read_json_lines(path))
+    assert list(counts.items()) == [("waited", 3), ("preempted", 1)]
+
+
+WHOLE = json.dumps(record_of(ONE, repeat=0)).encode() + b"\n"
+
+
+@pytest.mark.parametrize("left", [WHOLE[:-1], *(WHOLE + WHOLE[:cut] for cut in range(1, 60, 7))])
+def test_a_torn_last_line_is_left_out_and_one_that_lacks_only_its_line_break_kept(
+    tmp_path, left: bytes
+) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(left)
     assert [r["repeat"] for r in read_json_lines(path)] == [0]
     append(path, record_of(ONE, repeat=1))
     assert [r["repeat"] for r in read_json_lines(path)] == [0, 1]
     assert path.read_bytes().count(b"\n") == 2
 
 
-def test_a_last_line_that_lacks_only_its_line_break_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rest", [b"", WHOLE])
+def test_a_line_torn_in_the_middle_is_an_error_that_names_it(tmp_path, rest: bytes) -> None:
     path = tmp_path / "s.jsonl"
-    append(path, record_of(ONE, repeat=0))
-    path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    assert len(read_json_lines(path)) == 1
-    append(path, record_of(ONE, repeat=1))
-    assert [r["repeat"] for r in read_json_lines(path)] == [0, 1]
-
-
-def test_a_line_torn_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "s.jsonl"
-    append(path, record_of(ONE))
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:20] + b"\n" + whole)
-    with pytest.raises(ConfigError, match=r"s\.jsonl: line 2: not a JSON document"):
-        read_json_lines(path)
-    path.write_bytes(whole + whole[:20] + b"\n")
+    path.write_bytes(WHOLE + WHOLE[:20] + b"\n" + rest)
     with pytest.raises(ConfigError, match=r"s\.jsonl: line 2: not a JSON document"):
         read_json_lines(path)
 
@@ -183,7 +169,7 @@ def test_a_line_torn_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> 
         (record_of(ONE) | {"discarded": 3}, "discarded must be null or a reason"),
     ],
 )
-def test_what_is_wrong_in_a_record_is_named(tmp_path: Path, line: object, said: str) -> None:
+def test_what_is_wrong_in_a_record_is_named(tmp_path, line: object, said: str) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text("\n" + json.dumps(line) + "\n")
     with pytest.raises(ConfigError) as caught:
@@ -191,7 +177,7 @@ def test_what_is_wrong_in_a_record_is_named(tmp_path: Path, line: object, said: 
     assert str(caught.value).startswith(f"{path}: line 2: {said}")
 
 
-def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_records(tmp_path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_bytes(b"")
     assert read_json_lines(path) == []
@@ -199,7 +185,7 @@ def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
     assert len(read_json_lines(path)) == 1
 
 
-def test_the_suffix_says_which_kind_of_file_it_is(tmp_path: Path) -> None:
+def test_the_suffix_says_which_kind_of_file_it_is(tmp_path) -> None:
     lines = tmp_path / "s.jsonl"
     append(lines, record_of(ONE))
     append(lines, record_of(ONE, discarded="waited"))
@@ -207,7 +193,7 @@ def test_the_suffix_says_which_kind_of_file_it_is(tmp_path: Path) -> None:
     assert read_samples(csv_file(tmp_path, HEADER + "4,512,65,0.25,1.5\n")) == ([ONE], {})
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"s\.jsonl: cannot be written"):
         append(tmp_path / "nowhere" / "s.jsonl", record_of(ONE))
     with pytest.raises(ConfigError, match=r"s\.csv: cannot be written"):

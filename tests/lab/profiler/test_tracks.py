@@ -29,8 +29,7 @@ def reply(*parts: tuple[float, bytes]) -> Reply:
 def test_a_batch_that_starts_together_is_measured_over_all_its_steps():
     reading = read_batch([steady(1.0, 11), steady(1.0, 11)], start_s=0.4)
     assert reading.prefill_s == pytest.approx(0.6)
-    assert reading.together
-    assert reading.equal
+    assert (reading.together, reading.equal) == (True, True)
     assert (reading.decode.prompt_tokens, reading.decode.output_tokens) == (100, 11)
     assert reading.decode.decode_s == pytest.approx(1.0)
 
@@ -49,55 +48,57 @@ def test_a_late_starter_ends_the_prefill_and_shortens_the_window():
 def test_tokens_of_one_step_that_arrive_a_little_apart_are_still_one_step():
     early, late = steady(1.0, 11), steady(1.03, 11)
     assert read_batch([early, late], 0.5).together
-
-
-def test_one_hiccup_of_the_machine_does_not_make_a_batch_ragged():
-    late = steady(1.0, 11)
-    hiccup = Track((1.08, *late.times_s[1:]), late.tokens, 100)
-    assert read_batch([steady(1.0, 11), hiccup], 0.5).together
+    # Nor does one hiccup of the machine make a batch ragged.
+    hiccup = Track((1.08, *early.times_s[1:]), early.tokens, 100)
+    assert read_batch([early, hiccup], 0.5).together
 
 
 def test_sequences_that_follow_each_other_never_ran_together():
     reading = read_batch([steady(1.0, 5), steady(2.0, 5)], 0.5)
-    assert reading.decode is None
-    assert reading.most_running == 1
+    assert (reading.decode, reading.most_running) == (None, 1)
 
 
 def test_one_token_each_has_no_decode_part():
     reading = read_batch([steady(1.0, 1), steady(1.0, 1)], 0.5)
-    assert reading.decode is None
-    assert reading.prefill_s == pytest.approx(0.5)
+    assert (reading.decode, reading.prefill_s) == (None, pytest.approx(0.5))
 
 
 def test_unequal_lengths_are_noticed():
     assert not read_batch([steady(1.0, 5), steady(1.0, 6)], 0.5).equal
 
 
-def test_the_streams_own_counts_see_through_merged_deltas():
-    seen = track(reply((1.0, event("a", 1)), (2.0, event("bc", 3)), (3.0, closing(3))), 7)
-    assert seen == Track((1.0, 2.0), (1, 3), 7)
+CUT = event("a", 12)
+TOLD = '\\"choices\\":[{\\"completion_tokens\\": 99'
 
 
-def test_without_counts_every_delta_is_a_token_an_empty_one_too():
-    seen = track(reply((1.0, event()), (2.0, event("") + event()), (3.0, closing(3))), 7)
-    assert seen == Track((1.0, 2.0), (1, 3), 7)
-
-
-def test_without_counts_the_closing_usage_makes_up_for_merged_deltas():
-    seen = track(reply(*[(float(i), event()) for i in range(1, 6)], (6.0, closing(10))), 7)
-    assert seen.tokens == (2, 4, 6, 8, 10)
-
-
-def test_an_event_cut_in_two_counts_when_it_is_whole():
-    data = event("a", 12)
-    seen = track(reply((1.0, data[:-8]), (2.0, data[-8:]), (3.0, closing(12))), 7)
-    assert seen == Track((2.0,), (12,), 7)
-
-
-def test_text_that_looks_like_a_count_is_text():
-    text = '\\"choices\\":[{\\"completion_tokens\\": 99'
-    seen = track(reply((1.0, event(text, 1)), (2.0, event("b", 2)), (3.0, closing(2))), 7)
-    assert seen.tokens == (1, 2)
+@pytest.mark.parametrize(
+    ("parts", "times_s", "tokens"),
+    [
+        pytest.param(
+            [(1.0, event("a", 1)), (2.0, event("bc", 3)), (3.0, closing(3))], (1.0, 2.0), (1, 3),
+            id="the stream's own counts see through merged deltas",
+        ),
+        pytest.param(
+            [(1.0, event()), (2.0, event("") + event()), (3.0, closing(3))], (1.0, 2.0), (1, 3),
+            id="without counts every delta is a token, an empty one too",
+        ),
+        pytest.param(
+            [*((i, event()) for i in range(1, 6)), (6, closing(10))], (1, 2, 3, 4, 5),
+            (2, 4, 6, 8, 10),
+            id="without counts the closing usage makes up for merged deltas",
+        ),
+        pytest.param(
+            [(1.0, CUT[:-8]), (2.0, CUT[-8:]), (3.0, closing(12))], (2.0,), (12,),
+            id="an event cut in two counts when it is whole",
+        ),
+        pytest.param(
+            [(1.0, event(TOLD, 1)), (2.0, event("b", 2)), (3.0, closing(2))], (1.0, 2.0), (1, 2),
+            id="text that looks like a count is text",
+        ),
+    ],
+)  # fmt: skip
+def test_tokens_are_counted_as_they_come(parts, times_s, tokens):
+    assert track(reply(*parts), 7) == Track(times_s, tokens, 7)
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,23 @@ from hetero_gateway.lab.profiler.verdicts import (
     HURRIED,
     PREEMPTED,
     RAGGED,
+    BatchVerdict,
     disturbance,
     one_step,
     several_steps,
 )
 
 BEFORE = EngineMetrics(0, 0, 5, 1000, 500, 64)
-SHOT = Shot(None, None, 0.1, 0.1, prompt_tokens=300, output_tokens=40, took_s=1.0)
+SHOT = Shot(None, None, 0.1, 0.1, prompt_tokens=300, output_tokens=40)
 AFTER = EngineMetrics(0, 0, 5, 1300, 540, 64)
 WHOLE = Sample(4, 100, 20, 0.5, None)
 DECODE = Sample(4, 100, 20, None, 0.8)
 
 
-def test_an_engine_that_did_our_tokens_and_no_others_was_ours_alone():
-    assert disturbance(BEFORE, AFTER, SHOT) is None
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({}, None),
         ({"generation_tokens": 541}, FOREIGN),
         ({"prompt_tokens": 1301}, FOREIGN),
         ({"running": 1}, FOREIGN),
@@ -40,7 +38,7 @@ def test_an_engine_that_did_our_tokens_and_no_others_was_ours_alone():
         ({"prefix_cache_hits": 80}, CACHED),
     ],
 )
-def test_each_sign_of_company_is_a_reason(change, reason):
+def test_an_engine_was_ours_alone_but_for_each_sign_of_company(change, reason):
     assert disturbance(BEFORE, replace(AFTER, **change), SHOT) == reason
 
 
@@ -50,9 +48,8 @@ def test_counters_that_are_not_exported_accuse_nobody():
 
 
 def test_a_batch_in_one_step_is_one_sample():
-    (verdict,) = one_step(WHOLE, DECODE, ragged=False)
-    assert verdict.sample == Sample(4, 100, 20, 0.5, 0.8)
-    assert verdict.closes
+    sample = Sample(4, 100, 20, 0.5, 0.8)
+    assert one_step(WHOLE, DECODE, ragged=False) == [BatchVerdict(sample, None, closes=True)]
 
 
 @pytest.mark.parametrize(("prefill_s", "reason"), [(0.0011, HURRIED), (0.0062, None)])
@@ -67,14 +64,12 @@ def test_a_prefill_that_ends_sooner_than_a_step_was_timed_from_too_late(prefill_
 
 
 def test_a_ragged_batch_keeps_its_decode_part_only():
-    prefill, decode = one_step(WHOLE, replace(DECODE, prompt_tokens=101.5), ragged=True)
-    assert prefill.reason == RAGGED
-    assert decode.reason is None
-    assert [prefill.closes, decode.closes] == [False, False]  # so the cell is tried again
+    decode = replace(DECODE, prompt_tokens=101.5)
+    # Neither closes the cell, so it is tried again.
+    verdicts = [BatchVerdict(WHOLE, RAGGED), BatchVerdict(decode, None)]
+    assert one_step(WHOLE, decode, ragged=True) == verdicts
 
 
 def test_a_batch_of_several_steps_keeps_its_prefill_out_of_the_fit():
-    (verdict,) = several_steps(WHOLE, DECODE)
-    assert verdict.sample.prefill_s is None
-    assert verdict.beyond == WHOLE
-    assert verdict.closes
+    verdict = BatchVerdict(DECODE, None, closes=True, beyond=WHOLE)
+    assert several_steps(WHOLE, DECODE) == [verdict]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 
-from hetero_gateway.scaleout.picker.http2 import frames, turns
-from hetero_gateway.scaleout.picker.http2.connection import Connection
+from hetero_gateway.scaleout.picker.http2 import commons, frames
+from hetero_gateway.scaleout.picker.http2.carrier import HELD_BYTES
+from hetero_gateway.scaleout.picker.http2.connection import DataPlaneConnection
 from hetero_gateway.scaleout.picker.http2.frames import (
     ACK,
     CONTINUATION,
@@ -26,7 +27,6 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     ErrorCode,
     frame,
 )
-from hetero_gateway.scaleout.picker.http2.shares import HELD_BYTES
 from hetero_gateway.scaleout.picker.questions import MOST_FIELDS, MOST_PLAIN_BYTES, read_long
 from tests.fakes import asking
 from tests.fakes.asking import (
@@ -228,7 +228,7 @@ async def test_no_64_kb_cost_more_cpu_than_twice_those_of_ordinary_requests():
 
 async def test_frames_of_one_peer_are_read_in_turns_with_others(monkeypatch):
     # Each slice is one frame, or one message.
-    monkeypatch.setattr(turns, "SLICE_S", 0.0)
+    monkeypatch.setattr(commons, "SLICE_S", 0.0)
     async with one_picker() as picker, peer_at(port_of(picker), path=PROCESS) as peer:
         server = server_of(picker)
         attacks = [
@@ -262,7 +262,7 @@ async def test_of_those_that_wait_one_that_has_used_little_goes_first():
             order.append(self.name)
 
     order: list[str] = []
-    line = turns.Turns()
+    line = commons.Turns()
     for number in range(20):
         line.add(One(f"busy {number}"), is_fresh=False)
     line.add(One("new"), is_fresh=True)
@@ -325,38 +325,36 @@ async def test_what_a_connection_holds_is_given_back_and_others_have_room():
         server = server_of(picker)
         peer.send(NO_WINDOW)
         sent = b"".join(opened(range(n, n + 1), *DUPLEX) for n in numbers(200))
-        peer.send(sent, frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        peer.send(sent)
+        await peer.pong()
         (member,) = server.register
-        assert isinstance(member, Connection)
+        assert isinstance(member, DataPlaneConnection)
         assert 0 < member.share.held_bytes <= HELD_BYTES
-        assert server.pool.held_bytes == member.share.held_bytes
+        assert server.held_bytes == member.share.held_bytes
         async with peer_at(port_of(picker), path=PROCESS) as other:
             other.open(1, *WHOLE)
             await other.until(DATA, 1)
             other.send(frames.reset(1, ErrorCode.CANCEL))
         peer.send(*[frames.reset(n, ErrorCode.CANCEL) for n in numbers(200)])
-        peer.send(frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        await peer.pong()
         await eventually(picker.settled)
-        assert server.pool.held_bytes == 0
+        assert server.held_bytes == 0
         assert server.limits.buffered_bytes == 0
 
 
 async def test_a_connection_holds_no_more_than_it_leaves_to_others(monkeypatch):
-    monkeypatch.setattr("hetero_gateway.scaleout.picker.http2.shares.MAX_HELD_BYTES", 400_000)
+    monkeypatch.setattr("hetero_gateway.scaleout.picker.http2.carrier.MAX_HELD_BYTES", 400_000)
     async with one_picker() as picker, peer_at(port_of(picker), path=PROCESS) as peer:
         body_bytes = asking.body_bytes(asking.body(50_000), ends=False)
         for number in numbers(10):
             peer.send(opened(range(number, number + 1), DUPLEX[0], body_bytes))
-        peer.send(frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
-        held_bytes = server_of(picker).pool.held_bytes
+        await peer.pong()
+        held_bytes = server_of(picker).held_bytes
         assert 100_000 < held_bytes <= 200_000
         async with peer_at(port_of(picker), path=PROCESS) as other:
             other.send(opened(range(1, 2), DUPLEX[0], asking.body_bytes(asking.body(50_000))))
             await other.until(DATA, 1)
-            assert server_of(picker).pool.held_bytes > held_bytes
+            assert server_of(picker).held_bytes > held_bytes
         peer.send(*[frames.reset(n, ErrorCode.CANCEL) for n in numbers(10)])
         await eventually(picker.settled)
 
@@ -371,10 +369,9 @@ async def test_a_body_that_goes_back_is_held_once_and_only_while_it_does():
             piece = sent[at : at + 60_000]
             peer.send(in_data(1, asking.body_bytes(piece, ends=at + 60_000 >= len(sent))))
             await peer.writer.drain()
-        peer.send(frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        await peer.pong()
         assert limits.buffered_bytes == len(sent)
-        assert server_of(picker).pool.held_bytes < 65536
+        assert server_of(picker).held_bytes < 65536
         peer.send(frames.window_update(1, 2**24))
         received = 0
         while received < len(sent):

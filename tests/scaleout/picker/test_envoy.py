@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import random
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import httpx
 import pytest
-import trustme
 import yaml
 
 from benchmarks.envoy import (
@@ -29,12 +29,13 @@ from benchmarks.envoy import (
 )
 from hetero_gateway.cli import main
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.lab.emulator.settings import Settings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
 from hetero_gateway.scaleout.picker.service import EXT_PROC as EXT_PROC_SERVICE
+from tests.fakes import certificates
 from tests.fakes.emulated import emulated
 from tests.fakes.envoy import (
     Envoy,
@@ -44,7 +45,8 @@ from tests.fakes.envoy import (
     running_picker,
     until_picked,
 )
-from tests.fakes.running import FAST, SLOW, config_for, eventually
+from tests.fakes.pickers import one_picker
+from tests.fakes.running import FAST, SLOW, config_for, counted, eventually
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
@@ -55,22 +57,32 @@ def chat(stream: bool = True, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [message], "stream": stream, "max_tokens": 50} | fields
 
 
+class Behind(NamedTuple):
+    envoy: Envoy
+    picker: RunningPicker
+    client: httpx.AsyncClient  # of Envoy
+    fakes: list[FakeInstance]
+
+
 @contextlib.asynccontextmanager
 async def behind_envoy(
-    tmp_path: Path,
-    fakes: list[FakeInstance],
-    changes: Any = None,
-    **sections: Any,
-) -> AsyncIterator[tuple[Envoy, RunningPicker]]:
+    tmp_path: Path, instances: int = 1, changes: Any = None, **sections: Any
+) -> AsyncIterator[Behind]:
     """``changes``: called with Envoy's configuration."""
     sections["picker"] = {"port": 0, "drain_s": 0} | sections.get("picker", {})
-    async with running_picker(config_for(fakes, **sections)) as picker:
+    async with (
+        fake_instances(instances) as fakes,
+        running_picker(config_for(fakes, **sections)) as picker,
+    ):
         document = configuration([fake.url for fake in fakes], [picker.ports])
         if changes is not None:
             changes(document)
-        async with running_envoy(document, tmp_path) as envoy:
+        async with (
+            running_envoy(document, tmp_path) as envoy,
+            httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
+        ):
             await until_picked(envoy)
-            yield envoy, picker
+            yield Behind(envoy, picker, client, fakes)
 
 
 def full_duplex(document: dict[str, Any]) -> None:
@@ -86,11 +98,7 @@ def full_duplex_both_ways(document: dict[str, Any]) -> None:
 
 
 async def test_a_stream_holds_its_load_until_its_last_byte(tmp_path):
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    async with behind_envoy(tmp_path, 2) as (_, picker, client, _):
         body = chat(fake={"events": 10, "delay_s": 0.05})
         seen = []
         async with client.stream("POST", CHAT, json=body) as answer:
@@ -107,11 +115,7 @@ async def test_a_stream_holds_its_load_until_its_last_byte(tmp_path):
 
 
 async def test_a_destination_that_a_client_sends_is_ignored_and_goes_no_further(tmp_path):
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes) as (envoy, _),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    async with behind_envoy(tmp_path, 2) as (_, _, client, fakes):
         forged = {"x-gateway-destination-endpoint": f"127.0.0.1:{fakes[1].port}"}
         for _ in range(5):
             answer = await client.post(CHAT, json=chat(stream=False), headers=forged)
@@ -122,11 +126,7 @@ async def test_a_destination_that_a_client_sends_is_ignored_and_goes_no_further(
 
 @pytest.mark.parametrize("changes", [None, full_duplex, full_duplex_both_ways])
 async def test_a_body_of_2_mb_arrives_byte_for_byte(tmp_path, changes):
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes, changes) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url, timeout=30) as client,
-    ):
+    async with behind_envoy(tmp_path, 2, changes) as (_, picker, client, fakes):
         body = json.dumps(chat(metadata=random.Random(1).randbytes(2**20).hex()))
         answer = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 200, answer.text
@@ -185,13 +185,8 @@ async def one_request(port: int, rng: random.Random) -> str:
 @pytest.mark.parametrize("changes", [None, full_duplex])
 async def test_what_500_mixed_requests_were_charged_comes_off_once_each(tmp_path, changes):
     queue = {"max_requests": 20, "timeout_s": 0.5}
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes, changes, scheduler={"prefill_depth": 2, "queue": queue}) as (
-            envoy,
-            picker,
-        ),
-    ):
+    sections = {"scheduler": {"prefill_depth": 2, "queue": queue}}
+    async with behind_envoy(tmp_path, 2, changes, **sections) as (envoy, picker, _, _):
         scheduler = picker.gateway.fleet.scheduler
         dispatched: list[object] = []
         settled: list[object] = []
@@ -240,11 +235,7 @@ async def test_what_500_mixed_requests_were_charged_comes_off_once_each(tmp_path
 
 async def test_what_envoy_sends_elsewhere_is_charged_there(tmp_path):
     health = {"probe_interval_s": 60.0, "scrape_interval_s": 60.0}
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes, health=health) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    async with behind_envoy(tmp_path, 2, health=health) as (_, picker, client, fakes):
         await fakes[0].kill()
         body = chat(fake={"events": 6, "delay_s": 0.05})
         async with client.stream("POST", CHAT, json=body) as answer:
@@ -264,11 +255,7 @@ async def test_what_envoy_sends_elsewhere_is_charged_there(tmp_path):
 
 @pytest.mark.parametrize("changes", [None, full_duplex])
 async def test_first_bytes_and_usage_are_reported(tmp_path, changes):
-    async with (
-        fake_instances(1) as fakes,
-        behind_envoy(tmp_path, fakes, changes) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    async with behind_envoy(tmp_path, 1, changes) as (_, picker, client, _):
         # The first report on a connection says that there are any.
         answer = await client.post(CHAT, json=chat(stream=False))
         told = answer.json()["usage"]
@@ -302,11 +289,7 @@ async def test_first_bytes_and_usage_are_reported(tmp_path, changes):
 
 
 async def test_without_reports_first_tokens_are_predicted(tmp_path):
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes, without_reports) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    async with behind_envoy(tmp_path, 2, without_reports) as (_, picker, client, _):
         scheduler = picker.gateway.fleet.scheduler
         body = chat(fake={"events": 8, "first_delay_s": 0.5})
         async with client.stream("POST", CHAT, json=body) as answer:
@@ -318,12 +301,8 @@ async def test_without_reports_first_tokens_are_predicted(tmp_path):
 
 
 async def test_a_report_that_makes_no_sense_harms_nobody(tmp_path):
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, picker={"port": 0, "drain_s": 0})
-        async with (
-            running_picker(config) as picker,
-            grpc.aio.insecure_channel(picker.address) as channel,
-        ):
+    async with one_picker() as picker:
+        async with grpc.aio.insecure_channel(picker.address) as channel:
             report = channel.unary_unary("/hetero_gateway.Reports/Report")
             await report(b"00000000000000000077 first" + bytes(b" " * 40))  # of no request
             await report(b"00000000000000000077 end 1 2 - 3")
@@ -355,11 +334,7 @@ async def test_what_is_not_for_clients_gets_no_further_than_the_picker(tmp_path,
         "x-vllm-priority": "-5",
         "x-request-id": "___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.1:2",
     }
-    async with (
-        fake_instances(1) as fakes,
-        behind_envoy(tmp_path, fakes, changes) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    async with behind_envoy(tmp_path, 1, changes) as (_, picker, client, fakes):
         plain = json.dumps(chat(kv_transfer_params={"remote_port": 1}, stream=False))
         for body in (
             plain,
@@ -384,11 +359,7 @@ async def test_what_is_not_for_clients_gets_no_further_than_the_picker(tmp_path,
 async def test_errors_of_the_pickers_own_have_openais_body(tmp_path, monkeypatch):
     monkeypatch.setenv("PICKER_TEST_KEY", "secret")
     server = {"port": 0, "api_key_env": "PICKER_TEST_KEY", "max_body_bytes": 4096}
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes, server=server) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    async with behind_envoy(tmp_path, 2, server=server) as (_, picker, client, fakes):
         answer = await client.post(CHAT, json=chat())
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         client.headers["authorization"] = "Bearer secret"
@@ -423,11 +394,7 @@ async def test_waiting_for_room_outlasts_the_message_timeout_and_too_many_are_sh
         ext_proc(document)["message_timeout"] = "0.2s"
 
     sections = {"scheduler": {"prefill_depth": 1, "queue": {"max_requests": 6}}}
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(tmp_path, fakes, hurried, **sections) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
-    ):
+    async with behind_envoy(tmp_path, 2, hurried, **sections) as (envoy, picker, client, _):
         bodies = [
             # None of them cached.
             chat(stream=False, n=4, prompt=[i] * 4000, max_tokens=10, fake={"first_delay_s": 0.3})
@@ -467,51 +434,37 @@ def hint(document: dict[str, Any], endpoints: list[str]) -> None:
     )
 
 
+def slow_one(document: dict[str, Any]) -> str:
+    (group,) = cluster(document, "instances")["load_assignment"]["endpoints"]
+    where = group["lb_endpoints"][1]["endpoint"]["address"]["socket_address"]
+    return f"{where['address']}:{where['port_value']}"
+
+
 async def test_a_subset_that_envoy_hints_at_is_kept_to(tmp_path):
-    async with fake_instances(2) as fakes:
-        slow = f"127.0.0.1:{fakes[1].port}"
-        async with (
-            behind_envoy(tmp_path, fakes, lambda d: hint(d, [slow, "10.9.9.9:1"])) as (envoy, _),
-            httpx.AsyncClient(base_url=envoy.url) as client,
-        ):
-            for _ in range(3):
-                answer = await client.post(CHAT, json=chat(stream=False))
-                assert answer.headers["x-hetero-gateway-instance"] == "i1"
-        for subset in ([], ["10.9.9.9:1"]):
-            async with (
-                behind_envoy(tmp_path, fakes, lambda d, s=subset: hint(d, s)) as (envoy, picker),
-                httpx.AsyncClient(base_url=envoy.url) as client,
-            ):
-                answer = await client.post(CHAT, json=chat(stream=False))
-                assert answer.status_code == 503
-                assert answer.json()["error"]["code"] == "no_healthy_instance"
-                await eventually(picker.settled)
+    def slow(document: dict[str, Any]) -> None:
+        hint(document, [slow_one(document), "10.9.9.9:1"])
+
+    async with behind_envoy(tmp_path, 2, slow) as (_, _, client, _):
+        for _ in range(3):
+            answer = await client.post(CHAT, json=chat(stream=False))
+            assert answer.headers["x-hetero-gateway-instance"] == "i1"
+    for subset in ([], ["10.9.9.9:1"]):
+        none = functools.partial(hint, endpoints=subset)
+        async with behind_envoy(tmp_path, 2, none) as (_, picker, client, _):
+            answer = await client.post(CHAT, json=chat(stream=False))
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "no_healthy_instance"
+            await eventually(picker.settled)
 
 
 @contextlib.asynccontextmanager
 async def two_emulated() -> AsyncIterator[list[str]]:
     """URLs of two unequal emulated instances, ten times faster than their hardware."""
-    fast, slow = (Settings(load_profile(name), ("m",), time_scale=10) for name in (FAST, SLOW))
+    fast, slow = (
+        EmulatorSettings(load_profile(name), ("m",), time_scale=10) for name in (FAST, SLOW)
+    )
     async with emulated(fast) as (first, _), emulated(slow) as (second, _):
         yield [first, second]
-
-
-def write_config(folder: Path, urls: list[str]) -> Path:
-    path = folder / "gateway.yaml"
-    instances = [
-        {"id": f"i{i}", "base_url": url, "profile": profile}
-        for i, (url, profile) in enumerate(zip(urls, (FAST, SLOW), strict=True))
-    ]
-    health = {"probe_interval_s": 0.5, "probe_timeout_s": 60}
-    path.write_text(yaml.safe_dump({"health": health, "instances": instances}), "utf-8")
-    return path
-
-
-def no_keys_needed(folder: Path) -> Path:
-    """What `key envoy` writes for such a configuration."""
-    path = folder / "envoy.keys"
-    assert main(["key", "envoy", "-c", str(folder / "gateway.yaml"), "-o", str(path)]) == 0
-    return path
 
 
 async def streamed(client: httpx.AsyncClient, tokens: int) -> str:
@@ -521,64 +474,71 @@ async def streamed(client: httpx.AsyncClient, tokens: int) -> str:
     return answer.text
 
 
-@pytest.mark.slow
-async def test_streams_and_new_requests_go_on_without_their_picker(tmp_path):
+@contextlib.asynccontextmanager
+async def behind_processes(
+    folder: Path, pickers: int, changes: Any = None, **sections: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, list[PickerProcess]]]:
+    """Envoy's client, and so many pickers as processes, in front of two emulated instances.
+
+    ``changes``: called with Envoy's configuration.
+    """
+    path = folder / "gateway.yaml"
     async with two_emulated() as urls:
-        picker = PickerProcess(write_config(tmp_path, urls))
+        instances = [
+            {"id": f"i{i}", "base_url": url, "profile": profile}
+            for i, (url, profile) in enumerate(zip(urls, (FAST, SLOW), strict=True))
+        ]
+        health = {"probe_interval_s": 0.5, "probe_timeout_s": 60}
+        written = {"health": health, "instances": instances} | sections
+        path.write_text(yaml.safe_dump(written), "utf-8")
+        running = [PickerProcess(path) for _ in range(pickers)]
         try:
-            document = configuration(urls, [await picker.ports()])
-            with_keys_file(document, no_keys_needed(tmp_path))
+            document = configuration(urls, [await picker.ports() for picker in running])
+            # Of a request to one that is killed.
+            keys = folder / "envoy.keys"
+            assert main(["key", "envoy", "-c", str(path), "-o", str(keys)]) == 0
+            with_keys_file(document, keys)
+            if changes is not None:
+                changes(document)
             async with (
-                running_envoy(document, tmp_path) as envoy,
+                running_envoy(document, folder) as envoy,
                 httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
             ):
-                await until_picked(envoy)
-                open_ones = [asyncio.ensure_future(streamed(client, 1500)) for _ in range(20)]
-                await asyncio.sleep(0.7)
-                assert not any(task.done() for task in open_ones)
-                picker.stop(signal.SIGKILL)
-                fresh = await asyncio.gather(*(streamed(client, 20) for _ in range(20)))
-                for text in [*fresh, *await asyncio.gather(*open_ones)]:
-                    assert text.endswith("data: [DONE]\n\n")
+                await until_picked(envoy, pickers)
+                yield client, running
         finally:
-            picker.stop(signal.SIGKILL)
+            for picker in running:
+                picker.stop(signal.SIGKILL)
+
+
+@pytest.mark.slow
+async def test_streams_and_new_requests_go_on_without_their_picker(tmp_path):
+    async with behind_processes(tmp_path, 1) as (client, [picker]):
+        open_ones = [asyncio.ensure_future(streamed(client, 1500)) for _ in range(20)]
+        await asyncio.sleep(0.7)
+        assert not any(task.done() for task in open_ones)
+        picker.stop(signal.SIGKILL)
+        fresh = await asyncio.gather(*(streamed(client, 20) for _ in range(20)))
+        for text in [*fresh, *await asyncio.gather(*open_ones)]:
+            assert text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.slow
 async def test_of_two_pickers_one_is_killed_and_no_request_fails(tmp_path):
-    async with two_emulated() as urls:
-        path = write_config(tmp_path, urls)
-        pickers = [PickerProcess(path), PickerProcess(path)]
-        try:
-            document = configuration(urls, [await picker.ports() for picker in pickers])
-            # Of a request to the one that is killed.
-            with_keys_file(document, no_keys_needed(tmp_path))
-            async with (
-                running_envoy(document, tmp_path) as envoy,
-                httpx.AsyncClient(base_url=envoy.url, timeout=60) as client,
-            ):
-                await until_picked(envoy, 2)
-                tasks = []
-                for number in range(150):
-                    tasks.append(asyncio.ensure_future(streamed(client, 50)))
-                    await asyncio.sleep(0.02)
-                    if number == 50:
-                        pickers[0].stop(signal.SIGKILL)
-                for text in await asyncio.gather(*tasks):
-                    assert text.endswith("data: [DONE]\n\n")
-                seen = (await client.get(f"{pickers[1].url}/metrics")).text
-                picked = [
-                    float(line.rsplit(" ", 1)[1])
-                    for line in seen.splitlines()
-                    if line.startswith("hetero_gateway_routing_decisions_total")
-                ]
-                assert sum(picked) > 30
-        finally:
-            for picker in pickers:
-                picker.stop(signal.SIGKILL)
+    async with behind_processes(tmp_path, 2) as (client, pickers):
+        tasks = []
+        for number in range(150):
+            tasks.append(asyncio.ensure_future(streamed(client, 50)))
+            await asyncio.sleep(0.02)
+            if number == 50:
+                pickers[0].stop(signal.SIGKILL)
+        for text in await asyncio.gather(*tasks):
+            assert text.endswith("data: [DONE]\n\n")
+        seen = (await client.get(f"{pickers[1].url}/metrics")).text
+        assert counted(seen, "routing_decisions_total") > 30
 
 
-def stand_alone(document: dict[str, Any], certificate: Path) -> None:
+def stand_alone(document: dict[str, Any], files: dict[str, str]) -> None:
     """As llm-d and the Inference Extension lay out an Envoy of their own."""
     full_duplex_both_ways(document)
     without_guard(document)
@@ -600,37 +560,30 @@ def stand_alone(document: dict[str, Any], certificate: Path) -> None:
     }
     # There the router needs the header.
     del manager(document)["route_config"]["request_headers_to_remove"]
+    over_tls(document, files)
+
+
+def over_tls(document: dict[str, Any], files: dict[str, str], shows: str = "") -> None:
+    """Have Envoy ask its pickers so, and show them a certificate of this name."""
+    common: dict[str, Any] = {
+        "validation_context": {"trusted_ca": {"filename": files["ca"]}},
+        "alpn_protocols": ["h2"],
+    }
+    if shows:
+        pair = {"certificate_chain": files[shows], "private_key": files[f"{shows}.key"]}
+        common["tls_certificates"] = [{name: {"filename": pair[name]} for name in pair}]
     tls = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
     cluster(document, "picker")["transport_socket"] = {
         "name": "envoy.transport_sockets.tls",
-        "typed_config": {
-            "@type": tls,
-            "common_tls_context": {
-                "validation_context": {"trusted_ca": {"filename": str(certificate)}},
-                "alpn_protocols": ["h2"],
-            },
-        },
+        "typed_config": {"@type": tls, "common_tls_context": common},
     }
 
 
 async def test_the_layout_of_llm_ds_stand_alone_envoy_is_accepted(tmp_path):
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    issued.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
-    for blob in issued.cert_chain_pems:
-        blob.write_to_path(str(tmp_path / "certificate.pem"), append=True)
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    section = {
-        "certificate_file": str(tmp_path / "certificate.pem"),
-        "key_file": str(tmp_path / "key.pem"),
-    }
-    async with (
-        fake_instances(2) as fakes,
-        behind_envoy(
-            tmp_path, fakes, lambda d: stand_alone(d, tmp_path / "ca.pem"), picker=section
-        ) as (envoy, picker),
-        httpx.AsyncClient(base_url=envoy.url) as client,
-    ):
+    files = certificates.issued(tmp_path, "picker")
+    section = certificates.secured(files, "picker", clients=False)
+    changes = functools.partial(stand_alone, files=files)
+    async with behind_envoy(tmp_path, 2, changes, picker=section) as (_, picker, client, fakes):
         body = chat(fake={"events": 10, "delay_s": 0.05})
         # The filter in front of ext_proc strips what a client sends itself.
         forged = {"x-gateway-destination-endpoint": f"127.0.0.1:{fakes[1].port}"}
@@ -651,23 +604,21 @@ async def test_the_layout_of_llm_ds_stand_alone_envoy_is_accepted(tmp_path):
 
 
 async def test_grpc_health_answers_for_life_readiness_and_the_service(tmp_path):
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, picker={"port": 0, "drain_s": 0})
-        async with running_picker(config) as picker:
-            async with grpc.aio.insecure_channel(picker.address) as channel:
-                check = channel.unary_unary("/grpc.health.v1.Health/Check")
+    async with one_picker() as picker:
+        async with grpc.aio.insecure_channel(picker.address) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
 
-                async def status(service: str) -> int:
-                    asked = HealthCheckRequest(service=service).SerializeToString()
-                    return HealthCheckResponse.FromString(await check(asked)).status
+            async def status(service: str) -> int:
+                asked = HealthCheckRequest(service=service).SerializeToString()
+                return HealthCheckResponse.FromString(await check(asked)).status
 
-                names = ["", "liveness", "readiness", EXT_PROC_SERVICE]
-                assert [await status(name) for name in names] == [1, 1, 1, 1]
-                picker.gateway.draining = True
-                assert [await status(name) for name in names] == [1, 1, 2, 2]
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await status("something else")
-                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            names = ["", "liveness", "readiness", EXT_PROC_SERVICE]
+            assert [await status(name) for name in names] == [1, 1, 1, 1]
+            picker.gateway.draining = True
+            assert [await status(name) for name in names] == [1, 1, 2, 2]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await status("something else")
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_http_port_has_the_gateways_limits_and_serves_no_engine_path():

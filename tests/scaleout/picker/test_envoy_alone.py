@@ -68,8 +68,8 @@ class Witness:
         writer.close()
 
 
-@contextlib.asynccontextmanager
-async def witness() -> AsyncIterator[Witness]:
+@pytest.fixture
+async def instance() -> AsyncIterator[Witness]:
     made = Witness()
     server = await asyncio.start_server(made.answer, "127.0.0.1", 0)
     made.port = server.sockets[0].getsockname()[1]
@@ -188,6 +188,13 @@ KEYS: list[tuple[tuple[str, ...], bool]] = [
     (("x-api-key: wrong", f"x-api-key: {RIGHT}"), True),
     (("authorization: Bearer wrong", f"x-api-key: {RIGHT}"), True),
 ]
+ODD_PATHS = (
+    *("//sleep", "/sleep/", "/sleep?level=1", "/SLEEP", "/%73leep", "/v1/%2e%2e/sleep"),
+    *(f"{CHAT}/../../../sleep", f"{CHAT}/..%2f..%2f..%2fsleep", f"{CHAT}/..%252f..%252fsleep"),
+    *(f"{CHAT}\\..\\..\\..\\sleep", f"{CHAT};/../../../sleep", f"{CHAT}/", f"{CHAT};a=b"),
+    *(f"{CHAT}%3f", f"{CHAT}%00", f"{CHAT}#/sleep", "/v1/Chat/completions", "/v1/chat/completion"),
+    *("http://x/sleep", "http://x/v1/load_lora_adapter", "*", "sleep"),
+)
 # None of them may reach an instance, with a key or without one.
 OFF_THE_LIST: list[tuple[str, str]] = [
     *((method, path) for path, method in ENGINE_CALLS.items()),
@@ -197,33 +204,7 @@ OFF_THE_LIST: list[tuple[str, str]] = [
     ("GET", "/tokenizer_info"),
     *((method, "/v1/realtime") for method in ("GET", "POST")),
     ("POST", "/v1/models"),
-    *(
-        ("POST", path)
-        for path in (
-            "//sleep",
-            "/sleep/",
-            "/sleep?level=1",
-            "/SLEEP",
-            "/%73leep",
-            "/v1/%2e%2e/sleep",
-            "/v1/chat/completions/../../../sleep",
-            "/v1/chat/completions/..%2f..%2f..%2fsleep",
-            "/v1/chat/completions/..%252f..%252fsleep",
-            "/v1/chat/completions\\..\\..\\..\\sleep",
-            "/v1/chat/completions;/../../../sleep",
-            "/v1/chat/completions/",
-            "/v1/chat/completions;a=b",
-            "/v1/chat/completions%3f",
-            "/v1/chat/completions%00",
-            "/v1/chat/completions#/sleep",
-            "/v1/Chat/completions",
-            "/v1/chat/completion",
-            "http://x/sleep",
-            "http://x/v1/load_lora_adapter",
-            "*",
-            "sleep",
-        )
-    ),
+    *(("POST", path) for path in ODD_PATHS),
     *((method, CHAT) for method in ("PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "post", "TRACE")),
 ]
 
@@ -263,7 +244,7 @@ async def assert_guarded(envoy: Envoy, instance: Witness) -> None:
 async def envoy_for(
     tmp_path: Path,
     instance: Witness,
-    ports: tuple[int, int],
+    ports: tuple[int, int] = (1, 1),
     *,
     changes: Callable[[dict[str, Any]], None] | None = None,
     keys: Path | None = None,
@@ -288,33 +269,31 @@ async def running_picker_process(path: Path) -> AsyncIterator[PickerProcess]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-async def test_a_picker_that_is_stopped_or_killed_lets_nobody_in(tmp_path, number):
-    async with witness() as instance:
-        async with running_picker_process(write_gateway(tmp_path, instance.port)) as picker:
-            ports = await picker.ports()
-            async with envoy_for(tmp_path, instance, ports) as envoy:
-                await until_picked(envoy)
-                answer = await ask(envoy, headers=bearer(RIGHT))
-                assert answer.status == 200, answer
-                assert "authorization" not in instance.heads.pop().lower()
-                instance.bodies.clear()
-                picker.process.send_signal(number)
-                # At once, while Envoy still holds it for healthy, and after that.
-                await assert_guarded(envoy, instance)
-                instance.heads.clear()
-                await until_picked(envoy, 0)
-                await assert_guarded(envoy, instance)
+async def test_a_picker_that_is_stopped_or_killed_lets_nobody_in(tmp_path, number, instance):
+    async with running_picker_process(write_gateway(tmp_path, instance.port)) as picker:
+        ports = await picker.ports()
+        async with envoy_for(tmp_path, instance, ports) as envoy:
+            await until_picked(envoy)
+            answer = await ask(envoy, headers=bearer(RIGHT))
+            assert answer.status == 200, answer
+            assert "authorization" not in instance.heads.pop().lower()
+            instance.bodies.clear()
+            picker.process.send_signal(number)
+            # At once, while Envoy still holds it for healthy, and after that.
+            await assert_guarded(envoy, instance)
+            instance.heads.clear()
+            await until_picked(envoy, 0)
+            await assert_guarded(envoy, instance)
 
 
-async def test_a_picker_that_never_started_lets_nobody_in(tmp_path):
-    async with witness() as instance, envoy_for(tmp_path, instance, (1, 1)) as envoy:
+async def test_a_picker_that_never_started_lets_nobody_in(tmp_path, instance):
+    async with envoy_for(tmp_path, instance) as envoy:
         await assert_guarded(envoy, instance)
 
 
 @pytest.mark.parametrize("behaviour", ext_procs.BEHAVIOURS)
-async def test_a_picker_that_does_not_decide_lets_nobody_in(tmp_path, behaviour):
+async def test_a_picker_that_does_not_decide_lets_nobody_in(tmp_path, behaviour, instance):
     async with (
-        witness() as instance,
         ext_procs.undecided_picker(behaviour) as port,
         envoy_for(tmp_path, instance, (port, 1)) as envoy,
     ):
@@ -322,9 +301,8 @@ async def test_a_picker_that_does_not_decide_lets_nobody_in(tmp_path, behaviour)
         await assert_guarded(envoy, instance)
 
 
-async def test_a_connection_that_is_reset_in_the_middle_lets_nobody_in(tmp_path):
+async def test_a_connection_that_is_reset_in_the_middle_lets_nobody_in(tmp_path, instance):
     async with (
-        witness() as instance,
         ext_procs.undecided_picker(ext_procs.decides_nothing) as port,
         ext_procs.resetting(port) as way,
         envoy_for(tmp_path, instance, (way, 1)) as envoy,
@@ -333,31 +311,30 @@ async def test_a_connection_that_is_reset_in_the_middle_lets_nobody_in(tmp_path)
         await assert_guarded(envoy, instance)
 
 
-async def test_with_a_picker_the_same_is_refused(tmp_path):
-    async with witness() as instance:
-        gateway = write_gateway(tmp_path, instance.port)
-        async with running_picker_process(gateway) as picker:
-            ports = await picker.ports()
-            # What the guard would let in, it is not asked: this file says that all are.
-            opened = tmp_path / "open.keys"
-            opened.write_text("open\nend\n")
-            slow = {"message_timeout": "30s"}
-            async with envoy_for(
-                tmp_path, instance, ports, keys=opened, changes=lambda d: ext_proc(d).update(slow)
-            ) as envoy:
-                await until_picked(envoy)
-                bound = (bearer(OF_ONE_MODEL), False)
-                for headers, opens in KEYS:
-                    # The picker reads bodies, and so knows which model is asked for.
-                    opens = opens or (headers, opens) == bound
-                    answer = await ask(envoy, headers=headers)
-                    assert answer.status == (200 if opens else 401), (headers, answer)
-                await assert_off_the_list_is_refused(envoy, instance)
-                assert_no_credentials(instance)
-                assert (await ask(envoy, "/readyz", method="GET", body=b"")).status == 200
-                listed = await ask(envoy, "/v1/models", bearer(RIGHT), method="GET", body=b"")
-                assert b'"id":"m"' in listed.body
-                assert (await ask(envoy, "/v1/models", method="GET", body=b"")).status == 401
+async def test_with_a_picker_the_same_is_refused(tmp_path, instance):
+    gateway = write_gateway(tmp_path, instance.port)
+    async with running_picker_process(gateway) as picker:
+        ports = await picker.ports()
+        # What the guard would let in, it is not asked: this file says that all are.
+        opened = tmp_path / "open.keys"
+        opened.write_text("open\nend\n")
+        slow = {"message_timeout": "30s"}
+        async with envoy_for(
+            tmp_path, instance, ports, keys=opened, changes=lambda d: ext_proc(d).update(slow)
+        ) as envoy:
+            await until_picked(envoy)
+            bound = (bearer(OF_ONE_MODEL), False)
+            for headers, opens in KEYS:
+                # The picker reads bodies, and so knows which model is asked for.
+                opens = opens or (headers, opens) == bound
+                answer = await ask(envoy, headers=headers)
+                assert answer.status == (200 if opens else 401), (headers, answer)
+            await assert_off_the_list_is_refused(envoy, instance)
+            assert_no_credentials(instance)
+            assert (await ask(envoy, "/readyz", method="GET", body=b"")).status == 200
+            listed = await ask(envoy, "/v1/models", bearer(RIGHT), method="GET", body=b"")
+            assert b'"id":"m"' in listed.body
+            assert (await ask(envoy, "/v1/models", method="GET", body=b"")).status == 401
 
 
 async def until_status(envoy: Envoy, key: str, status: int) -> None:
@@ -367,70 +344,69 @@ async def until_status(envoy: Envoy, key: str, status: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_keys_are_read_again_and_without_a_whole_file_nobody_is_served(tmp_path):
-    async with witness() as instance:
-        gateway = write_gateway(tmp_path, instance.port)
-        path = tmp_path / "envoy.keys"
-        async with envoy_for(tmp_path, instance, (1, 1), keys=path) as envoy:
-            for text in (None, "", "open\n", "end\nopen\n", "open\nend\nx", "opne\nend\n"):
-                if text is not None:
-                    path.write_text(text)
-                for headers in ((), bearer(RIGHT)):
-                    answer = await ask(envoy, headers=headers)
-                    assert (answer.status, answer.code) == (503, "picker_unavailable")
-            write_keys(tmp_path, gateway)
-            await until_status(envoy, RIGHT, 200)
-            whole = path.read_text()
-            # A key that was taken away, a file that was cut off, and one that is gone.
-            path.write_text(
-                "".join(x for x in whole.splitlines(True) if hash_of(RIGHT)[7:] not in x)
-            )
-            await until_status(envoy, RIGHT, 401)
-            path.write_text(whole)
-            await until_status(envoy, RIGHT, 200)
-            path.write_text(whole[: len(whole) // 2])
-            await until_status(envoy, RIGHT, 503)
-            path.write_text(whole)
-            await until_status(envoy, RIGHT, 200)
-            path.unlink()
-            await until_status(envoy, RIGHT, 503)
+async def test_keys_are_read_again_and_without_a_whole_file_nobody_is_served(tmp_path, instance):
+    gateway = write_gateway(tmp_path, instance.port)
+    path = tmp_path / "envoy.keys"
+    async with envoy_for(tmp_path, instance, keys=path) as envoy:
+        for text in (None, "", "open\n", "end\nopen\n", "open\nend\nx", "opne\nend\n"):
+            if text is not None:
+                path.write_text(text)
+            for headers in ((), bearer(RIGHT)):
+                answer = await ask(envoy, headers=headers)
+                assert (answer.status, answer.code) == (503, "picker_unavailable")
+        write_keys(tmp_path, gateway)
+        await until_status(envoy, RIGHT, 200)
+        whole = path.read_text()
+        # A key that was taken away, a file that was cut off, and one that is gone.
+        path.write_text("".join(x for x in whole.splitlines(True) if hash_of(RIGHT)[7:] not in x))
+        await until_status(envoy, RIGHT, 401)
+        path.write_text(whole)
+        await until_status(envoy, RIGHT, 200)
+        path.write_text(whole[: len(whole) // 2])
+        await until_status(envoy, RIGHT, 503)
+        path.write_text(whole)
+        await until_status(envoy, RIGHT, 200)
+        path.unlink()
+        await until_status(envoy, RIGHT, 503)
 
 
-async def test_of_a_gateway_without_keys_the_file_says_so_and_all_are_served(tmp_path, capsys):
-    async with witness() as instance:
-        gateway = write_gateway(tmp_path, instance.port, server={}, clients={})
-        path = write_keys(tmp_path, gateway)
-        assert path.read_text().splitlines()[1:] == ["open", "end"]
-        assert "everybody is served" in capsys.readouterr().err
-        async with envoy_for(tmp_path, instance, (1, 1), keys=path) as envoy:
-            for headers, _ in KEYS[:-1]:
-                if "x" * 60_000 not in "".join(headers):
-                    assert (await ask(envoy, headers=headers)).status == 200
-            await assert_off_the_list_is_refused(envoy, instance)
-            assert_no_credentials(instance)
-
-
-async def test_the_instances_own_key_is_sent_where_all_have_the_same(tmp_path, capsys):
-    async with witness() as instance:
-        url = f"http://127.0.0.1:{instance.port}"
-        with_key = {"id": "i0", "base_url": url, "api_key_env": "ENVOY_TEST_INSTANCE"}
-        without = {"id": "i1", "base_url": "http://127.0.0.1:1"}
-        gateway = write_gateway(tmp_path, instance.port, instances=[with_key, without])
-        assert "instance-key" not in write_keys(tmp_path, gateway).read_text()
-        assert "answer 401" in capsys.readouterr().err
-        gateway = write_gateway(tmp_path, instance.port, instances=[with_key])
-        path = write_keys(tmp_path, gateway)
-        path = path.rename(tmp_path / "with_instance.keys")
-        async with envoy_for(tmp_path, instance, (1, 1), keys=path) as envoy:
-            for headers in (bearer(RIGHT), (f"x-api-key: {RIGHT}",)):
+async def test_of_a_gateway_without_keys_the_file_says_so_and_all_are_served(
+    tmp_path, capsys, instance
+):
+    gateway = write_gateway(tmp_path, instance.port, server={}, clients={})
+    path = write_keys(tmp_path, gateway)
+    assert path.read_text().splitlines()[1:] == ["open", "end"]
+    assert "everybody is served" in capsys.readouterr().err
+    async with envoy_for(tmp_path, instance, keys=path) as envoy:
+        for headers, _ in KEYS[:-1]:
+            if "x" * 60_000 not in "".join(headers):
                 assert (await ask(envoy, headers=headers)).status == 200
-        for head in instance.heads:
-            assert "\r\nauthorization: Bearer of-the-instance\r\n" in head
-            assert head.lower().count("authorization") == 1
-            assert RIGHT not in head
+        await assert_off_the_list_is_refused(envoy, instance)
+        assert_no_credentials(instance)
 
 
-async def test_keys_of_every_length_are_hashed_as_the_gateway_hashes_them(tmp_path, monkeypatch):
+async def test_the_instances_own_key_is_sent_where_all_have_the_same(tmp_path, capsys, instance):
+    url = f"http://127.0.0.1:{instance.port}"
+    with_key = {"id": "i0", "base_url": url, "api_key_env": "ENVOY_TEST_INSTANCE"}
+    without = {"id": "i1", "base_url": "http://127.0.0.1:1"}
+    gateway = write_gateway(tmp_path, instance.port, instances=[with_key, without])
+    assert "instance-key" not in write_keys(tmp_path, gateway).read_text()
+    assert "answer 401" in capsys.readouterr().err
+    gateway = write_gateway(tmp_path, instance.port, instances=[with_key])
+    path = write_keys(tmp_path, gateway)
+    path = path.rename(tmp_path / "with_instance.keys")
+    async with envoy_for(tmp_path, instance, keys=path) as envoy:
+        for headers in (bearer(RIGHT), (f"x-api-key: {RIGHT}",)):
+            assert (await ask(envoy, headers=headers)).status == 200
+    for head in instance.heads:
+        assert "\r\nauthorization: Bearer of-the-instance\r\n" in head
+        assert head.lower().count("authorization") == 1
+        assert RIGHT not in head
+
+
+async def test_keys_of_every_length_are_hashed_as_the_gateway_hashes_them(
+    tmp_path, monkeypatch, instance
+):
     keys = {size: (f"k{size}" * 512)[:size] for size in (*range(1, 131), 511, 512, 513)}
     path = tmp_path / "all.keys"
 
@@ -442,47 +418,44 @@ async def test_keys_of_every_length_are_hashed_as_the_gateway_hashes_them(tmp_pa
     lines = [f"key {digest(size, key)} never any" for size, key in keys.items()]
     path.write_text("\n".join([*lines, "hash-secret ENVOY_TEST_SHORT", "end"]) + "\n")
     monkeypatch.setenv("ENVOY_TEST_SHORT", "pepper")
-    async with witness() as instance:
-        async with envoy_for(tmp_path, instance, (1, 1), keys=path) as envoy:
-            answers = await asyncio.gather(*(ask(envoy, headers=bearer(k)) for k in keys.values()))
-            refused = [size for size, a in zip(keys, answers, strict=True) if a.status != 200]
-            assert refused == [513]
-        # Without its secret, a key under one opens nothing.
-        monkeypatch.delenv("ENVOY_TEST_SHORT")
-        async with envoy_for(tmp_path / "again", instance, (1, 1), keys=path) as envoy:
-            statuses = [(await ask(envoy, headers=bearer(keys[n]))).status for n in (64, 65)]
-            assert statuses == [401, 200]
+    async with envoy_for(tmp_path, instance, keys=path) as envoy:
+        answers = await asyncio.gather(*(ask(envoy, headers=bearer(k)) for k in keys.values()))
+        refused = [size for size, a in zip(keys, answers, strict=True) if a.status != 200]
+        assert refused == [513]
+    # Without its secret, a key under one opens nothing.
+    monkeypatch.delenv("ENVOY_TEST_SHORT")
+    async with envoy_for(tmp_path / "again", instance, keys=path) as envoy:
+        statuses = [(await ask(envoy, headers=bearer(keys[n]))).status for n in (64, 65)]
+        assert statuses == [401, 200]
 
 
-async def test_requests_per_minute_hold_for_each_key_without_a_picker_too(tmp_path):
+async def test_requests_per_minute_hold_for_each_key_without_a_picker_too(tmp_path, instance):
     """So that a client that slows the picker down gains no more requests by it."""
     listed = [
         {"name": "right", "hash": hash_of(RIGHT), "requests_per_minute": 3, "group": "team"},
         {"name": "other", "hash": hash_of(OTHER), "requests_per_minute": 9, "group": "team"},
     ]
-    async with witness() as instance:
-        gateway = write_gateway(tmp_path, instance.port, server={})
-        document = {"groups": {"team": {"requests_per_minute": 5}}, "keys": listed}
-        (tmp_path / "keys.yaml").write_text(yaml.safe_dump(document))
-        path = write_keys(tmp_path, gateway).rename(tmp_path / "limited.keys")
-        async with envoy_for(tmp_path, instance, (1, 1), keys=path) as envoy:
-            for key, most in ((RIGHT, 3), (OTHER, 5)):
-                answers = [await ask(envoy, headers=bearer(key)) for _ in range(8)]
-                assert [a.status for a in answers] == [200] * most + [429] * (8 - most)
-                assert answers[-1].code == "rate_limit_exceeded"
-        assert len(instance.heads) == 8
+    gateway = write_gateway(tmp_path, instance.port, server={})
+    document = {"groups": {"team": {"requests_per_minute": 5}}, "keys": listed}
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump(document))
+    path = write_keys(tmp_path, gateway).rename(tmp_path / "limited.keys")
+    async with envoy_for(tmp_path, instance, keys=path) as envoy:
+        for key, most in ((RIGHT, 3), (OTHER, 5)):
+            answers = [await ask(envoy, headers=bearer(key)) for _ in range(8)]
+            assert [a.status for a in answers] == [200] * most + [429] * (8 - most)
+            assert answers[-1].code == "rate_limit_exceeded"
+    assert len(instance.heads) == 8
 
 
 @pytest.mark.parametrize("whose", ["all", "bound"])
-async def test_keys_of_some_models_are_let_in_only_where_the_operator_wants_it(tmp_path, whose):
-    async with witness() as instance:
-        gateway = write_gateway(tmp_path, instance.port)
-        path = write_keys(tmp_path, gateway, *(["--any-model"] if whose == "all" else []))
-        async with envoy_for(
-            tmp_path, instance, (1, 1), keys=path.rename(path.with_suffix(".x"))
-        ) as e:
-            status = (await ask(e, headers=bearer(OF_ONE_MODEL))).status
-            assert status == (200 if whose == "all" else 401)
+async def test_keys_of_some_models_are_let_in_only_where_the_operator_wants_it(
+    tmp_path, whose, instance
+):
+    gateway = write_gateway(tmp_path, instance.port)
+    path = write_keys(tmp_path, gateway, *(["--any-model"] if whose == "all" else []))
+    async with envoy_for(tmp_path, instance, keys=path.rename(path.with_suffix(".x"))) as e:
+        status = (await ask(e, headers=bearer(OF_ONE_MODEL))).status
+        assert status == (200 if whose == "all" else 401)
 
 
 ON_ANY_PATH = tuple(sorted(guarded_at(CHAT)))
@@ -497,7 +470,7 @@ ON_ONE_PATH[RESPONSES] += ("previous_response_id",)
 HEADERS = tuple(GUARDED_HEADERS)
 
 
-async def test_fields_that_only_the_picker_can_judge_reach_no_instance(tmp_path):
+async def test_fields_that_only_the_picker_can_judge_reach_no_instance(tmp_path, instance):
     judged = [
         *(b'{"model":"m","%b":1}' % field.encode() for field in ON_ANY_PATH),
         b'{"kv_transfer_params" \n\t : {}}',
@@ -525,7 +498,7 @@ async def test_fields_that_only_the_picker_can_judge_reach_no_instance(tmp_path)
         json.dumps({"prompt": "<\u2028 \x01 \xfc>"}).encode(),
         b'{"prompt":"\\u003cb\\u003e \\u0060 \\\\u0061 \\\\\\\\u0062 \\u00"}',
     ]
-    async with witness() as instance, envoy_for(tmp_path, instance, (1, 1)) as envoy:
+    async with envoy_for(tmp_path, instance) as envoy:
         for body in judged:
             answer = await ask(envoy, headers=bearer(RIGHT), body=body)
             assert (answer.status, answer.code) == (503, "picker_unavailable"), body[-100:]
@@ -547,19 +520,13 @@ async def test_fields_that_only_the_picker_can_judge_reach_no_instance(tmp_path)
 
 
 FORGED = (
-    *(
-        "x-data-parallel-rank: 3",
-        "X-Data-Parallel-Host-Port: 10.0.0.1:1",
-        "X-PREFILLER-host-port: x",
-    ),
+    *("x-data-parallel-rank: 3", "X-Data-Parallel-Host-Port: 10.0.0.1:1"),
+    "X-PREFILLER-host-port: x",
     *(f"{name.title()}anything: x" for name in HEADERS),
     *("x_data_parallel_rank: 3", "x-data_parallel-rank: 3", "X_Api_Key: x"),
     *("x-envoy-upstream-rq-timeout-ms: 1", "x-envoy-retry-on: 5xx,retriable-4xx"),
-    *(
-        "X-Envoy-Max-Retries: 99",
-        "x-envoy-upstream-alt-stat-name: x",
-        "x-envoy-original-path: /sleep",
-    ),
+    *("X-Envoy-Max-Retries: 99", "x-envoy-upstream-alt-stat-name: x"),
+    "x-envoy-original-path: /sleep",
     *("x-envoy-hedge-on-per-try-timeout: true", "x-envoy-retriable-status-codes: 200"),
     *("x-envoy-internal: true", "x-envoy-decorator-operation: x", "x-envoy-force-trace: true"),
     *("x-gateway-destination-endpoint: 127.0.0.1:1", "proxy-authorization: Basic secret"),
@@ -568,9 +535,10 @@ FORGED = (
 
 
 @pytest.mark.parametrize("with_picker", [True, False])
-async def test_fields_that_steer_envoy_or_an_engine_reach_no_instance(tmp_path, with_picker):
+async def test_fields_that_steer_envoy_or_an_engine_reach_no_instance(
+    tmp_path, with_picker, instance
+):
     async with contextlib.AsyncExitStack() as stack:
-        instance = await stack.enter_async_context(witness())
         ports = (1, 1)
         if with_picker:
             gateway = write_gateway(tmp_path, instance.port)
@@ -589,12 +557,12 @@ async def test_fields_that_steer_envoy_or_an_engine_reach_no_instance(tmp_path, 
         assert not any(name.startswith("x-envoy-") for name in names - own)
 
 
-async def test_upgrades_tunnels_and_old_versions_reach_no_instance(tmp_path):
+async def test_upgrades_tunnels_and_old_versions_reach_no_instance(tmp_path, instance):
     upgrades = [
         ("connection: upgrade", f"upgrade: {protocol}")
         for protocol in ("websocket", "h2c", "tcp", "CONNECT-UDP")
     ]
-    async with witness() as instance, envoy_for(tmp_path, instance, (1, 1)) as envoy:
+    async with envoy_for(tmp_path, instance) as envoy:
         for fields in upgrades:
             for method, path in (("GET", "/v1/realtime"), ("GET", "/sleep"), ("POST", "/sleep")):
                 answer = await ask(envoy, path, (*bearer(RIGHT), *fields), method=method, body=b"")
@@ -636,9 +604,9 @@ async def over_http2(envoy: Envoy, *fields: tuple[str, str]) -> str:
         writer.close()
 
 
-async def test_clients_of_http2_get_no_further(tmp_path):
+async def test_clients_of_http2_get_no_further(tmp_path, instance):
     post = (":method", "POST")
-    async with witness() as instance, envoy_for(tmp_path, instance, (1, 1)) as envoy:
+    async with envoy_for(tmp_path, instance) as envoy:
         key = ("authorization", f"Bearer {RIGHT}")
         assert await over_http2(envoy, post, (":path", CHAT), key) == "200"
         assert len(instance.heads) == 1
@@ -665,9 +633,8 @@ def full_duplex(document: dict[str, Any]) -> None:
 
 # One that says nothing is waited for in this mode.
 @pytest.mark.parametrize("behaviour", ext_procs.BEHAVIOURS[1:])
-async def test_a_streamed_body_lets_nobody_in_either(tmp_path, behaviour):
+async def test_a_streamed_body_lets_nobody_in_either(tmp_path, behaviour, instance):
     async with (
-        witness() as instance,
         ext_procs.undecided_picker(behaviour) as port,
         envoy_for(tmp_path, instance, (port, 1), changes=full_duplex) as envoy,
     ):
@@ -679,28 +646,22 @@ async def test_a_streamed_body_lets_nobody_in_either(tmp_path, behaviour):
         assert instance.heads == []
 
 
-async def test_where_the_operator_wants_it_nothing_is_served_without_a_picker(tmp_path):
+async def test_where_the_operator_wants_it_nothing_is_served_without_a_picker(tmp_path, instance):
     def closed(document: dict[str, Any]) -> None:
         ext_proc(document)["failure_mode_allow"] = False
 
-    async with (
-        witness() as instance,
-        envoy_for(tmp_path, instance, (1, 1), changes=closed) as envoy,
-    ):
+    async with envoy_for(tmp_path, instance, changes=closed) as envoy:
         for headers in ((), bearer(RIGHT)):
             assert (await ask(envoy, headers=headers)).status >= 500
         assert instance.heads == []
 
 
-async def test_a_body_that_is_too_long_reaches_no_instance(tmp_path):
+async def test_a_body_that_is_too_long_reaches_no_instance(tmp_path, instance):
     def small(document: dict[str, Any]) -> None:
         listener = document["static_resources"]["listeners"][0]
         listener["per_connection_buffer_limit_bytes"] = 100_000
 
-    async with (
-        witness() as instance,
-        envoy_for(tmp_path, instance, (1, 1), changes=small) as envoy,
-    ):
+    async with envoy_for(tmp_path, instance, changes=small) as envoy:
         for headers in ((), bearer(RIGHT)):
             answer = await ask(envoy, headers=headers, body=b" " * 300_000)
             # 0: it was closed while the body was still being written.

@@ -34,9 +34,11 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     Status,
     frame,
 )
-from hetero_gateway.scaleout.picker.http2.server import Server
-from tests.fakes.peers import Peer, header_block, peer_at
+from hetero_gateway.scaleout.picker.http2.server import GrpcServer
+from tests.fakes.peers import Peer, anyio_backend, header_block, peer_at
 from tests.fakes.running import eventually
+
+__all__ = ["anyio_backend"]
 
 MAX_BYTES = 4 * 2**20
 MARGIN_BYTES = 2**20
@@ -73,19 +75,13 @@ class Running:
         self.seen: list[object] = []
         self.bugs: list[None] = []
         self.limits = BodyLimits(MAX_BYTES, 4 * MAX_BYTES)
-        self.server = Server(
+        self.server = GrpcServer(
             {"/test.Test/Echo": lambda call: Echo(call, self.seen)},
             self.limits,
             MARGIN_BYTES,
             lambda: self.bugs.append(None),
         )
         self.port = 0
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """The picker runs on uvloop, other tests on asyncio."""
-    return "asyncio", {"use_uvloop": request.param == "uvloop"}
 
 
 @contextlib.asynccontextmanager
@@ -152,8 +148,7 @@ async def test_what_has_come_of_long_messages_counts_and_not_what_was_announced(
         for stream_id in (1, 3, 5, 7, 9):
             peer.open(stream_id)
             peer.send(frame(DATA, 0, stream_id, begun))
-        peer.send(frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        await peer.pong()
         assert run.limits.buffered_bytes == 0
         # Of what has come, a connection may have half: the rest is for the others.
         for stream_id, count in ((1, 255), (3, 255), (5, 15)):
@@ -171,8 +166,8 @@ async def test_what_has_come_of_long_messages_counts_and_not_what_was_announced(
             await other.writer.drain()
         await eventually(lambda: bytes(MAX_BYTES) in run.seen)
         held = run.limits.buffered_bytes
-        peer.send(frames.reset(1, ErrorCode.CANCEL), frame(PING, 0, 0, bytes(8)))
-        await peer.until(PING)
+        peer.send(frames.reset(1, ErrorCode.CANCEL))
+        await peer.pong()
         assert run.limits.buffered_bytes < held
 
 
@@ -205,8 +200,7 @@ async def test_a_reset_and_a_lost_connection_end_calls_once():
             peer.open(3, b"b")
             peer.send(frames.reset(1, ErrorCode.CANCEL))
             peer.send(frame(DATA, 0, 1, frames.message(b"late")))  # was on its way
-            peer.send(frame(PING, 0, 0, bytes(8)))
-            await peer.until(PING)
+            await peer.pong()
             assert run.seen == [b"a", b"b", "lost"]
             assert run.server.open_calls == 1
         await eventually(lambda: run.server.open_calls == 0)
@@ -221,8 +215,8 @@ async def test_what_is_sent_keeps_to_the_peers_windows():
         assert len(payload) == 10
         # A window may shrink below 0, too.
         peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 4}))
-        peer.send(frames.window_update(1, 6), frame(PING, 0, 0, b"12345678"))
-        await peer.until(PING)
+        peer.send(frames.window_update(1, 6))
+        await peer.pong()
         peer.send(frames.window_update(1, 5))
         _, more = await peer.until(DATA, 1)
         assert len(more) == 5
@@ -236,8 +230,7 @@ async def test_a_larger_window_is_used_once_it_is_acknowledged():
     async with running() as run, peer_of(run) as peer:
         peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
         peer.open(1, b"x")
-        peer.send(frame(PING, 0, 0, b"12345678"))
-        await peer.until(PING)
+        await peer.pong()
         peer.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 100}))
         kinds = [(await peer.read())[0] for _ in range(2)]
         assert kinds == [SETTINGS, DATA]
@@ -326,91 +319,74 @@ async def test_blocks_that_all_differ_are_kept_within_bounds(monkeypatch):
             assert len(run.server.known_blocks) <= 8
 
 
+def head(stream_id: int, flags: int = END_HEADERS, block: bytes = header_block()) -> bytes:
+    return frame(HEADERS, flags, stream_id, block)
+
+
 def rules_broken() -> dict[str, tuple[ErrorCode, list[bytes]]]:
     """What a peer sends, and what it is told."""
-    block = header_block()
-    opened = frame(HEADERS, END_HEADERS, 1, block)
-    protocol, size = ErrorCode.PROTOCOL_ERROR, ErrorCode.FRAME_SIZE_ERROR
-    flow, calm = ErrorCode.FLOW_CONTROL_ERROR, ErrorCode.ENHANCE_YOUR_CALM
+    block, opened, cancelled = header_block(), head(1), frames.reset(1, ErrorCode.CANCEL)
     largest = struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 2**31)
     part = frame(CONTINUATION, 0, 1, b"")
-    return {
-        "a frame that is too long": (size, [frames.HEAD.pack(16385 << 8 | DATA, 0, 1)]),
-        "data of no call": (protocol, [frame(DATA, 0, 1, b"x")]),
-        "data of stream 0": (protocol, [frame(DATA, 0, 0, b"x")]),
-        "a window for no call": (protocol, [frames.window_update(5, 1)]),
-        "a reset of no call": (protocol, [frames.reset(5, ErrorCode.CANCEL)]),
-        "a window that grows by 0": (protocol, [frames.window_update(0, 0)]),
-        "a window above its limit": (flow, [frames.window_update(0, 2**31 - 1)]),
-        "an initial window above it": (flow, [frame(SETTINGS, 0, 0, largest)]),
-        "an even number": (protocol, [frame(HEADERS, END_HEADERS, 2, block)]),
-        "an even number of the past": (
-            protocol,
-            [frame(HEADERS, END_HEADERS, 9, block), frame(HEADERS, END_HEADERS, 2, block)],
-        ),
-        "a head on stream 0": (protocol, [frame(HEADERS, END_HEADERS, 0, block)]),
-        "a head on stream 0, later": (protocol, [opened, frame(HEADERS, END_HEADERS, 0, block)]),
-        "a head on stream 0, in pieces": (
-            protocol,
-            [frame(HEADERS, 0, 0, block), frame(CONTINUATION, END_HEADERS, 0, b"")],
-        ),
-        "a head on stream 0, with the reserved bit": (
-            protocol,
-            [frame(HEADERS, END_HEADERS, 2**31, block)],
-        ),
-        "a priority of stream 0": (protocol, [frame(PRIORITY, 0, 0, bytes(5))]),
-        "a priority of 4 bytes": (size, [frame(PRIORITY, 0, 1, bytes(4))]),
-        "a reset of stream 0": (protocol, [frames.reset(0, ErrorCode.CANCEL)]),
-        "settings of a call": (protocol, [opened, frame(SETTINGS, 0, 1)]),
-        "a ping of a call": (protocol, [opened, frame(PING, 0, 1, bytes(8))]),
-        "a goodbye of a call": (protocol, [opened, frame(GOAWAY, 0, 1, bytes(8))]),
-        "a goodbye of 7 bytes": (size, [frame(GOAWAY, 0, 0, bytes(7))]),
-        "goodbyes": (calm, [opened, *[frame(GOAWAY, 0, 0, bytes(8))] * 10_000]),
-        "three updates of the table": (
-            ErrorCode.COMPRESSION_ERROR,
-            [frame(HEADERS, END_HEADERS, 1, b"\x20\x3f\x80\x00\x20" + block)],
-        ),
-        "a push": (protocol, [frame(frames.PUSH_PROMISE, 0, 1, block)]),
-        "a second head": (protocol, [opened, opened]),
-        "padding longer than the frame": (protocol, [opened, frame(DATA, PADDED, 1, b"\x09abc")]),
-        "something within a block": (
-            protocol,
-            [frame(HEADERS, 0, 1, block), frame(PING, 0, 0, bytes(8))],
-        ),
-        "a continuation of nothing": (protocol, [part]),
-        "continuations without an end": (calm, [frame(HEADERS, 0, 1, block), *[part] * 40]),
-        "a block without an end": (
-            calm,
-            [frame(HEADERS, 0, 1, b""), *[frame(CONTINUATION, 0, 1, bytes(16384))] * 3],
-        ),
-        "a block that is none": (
-            ErrorCode.COMPRESSION_ERROR,
-            [frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff")],
-        ),
-        "a table that was forbidden": (
-            ErrorCode.COMPRESSION_ERROR,
-            [frame(HEADERS, END_HEADERS, 1, b"\x3f\x21" + block)],
-        ),
-        "a ping of 7 bytes": (size, [frame(PING, 0, 0, bytes(7))]),
-        "settings of 5 bytes": (size, [frame(SETTINGS, 0, 0, bytes(5))]),
-        "pings": (calm, [frame(PING, 0, 0, bytes(8))] * 10_000),
-        "settings": (calm, [frames.settings({})] * 10_000),
-        "priorities": (calm, [frame(PRIORITY, 0, 1, bytes(5))] * 10_000),
-        "unknown frames": (calm, [frame(0x70, 0, 1)] * 10_000),
-        "empty data": (calm, [opened, *[frame(DATA, 0, 1)] * 10_000]),
-        "data of a call that is over": (
-            calm,
-            [opened, frames.reset(1, ErrorCode.CANCEL), *[frame(DATA, 0, 1, b"x")] * 10_000],
-        ),
-        "calls that are reset at once": (
-            calm,
-            [
-                frame(HEADERS, END_HEADERS, 2 * i + 1, block)
-                + frames.reset(2 * i + 1, ErrorCode.CANCEL)
-                for i in range(10_000)
+    told = {
+        ErrorCode.FRAME_SIZE_ERROR: {
+            "a frame that is too long": [frames.HEAD.pack(16385 << 8 | DATA, 0, 1)],
+            "a priority of 4 bytes": [frame(PRIORITY, 0, 1, bytes(4))],
+            "a goodbye of 7 bytes": [frame(GOAWAY, 0, 0, bytes(7))],
+            "a ping of 7 bytes": [frame(PING, 0, 0, bytes(7))],
+            "settings of 5 bytes": [frame(SETTINGS, 0, 0, bytes(5))],
+        },
+        ErrorCode.PROTOCOL_ERROR: {
+            "data of no call": [frame(DATA, 0, 1, b"x")],
+            "data of stream 0": [frame(DATA, 0, 0, b"x")],
+            "a window for no call": [frames.window_update(5, 1)],
+            "a reset of no call": [frames.reset(5, ErrorCode.CANCEL)],
+            "a window that grows by 0": [frames.window_update(0, 0)],
+            "an even number": [head(2)],
+            "an even number of the past": [head(9), head(2)],
+            "a head on stream 0": [head(0)],
+            "a head on stream 0, later": [opened, head(0)],
+            "a head on stream 0, in pieces": [head(0, 0), frame(CONTINUATION, END_HEADERS, 0)],
+            "a head on stream 0, with the reserved bit": [head(2**31)],
+            "a priority of stream 0": [frame(PRIORITY, 0, 0, bytes(5))],
+            "a reset of stream 0": [frames.reset(0, ErrorCode.CANCEL)],
+            "settings of a call": [opened, frame(SETTINGS, 0, 1)],
+            "a ping of a call": [opened, frame(PING, 0, 1, bytes(8))],
+            "a goodbye of a call": [opened, frame(GOAWAY, 0, 1, bytes(8))],
+            "a push": [frame(frames.PUSH_PROMISE, 0, 1, block)],
+            "a second head": [opened, opened],
+            "padding longer than the frame": [opened, frame(DATA, PADDED, 1, b"\x09abc")],
+            "something within a block": [head(1, 0), frame(PING, 0, 0, bytes(8))],
+            "a continuation of nothing": [part],
+        },
+        ErrorCode.FLOW_CONTROL_ERROR: {
+            "a window above its limit": [frames.window_update(0, 2**31 - 1)],
+            "an initial window above it": [frame(SETTINGS, 0, 0, largest)],
+        },
+        ErrorCode.COMPRESSION_ERROR: {
+            "three updates of the table": [head(1, block=b"\x20\x3f\x80\x00\x20" + block)],
+            "a block that is none": [head(1, block=b"\xff\xff\xff\xff\xff\xff")],
+            "a table that was forbidden": [head(1, block=b"\x3f\x21" + block)],
+        },
+        ErrorCode.ENHANCE_YOUR_CALM: {
+            "goodbyes": [opened, *[frame(GOAWAY, 0, 0, bytes(8))] * 10_000],
+            "continuations without an end": [head(1, 0), *[part] * 40],
+            "a block without an end": [
+                head(1, 0, b""),
+                *[frame(CONTINUATION, 0, 1, bytes(16384))] * 3,
             ],
-        ),
+            "pings": [frame(PING, 0, 0, bytes(8))] * 10_000,
+            "settings": [frames.settings({})] * 10_000,
+            "priorities": [frame(PRIORITY, 0, 1, bytes(5))] * 10_000,
+            "unknown frames": [frame(0x70, 0, 1)] * 10_000,
+            "empty data": [opened, *[frame(DATA, 0, 1)] * 10_000],
+            "data of a call that is over": [opened, cancelled, *[frame(DATA, 0, 1, b"x")] * 10_000],
+            "calls that are reset at once": [
+                head(i) + frames.reset(i, ErrorCode.CANCEL) for i in range(1, 20_000, 2)
+            ],
+        },
     }
+    return {name: (code, sent) for code, named in told.items() for name, sent in named.items()}
 
 
 @pytest.mark.parametrize("name", rules_broken())

@@ -73,7 +73,7 @@ async def test_a_message_that_does_not_go_on_is_given_up(fast, monkeypatch):
         # The data plane would end it now.
         await peer.until(RST_STREAM, 1)
         await eventually(picker.settled)
-        assert server_of(picker).pool.held_bytes == 0
+        assert server_of(picker).held_bytes == 0
 
 
 async def test_a_body_that_does_not_go_on_is_answered_with_408(fast, monkeypatch):
@@ -106,7 +106,7 @@ async def test_a_call_whose_answers_are_not_read_is_reset(fast, monkeypatch):
         peer.send(opened(range(1, 2), *DUPLEX))
         await peer.until(RST_STREAM, 1)
         await eventually(picker.settled)
-        assert server_of(picker).pool.held_bytes == 0
+        assert server_of(picker).held_bytes == 0
 
 
 async def test_a_call_that_sends_more_than_it_reads_gets_no_more_room():

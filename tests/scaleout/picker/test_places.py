@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import resource
 import socket
@@ -13,9 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
-import trustme
 
-from hetero_gateway.scaleout.picker.http2 import frames, handshakes, register
+from hetero_gateway.scaleout.picker.http2 import commons, frames, server
 from hetero_gateway.scaleout.picker.http2.frames import (
     ACK,
     DATA,
@@ -24,12 +24,14 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     ErrorCode,
     frame,
 )
-from tests.fakes import asking
+from tests.fakes import asking, certificates
 from tests.fakes.asking import CHECK, PROCESS, REPORT, WATCH, WHOLE, in_data, numbers, opened
 from tests.fakes.envoy import RunningPicker
-from tests.fakes.peers import peer_at
+from tests.fakes.peers import anyio_backend, peer_at
 from tests.fakes.pickers import checked, one_picker, picker_process, port_of, server_of
 from tests.fakes.running import eventually
+
+__all__ = ["anyio_backend"]
 
 # Connections
 
@@ -65,6 +67,7 @@ GREETING = PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0)
     ],
     ids=["nothing", "half a preface", "a greeting", "heads", "a watch", "nonsense"],
 )
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the picker is a process of its own
 async def test_silent_connections_shut_out_nobody(data, tmp_path):
     async with picker_process(tmp_path) as (_, port):
         async with peer_at(port, path=PROCESS) as working:
@@ -78,18 +81,16 @@ async def test_silent_connections_shut_out_nobody(data, tmp_path):
                 await working.until(DATA, 1)
 
 
+@dataclasses.dataclass(eq=False)
 class Someone:
-    """A member of a register."""
+    """An occupant of a register."""
 
-    def __init__(
-        self, address: str, *, at_work: bool = False, has_spoken: bool = False, spoke_tick: int = 0
-    ) -> None:
-        self.address = address
-        self.at_work = at_work
-        self.heard = False
-        self.has_spoken = has_spoken
-        self.spoke_tick = spoke_tick
-        self.gone = False
+    address: str
+    at_work: bool = False
+    has_spoken: bool = False
+    spoke_tick: int = 0
+    heard: bool = False
+    gone: bool = False
 
     def works(self) -> bool:
         return self.at_work
@@ -99,8 +100,8 @@ class Someone:
 
 
 def test_the_one_that_would_be_missed_least_makes_room(monkeypatch):
-    monkeypatch.setattr(register, "MAX_CONNECTIONS", 4)
-    connected: register.Register[Someone] = register.Register()
+    monkeypatch.setattr(commons, "MAX_CONNECTIONS", 4)
+    connected: commons.Register[Someone] = commons.Register()
     works = Someone("a", at_work=True)
     early = Someone("b", has_spoken=True, spoke_tick=3)
     late = Someone("c", has_spoken=True, spoke_tick=9)
@@ -117,9 +118,9 @@ def test_the_one_that_would_be_missed_least_makes_room(monkeypatch):
 
 
 def test_a_crowd_at_one_address_pushes_out_only_its_own(monkeypatch):
-    monkeypatch.setattr(register, "MAX_CONNECTIONS", 6)
-    monkeypatch.setattr(register, "MAX_PER_ADDRESS", 4)
-    connected: register.Register[Someone] = register.Register()
+    monkeypatch.setattr(commons, "MAX_CONNECTIONS", 6)
+    monkeypatch.setattr(commons, "MAX_PER_ADDRESS", 4)
+    connected: commons.Register[Someone] = commons.Register()
     good = Someone("good")
     assert connected.add(good)
     crowd = [Someone("crowd", has_spoken=True, spoke_tick=9) for _ in range(20)]
@@ -133,7 +134,7 @@ def test_a_crowd_at_one_address_pushes_out_only_its_own(monkeypatch):
 
 
 def test_who_has_a_network_of_ipv6_has_one_address():
-    network = register.network_of
+    network = commons.network_of
     assert network("2001:db8::1") == network("2001:db8::ffff:2") != network("2001:db8:0:1::1")
     assert network("::ffff:10.0.0.1") == network("10.0.0.1") != network("10.0.0.2")
     assert network("fe80::1%eth0") == network("fe80::2")
@@ -185,37 +186,18 @@ async def test_watches_hear_of_a_change_by_one_timer(monkeypatch):
 
 
 @pytest.fixture
-def issued(tmp_path: Path) -> dict[str, Path]:
-    """Files of a picker's and of a data plane's certificate, and of one by somebody else."""
-    paths = {}
-    ours, others = trustme.CA(), trustme.CA()
-    for name, authority in (("picker", ours), ("envoy", ours), ("stranger", others)):
-        made = authority.issue_cert("127.0.0.1", common_name=name)
-        paths[f"{name}.key"] = tmp_path / f"{name}.key"
-        paths[name] = tmp_path / f"{name}.pem"
-        made.private_key_pem.write_to_path(str(paths[f"{name}.key"]))
-        for blob in made.cert_chain_pems:
-            blob.write_to_path(str(paths[name]), append=True)
-    paths["ca"] = tmp_path / "ca.pem"
-    ours.cert_pem.write_to_path(str(paths["ca"]))
-    return paths
+def files(tmp_path: Path) -> dict[str, str]:
+    return certificates.issued(tmp_path, "picker", "envoy", "stranger")
 
 
-def secured(issued: dict[str, Path]) -> dict[str, Any]:
-    return {
-        "certificate_file": str(issued["picker"]),
-        "key_file": str(issued["picker.key"]),
-        "client_ca_file": str(issued["ca"]),
-    }
+def read(path: str) -> bytes:
+    return Path(path).read_bytes()
 
 
-async def asked_as(picker: RunningPicker, issued: dict[str, Path], name: str | None) -> bool:
+async def asked_as(picker: RunningPicker, files: dict[str, str], name: str | None) -> bool:
     """Whether a client with this certificate is answered."""
-    credentials = grpc.ssl_channel_credentials(
-        issued["ca"].read_bytes(),
-        None if name is None else issued[f"{name}.key"].read_bytes(),
-        None if name is None else issued[name].read_bytes(),
-    )
+    own = (f"{name}.key", name) if name is not None else ()
+    credentials = grpc.ssl_channel_credentials(*(read(files[each]) for each in ("ca", *own)))
     async with grpc.aio.secure_channel(picker.address, credentials) as channel:
         try:
             await channel.unary_unary(CHECK)(b"", timeout=5)
@@ -226,40 +208,34 @@ async def asked_as(picker: RunningPicker, issued: dict[str, Path], name: str | N
         return True
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """The picker runs on uvloop, other tests on asyncio."""
-    return "asyncio", {"use_uvloop": request.param == "uvloop"}
-
-
-async def test_without_a_certificate_of_the_right_authority_no_data_plane_is_answered(issued):
-    async with one_picker(picker=secured(issued)) as picker:
-        assert await asked_as(picker, issued, "envoy")
-        assert not await asked_as(picker, issued, None)
-        assert not await asked_as(picker, issued, "stranger")
+async def test_without_a_certificate_of_the_right_authority_no_data_plane_is_answered(files):
+    async with one_picker(picker=certificates.secured(files, "picker")) as picker:
+        assert await asked_as(picker, files, "envoy")
+        assert not await asked_as(picker, files, None)
+        assert not await asked_as(picker, files, "stranger")
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             async with peer_at(port_of(picker)):
                 pass
 
 
-async def test_handshakes_that_stall_hold_no_place_for_long(issued, monkeypatch):
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.2)
-    async with one_picker(picker=secured(issued)) as picker:
+async def test_handshakes_that_stall_hold_no_place_for_long(files, monkeypatch):
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
+    async with one_picker(picker=certificates.secured(files, "picker")) as picker:
         with silent(port_of(picker), 20, b"\x16\x03\x01"):
             await eventually(lambda: len(server_of(picker).register) == 20)
             await eventually(lambda: not len(server_of(picker).register))
-        monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60)
-        monkeypatch.setattr(register, "MAX_CONNECTIONS", 8)
+        monkeypatch.setattr(server, "HANDSHAKE_S", 60)
+        monkeypatch.setattr(commons, "MAX_CONNECTIONS", 8)
         with silent(port_of(picker), 20):
-            assert await asked_as(picker, issued, "envoy")
+            assert await asked_as(picker, files, "envoy")
             assert len(server_of(picker).register) <= 8
 
 
-async def test_what_comes_with_the_handshakes_end_is_not_lost(issued):
-    context = ssl.create_default_context(cafile=issued["ca"])
-    context.load_cert_chain(issued["envoy"], issued["envoy.key"])
+async def test_what_comes_with_the_handshakes_end_is_not_lost(files):
+    context = ssl.create_default_context(cafile=files["ca"])
+    context.load_cert_chain(files["envoy"], files["envoy.key"])
     context.set_alpn_protocols(["h2"])
-    async with one_picker(picker=secured(issued)) as picker:
+    async with one_picker(picker=certificates.secured(files, "picker")) as picker:
         # All in one packet, as TLS 1.3 lets a client send it.
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")

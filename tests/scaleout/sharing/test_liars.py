@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
-import httpx
 import numpy as np
 import pytest
 import redis
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.sharing.message import FIELDS, Message, instance_key, pack
-from tests.fakes.redis import RedisServer, redis_server
-from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.redis import RedisServer
+from tests.fakes.running import FAST, RunningGateway, eventually, rig
+from tests.fakes.vllm import FakeInstance
 
 pytestmark = pytest.mark.system
 
@@ -42,12 +41,6 @@ def body(number: int) -> dict[str, object]:
     message = {"role": "user", "content": f"{number} " * 100}
     fake = {"events": 5, "delay_s": 0.02}
     return {"model": "m", "messages": [message], "stream": True, "fake": fake}
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
 
 
 @contextlib.asynccontextmanager
@@ -83,31 +76,17 @@ async def test_whatever_a_peer_claims_all_requests_are_served(
     server: RedisServer, policy: str, lie: str, *, tells: bool
 ) -> None:
     """With in_flight 10 000, none of 20 was while the view was called shared."""
-    async with fake_instances(2) as fakes:
-        for fake in fakes:
-            fake.metrics += IDLE if tells else ""
-        config = config_for(
-            fakes,
-            profiles=(FAST,),
-            scheduler={
-                "policy": policy,
-                "shared": server.url,
-                "sharing": {"interval_s": 0.02, "timeout_s": 1.0},
-            },
-            health={"scrape_interval_s": 1.0},
-        )
-        async with running_gateway(config) as running:
-            sharing = running.gateway.sharing
-            assert sharing is not None
-            async with (
-                lying(server, running, LIES[lie]),
-                httpx.AsyncClient(base_url=running.url, timeout=20) as client,
-            ):
-                await eventually(lambda: len(sharing.describe()["others"]) == 2)
-                answers = await asyncio.gather(
-                    *(client.post(CHAT, json=body(number)) for number in range(20))
-                )
-                assert [each.status_code for each in answers] == [200] * 20
-                assert sharing.mode.value == "shared"
-                assert all(fake.requests for fake in fakes), "no instance is kept idle"
-            await eventually(running.settled)
+    fakes = [FakeInstance(), FakeInstance()]
+    for fake in fakes:
+        fake.metrics += IDLE if tells else ""
+    exchange = {"shared": server.url, "sharing": {"interval_s": 0.02, "timeout_s": 1.0}}
+    sections = {"scheduler": {"policy": policy} | exchange, "health": {"scrape_interval_s": 1.0}}
+    async with rig(fakes, profiles=(FAST,), **sections) as (running, client, _):
+        sharing = running.gateway.sharing
+        assert sharing is not None
+        async with lying(server, running, LIES[lie]):
+            await eventually(lambda: len(sharing.describe()["others"]) == 2)
+            asked = (client.post(CHAT, json=body(number)) for number in range(20))
+            assert [each.status_code for each in await asyncio.gather(*asked)] == [200] * 20
+            assert sharing.mode.value == "shared"
+            assert all(fake.requests for fake in fakes), "no instance is kept idle"

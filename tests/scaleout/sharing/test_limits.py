@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
-from tests.fakes.redis import RedisServer, redis_server
-from tests.fakes.running import FAST, RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from hetero_gateway.files.client_keys import hash_of
+from tests.fakes.redis import RedisServer
+from tests.fakes.running import FAST, RunningGateway, config_for, eventually, rig, running_gateway
 
 pytestmark = pytest.mark.system
 
@@ -25,36 +25,21 @@ CHAT = "/v1/chat/completions"
 SHARING = {"interval_s": 0.02, "ttl_s": 2.0, "timeout_s": 1.0}
 
 
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
-
-
 @contextlib.asynccontextmanager
 async def two_gateways(
     server: RedisServer, directory: Path, **limits: int
 ) -> AsyncIterator[tuple[httpx.AsyncClient, list[RunningGateway]]]:
     """Two of them, over the same instances, with one key."""
-    digest = hashlib.sha256(KEY.encode()).hexdigest()
-    keys = {"keys": [{"name": "a", "hash": f"sha256:{digest}", **limits}]}
+    keys = {"keys": [{"name": "a", "hash": hash_of(KEY), **limits}]}
     (directory / "keys.yaml").write_text(yaml.safe_dump(keys))
-    async with fake_instances(2) as fakes:
-        config = config_for(
-            fakes,
-            profiles=(FAST,),
-            clients={"keys_file": str(directory / "keys.yaml")},
-            scheduler={"shared": server.url, "sharing": SHARING},
-        )
-        async with (
-            running_gateway(config) as first,
-            running_gateway(config) as second,
-            httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60) as client,
-        ):
-            for running in (first, second):
-                sharing = running.gateway.sharing
-                assert sharing is not None
-                await eventually(lambda sharing=sharing: sharing.replicas == 1)
+    sections: dict[str, Any] = {
+        "clients": {"keys_file": str(directory / "keys.yaml")},
+        "scheduler": {"shared": server.url, "sharing": SHARING},
+    }
+    async with rig(2, profiles=(FAST,), **sections) as (first, client, fakes):
+        async with running_gateway(config_for(fakes, profiles=(FAST,), **sections)) as second:
+            both: Any = [first.gateway.sharing, second.gateway.sharing]
+            await eventually(lambda: [sharing.replicas for sharing in both] == [1, 1])
             yield client, [first, second]
 
 

@@ -14,14 +14,13 @@ import pytest
 
 from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.core.sharing.message import Message, pack
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, Request
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
-from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.scaleout.sharing.peers import Sharing
+from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.scaleout.sharing.store import RedisStore, StoreError
 from tests.fakes.running import FAST, SLOW, config_for, eventually, running_gateway
+from tests.fakes.sharing import SharingGateway, exchanging, sharing_config
 from tests.fakes.vllm import fake_instances
 
 TTL_S, INTERVAL_S, TIMEOUT_S, NEWS_S = 3.0, 0.05, 0.05, 0.005
@@ -83,75 +82,37 @@ class MemoryStore:
         self._memory.values.pop(self._name, None)
 
 
-def config() -> GatewayConfig:
-    return GatewayConfig.model_validate(
-        {
-            "scheduler": {"shared": "redis://unused"},
-            "instances": [
-                {"id": "fast", "base_url": "http://a", "model": "m", "profile": FAST},
-                {"id": "slow", "base_url": "http://b", "model": "m", "profile": SLOW},
-            ],
-        }
-    )
-
-
-class Gateway:
-    def __init__(self, memory: Memory, name: str) -> None:
-        settings = config()
-
-        self.fleet = Fleet(settings, Path())
-        for instance in self.fleet.instances.values():
-            self.fleet.mark_up(instance)
-        self.sharing = Sharing(settings.scheduler, self.fleet, memory.at(name), name)
-        self.pumps = 0
-        self.sharing.on_change = self._pump
-
-    def _pump(self) -> None:
-        self.pumps += 1
-
-    def place(self) -> object:
-        ticket = self.fleet.scheduler.place(Request("m", 100, 50.0), time.monotonic())
-        assert not isinstance(ticket, Reject)
-        return ticket.dispatch
-
-    def settle(self, dispatch: object) -> None:
-        self.fleet.scheduler.settle(dispatch, Outcome.COMPLETED, time.monotonic())  # type: ignore[arg-type]
-
-    def seen(self) -> dict[str, float]:
-        """In flight by instance, others' included, as a decision has it."""
-        decision = self.fleet.scheduler.explain(Request("m", 100, 50.0), time.monotonic())
-        assert not isinstance(decision, Reject)
-        return {row.instance_id: row.in_flight or 0 for row in decision.explain()}
+SETTINGS = sharing_config("redis://unused", FAST, SLOW)
+# What a decision has of both instances when nothing is in flight.
+NOTHING = {"i0": 0, "i1": 0}
 
 
 @contextlib.asynccontextmanager
-async def two() -> AsyncIterator[tuple[Memory, Gateway, Gateway]]:
+async def two() -> AsyncIterator[tuple[Memory, SharingGateway, SharingGateway]]:
     memory = Memory()
-    first, second = Gateway(memory, "0" * 16), Gateway(memory, "1" * 16)
-    async with asyncio.TaskGroup() as tasks:
-        for gateway in (first, second):
-            await gateway.sharing.start(tasks)
+    first, second = (SharingGateway(SETTINGS, memory.at(n * 16), n * 16) for n in "01")
+    async with exchanging(first, second):
         yield memory, first, second
-        for gateway in (first, second):
-            await gateway.sharing.stop()
 
 
 async def test_a_load_is_seen_by_the_other_within_two_intervals_and_goes_as_fast() -> None:
+    pumps = []
     async with two() as (_, first, second):
+        second.sharing.on_change = lambda: pumps.append(None)
         dispatches = [first.place() for _ in range(5)]
         await asyncio.sleep(2.1 * INTERVAL_S)
-        assert second.seen() == first.seen() != {"fast": 0, "slow": 0}
-        assert second.pumps > 0
+        assert second.seen() == first.seen() != NOTHING
+        assert pumps
         assert second.sharing.mode is Mode.SHARED
         described = second.sharing.describe()
         assert described["other_replicas"] == 1
         assert sum(i["in_flight"] for i in described["others"].values()) == 5
         for dispatch in dispatches:
             first.settle(dispatch)
-        pumps = second.pumps
+        pumps.clear()
         await asyncio.sleep(2.1 * INTERVAL_S)
-        assert second.seen() == {"fast": 0, "slow": 0}
-        assert second.pumps > pumps, "who waits there may have room now"
+        assert second.seen() == NOTHING
+        assert pumps, "who waits there may have room now"
         assert second.sharing.describe()["others"] == {}
 
 
@@ -160,12 +121,12 @@ async def test_where_a_request_went_is_news_at_once() -> None:
         await asyncio.sleep(2.5 * INTERVAL_S)  # both know of each other, and nothing is due
         dispatch = first.place()
         await asyncio.sleep(0.001)
-        assert second.seen() == first.seen() != {"fast": 0, "slow": 0}
+        assert second.seen() == first.seen() != NOTHING
         assert (first.sharing.news["told"], second.sharing.news["heard"]) == (1, 1)
         # Its end is no news: it comes with the next exchange, though nothing differs from the last.
         first.settle(dispatch)
         await asyncio.sleep(2.1 * INTERVAL_S)
-        assert second.seen() == {"fast": 0, "slow": 0}
+        assert second.seen() == NOTHING
 
 
 async def test_news_come_a_few_at_a_time() -> None:
@@ -196,7 +157,7 @@ async def test_exchanges_that_take_long_come_seldom_and_news_in_between(
         for number in range(1, 41):
             first.place()
             await asyncio.sleep(0.05)
-            assert sum(second.seen().values()) == number
+            assert second.in_flight() == number
         # 20 ms each and a twentieth of a core: 2.5 a second.
         assert 4 <= first.sharing.outcomes["ok"] - before <= 6
 
@@ -215,7 +176,7 @@ async def test_who_is_alone_has_nobody_to_tell() -> None:
         assert not first.sharing.news
 
 
-def message_of(gateway: Gateway) -> Message:
+def message_of(gateway: SharingGateway) -> Message:
     news = gateway.sharing._exchange.say_news(gateway.fleet.instances, time.monotonic())
     assert news is not None
     return news
@@ -266,7 +227,7 @@ async def test_who_ends_in_order_takes_its_load_along() -> None:
         await first.sharing.stop()
         await asyncio.sleep(1.1 * INTERVAL_S)
         assert second.sharing.replicas == 0
-        assert second.seen() == {"fast": 0, "slow": 0}
+        assert second.seen() == NOTHING
 
 
 async def test_who_is_killed_is_gone_with_its_lease() -> None:
@@ -276,9 +237,9 @@ async def test_who_is_killed_is_gone_with_its_lease() -> None:
         for task in first.sharing._tasks:
             task.cancel()
         await asyncio.sleep(TTL_S / 2)
-        assert sum(second.seen().values()) == 1
+        assert second.in_flight() == 1
         await asyncio.sleep(TTL_S / 2 + 2 * INTERVAL_S)
-        assert sum(second.seen().values()) == 0
+        assert second.in_flight() == 0
 
 
 @pytest.mark.parametrize("fault", ["hangs", "refuses"])
@@ -291,12 +252,12 @@ async def test_without_the_store_a_gateway_decides_alone_and_is_exact_again_afte
         memory.fault = fault
         await asyncio.sleep(0.5)
         assert second.sharing.mode is Mode.STALE
-        assert sum(second.seen().values()) == 1, "the last view is kept for the lease"
+        assert second.in_flight() == 1, "the last view is kept for the lease"
         first.settle(dispatch)
         more = [first.place() for _ in range(3)]
         await asyncio.sleep(TTL_S)
         assert second.sharing.mode is Mode.LOCAL
-        assert sum(second.seen().values()) == 0
+        assert second.in_flight() == 0
         assert second.sharing.describe()["problem"] == f"it {fault}"
         before = len(memory.tries)
         await asyncio.sleep(10)
@@ -306,7 +267,7 @@ async def test_without_the_store_a_gateway_decides_alone_and_is_exact_again_afte
         await asyncio.sleep(1.0 + 3 * INTERVAL_S)
         assert second.sharing.mode is Mode.SHARED
         assert second.seen() == first.seen()
-        assert sum(second.seen().values()) == len(more)
+        assert second.in_flight() == len(more)
         told = [r.message for r in caplog.records if "scheduler.shared" in r.message]
         assert sum("deciding by what this gateway knows" in line for line in told) == 2
         assert sum("answers again" in line for line in told) == 2
@@ -325,8 +286,7 @@ async def test_a_store_that_swallows_a_cancellation_keeps_no_gateway_from_ending
             return {}
 
     store = Stubborn(Memory(), "0" * 16)
-    gateway = Gateway(Memory(), "0" * 16)
-    gateway.sharing._store = store
+    gateway = SharingGateway(SETTINGS, store, "0" * 16)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         await gateway.sharing.start(tasks)
         while store.entered < 2:  # noqa: ASYNC110 - it is asked for by nobody else
@@ -340,7 +300,7 @@ async def test_what_is_no_message_is_counted_and_the_others_go_on() -> None:
         memory.values["f" * 16] = (b"nonsense", 1e12)
         first.place()
         await asyncio.sleep(2.1 * INTERVAL_S)
-        assert sum(second.seen().values()) == 1
+        assert second.in_flight() == 1
         rejected = second.sharing.outcomes["rejected"]
         assert rejected == 1, "the same nonsense is looked at once"
         assert second.sharing.mode is Mode.SHARED
@@ -365,10 +325,10 @@ async def test_instances_that_come_and_go_are_followed() -> None:
 async def test_what_a_removed_instance_reports_is_nothing() -> None:
     async with two() as (_, first, _second):
         assert first.fleet.on_scrape is not None
-        first.fleet.remove(InstanceId("slow"))
+        first.fleet.remove(InstanceId("i1"))
         for told in (None, EngineMetrics(), EngineMetrics(running=3.0, waiting=0.0)):
-            first.fleet.on_scrape(InstanceId("slow"), told)
-            first.fleet.on_scrape(InstanceId("fast"), told)
+            first.fleet.on_scrape(InstanceId("i1"), told)
+            first.fleet.on_scrape(InstanceId("i0"), told)
     assert first.fleet.on_scrape is None
 
 
@@ -409,7 +369,6 @@ async def test_a_gateway_that_is_alone_has_no_such_series() -> None:
 def test_a_url_that_cannot_be_is_refused_and_never_quoted(
     url: str, problem: str, tmp_path: Path
 ) -> None:
-
     path = tmp_path / "gateway.yaml"
     path.write_text(f"scheduler: {{shared: '{url}'}}\n")
     with pytest.raises(ConfigError, match=problem) as caught:
@@ -419,8 +378,7 @@ def test_a_url_that_cannot_be_is_refused_and_never_quoted(
 
 
 def test_a_password_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    settings = config().scheduler
+    settings = SETTINGS.scheduler
     sharing = settings.sharing.model_copy(update={"password_env": "NO_SUCH_PASSWORD"})
     monkeypatch.delenv("NO_SUCH_PASSWORD", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_PASSWORD is not set"):

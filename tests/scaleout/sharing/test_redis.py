@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
-import trustme
 
 from benchmarks.clusters import PROFILES
 from hetero_gateway.core.instances.dispatch import Dispatch
@@ -21,8 +19,9 @@ from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.core.types import Outcome, Reject, Request
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing
+from tests.fakes import certificates
 from tests.fakes.redis import RedisServer, free_port, redis_server
+from tests.fakes.sharing import SharingGateway, exchanging, fleet_of, sharing_config
 
 pytestmark = pytest.mark.system
 
@@ -33,59 +32,14 @@ NAMES = "{hetero-gateway}:replicas"
 SHARING = {"interval_s": 0.02, "ttl_s": TTL_S, "timeout_s": 1.0}
 
 
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with redis_server() as running:
-        yield running
+def config(url: str, *profiles: str, **changes: Any) -> GatewayConfig:
+    return sharing_config(url, *(profiles or PROFILES), **SHARING | changes)
 
 
-def config(url: str, *, seed: int = 0, **sharing: Any) -> GatewayConfig:
-    return GatewayConfig.model_validate(
-        {
-            "scheduler": {"shared": url, "seed": seed, "sharing": SHARING | sharing},
-            "instances": [
-                {"id": f"i{i}", "base_url": f"http://h{i}", "model": "m", "profile": p}
-                for i, p in enumerate(PROFILES)
-            ],
-        }
-    )
-
-
-class Gateway:
-    """A scheduler over four instances, and its exchange."""
-
-    def __init__(self, settings: GatewayConfig) -> None:
-        self.fleet = Fleet(settings, Path())
-        for instance in self.fleet.instances.values():
-            self.fleet.mark_up(instance)
-        sharing = make_sharing(settings.scheduler, self.fleet, Path())
-        assert sharing is not None
-        self.sharing: Sharing = sharing
-
-    def place(self, request: Request, now_s: float) -> Dispatch:
-        ticket = self.fleet.scheduler.place(request, now_s)
-        assert not isinstance(ticket, Reject)
-        assert ticket.dispatch is not None
-        return ticket.dispatch
-
-    def in_flight(self) -> int:
-        """What a decision sees, the others' included."""
-        decision = self.fleet.scheduler.explain(Request("m", 10, 10.0), time.monotonic())
-        assert not isinstance(decision, Reject)
-        return sum(row.in_flight or 0 for row in decision.explain())
-
-
-@contextlib.asynccontextmanager
-async def gateways(count: int, settings: GatewayConfig) -> AsyncIterator[list[Gateway]]:
-    made = [Gateway(settings) for _ in range(count)]
-    async with asyncio.TaskGroup() as tasks:
-        for each in made:
-            await each.sharing.start(tasks)
-        try:
-            yield made
-        finally:
-            for each in made:
-                await each.sharing.stop()
+def gateways(
+    count: int, settings: GatewayConfig
+) -> contextlib.AbstractAsyncContextManager[tuple[SharingGateway, ...]]:
+    return exchanging(*(SharingGateway(settings) for _ in range(count)))
 
 
 async def until(condition: Any, within_s: float = 20.0) -> float:
@@ -101,12 +55,10 @@ async def until(condition: Any, within_s: float = 20.0) -> float:
 async def test_a_trace_gets_the_picks_of_one_scheduler(server: RedisServer, count: int) -> None:
     """One event at a time, each seen by all before the next one."""
     settings = config(server.url, seed=3)
-    one = Fleet(settings, Path())
-    for instance in one.instances.values():
-        one.mark_up(instance)
+    one = fleet_of(settings)
     rng = np.random.default_rng(1)
     async with gateways(count, settings) as made:
-        outstanding: list[tuple[Gateway, Dispatch, Dispatch]] = []
+        outstanding: list[tuple[SharingGateway, Dispatch, Dispatch]] = []
         picks: list[tuple[str, str]] = []
         now_s = time.monotonic()
         for i in range(80):
@@ -120,9 +72,8 @@ async def test_a_trace_gets_the_picks_of_one_scheduler(server: RedisServer, coun
                 # Equal requests: the memory price takes the mean of what each gateway has met.
                 # Short prompts: when one was sent is known as of its message, and this clock is not
                 # the messages'.
-                request = Request("m", 4, 80.0)
-                dispatch = gateway.place(request, now_s)
-                ticket = one.scheduler.place(request, now_s)
+                dispatch = gateway.place(4, 80.0, now_s)
+                ticket = one.scheduler.place(Request("m", 4, 80.0), now_s)
                 assert not isinstance(ticket, Reject)
                 assert ticket.dispatch is not None
                 picks.append((dispatch.instance_id, ticket.dispatch.instance_id))
@@ -147,7 +98,7 @@ async def test_without_redis_decisions_go_on_and_are_exact_after(
 ) -> None:
     async with gateways(2, config(server.url, timeout_s=0.05)) as (first, second):
         for _ in range(3):
-            first.place(Request("m", 64, 80.0), time.monotonic())
+            first.place()
         await until(lambda: second.in_flight() == 3)
         getattr(server, {"killed": "kill", "stopped": "stop"}[fault])()
         # A place is given in one call that awaits nothing, so that all that could hold a request up
@@ -158,7 +109,7 @@ async def test_without_redis_decisions_go_on_and_are_exact_after(
         while time.monotonic() < end_s or second.sharing.mode is not Mode.LOCAL:
             cpu_s = time.thread_time()
             if len(holds_s) < 20:
-                second.place(Request("m", 8, 8.0), time.monotonic())
+                second.place(8, 8.0)
             await asyncio.sleep(0)
             holds_s.append(time.thread_time() - cpu_s)
         assert second.sharing.outcomes["failed"] > failed, "the store was tried meanwhile"
@@ -178,7 +129,7 @@ async def test_news_come_through_the_channel_in_front_of_the_next_exchange(
         await until(lambda: all(each.sharing.replicas == 2 for each in made))
         await asyncio.sleep(0.5)  # the channels are open
         for number in range(1, 4):
-            made[0].place(Request("m", 64, 80.0), time.monotonic())
+            made[0].place()
             for each in made:
                 await until(lambda e=each, n=number: e.in_flight() == n)
         assert [each.sharing.news["heard"] for each in made] == [0, 3, 3]
@@ -199,7 +150,7 @@ async def test_a_user_without_the_channel_exchanges_all_the_same(
     async with gateways(2, settings) as (first, second):
         await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
         for number in range(1, 4):
-            first.place(Request("m", 64, 80.0), time.monotonic())
+            first.place()
             await until(lambda n=number: second.in_flight() == n)
         assert not second.sharing.news["heard"]
         assert first.sharing.mode is Mode.SHARED
@@ -216,7 +167,7 @@ async def test_who_listens_does_so_again_after_redis_was_away(server: RedisServe
         heard = second.sharing.news["heard"]
 
         def heard_more() -> bool:
-            first.place(Request("m", 8, 8.0), time.monotonic())
+            first.place(8, 8.0)
             return second.sharing.news["heard"] > heard
 
         await until(heard_more)
@@ -224,7 +175,7 @@ async def test_who_listens_does_so_again_after_redis_was_away(server: RedisServe
 
 async def test_who_ends_in_the_middle_of_an_exchange_says_good_bye(server: RedisServer) -> None:
     async with gateways(2, config(server.url, ttl_s=30.0)) as (first, second):
-        first.place(Request("m", 64, 80.0), time.monotonic())
+        first.place()
         await until(lambda: second.in_flight() == 1)
         server.stop()
         await asyncio.sleep(0.2)  # an exchange is on its way, for a second
@@ -237,7 +188,7 @@ async def test_flushed_keys_are_said_again_within_a_third_of_the_lease(
     server: RedisServer,
 ) -> None:
     async with gateways(2, config(server.url)) as (first, second):
-        first.place(Request("m", 64, 80.0), time.monotonic())
+        first.place()
         await until(lambda: second.in_flight() == 1)
         with redis.Redis(port=server.port) as client:
             client.flushall()
@@ -265,7 +216,7 @@ async def test_thousands_of_dead_names_hide_nobody_for_long(
         async with gateways(2, config(server.url, ttl_s=5.0)) as (first, second):
             turns = first.sharing.outcomes["ok"]
             await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
-            first.place(Request("m", 64, 80.0), time.monotonic())
+            first.place()
             await until(lambda: second.in_flight() == 1)
             # Whoever was found stays known: a view that comes and goes with the draw is none.
             for _ in range(20):
@@ -291,7 +242,7 @@ async def test_a_set_of_names_that_cannot_be_read_is_begun_anew(
             failed = first.sharing.outcomes["failed"] + second.sharing.outcomes["failed"]
             await until(lambda: client.type(NAMES) == b"set" and client.scard(NAMES) == 2)
             await until(lambda: first.sharing.mode is second.sharing.mode is Mode.SHARED)
-            first.place(Request("m", 64, 80.0), time.monotonic())
+            first.place()
             await until(lambda: second.in_flight() == 1)
             failed = first.sharing.outcomes["failed"] + second.sharing.outcomes["failed"] - failed
             assert 1 <= failed < 10
@@ -304,7 +255,7 @@ async def test_values_of_other_kinds_and_sizes_hurt_nobody(server: RedisServer) 
         client.set("{hetero-gateway}:" + "b" * 16, b"x" * 50_000_000)
         client.set("{hetero-gateway}:" + "c" * 16, b"short")
         async with gateways(2, config(server.url, ttl_s=5.0)) as (first, second):
-            first.place(Request("m", 64, 80.0), time.monotonic())
+            first.place()
             await until(lambda: second.in_flight() == 1)
             assert second.sharing.mode is Mode.SHARED
             assert second.sharing.outcomes["rejected"] == 2, "each is looked at once"
@@ -337,23 +288,16 @@ async def test_a_flood_of_news_takes_a_small_share_of_a_core(server: RedisServer
         finally:
             flood.kill()
             await flood.wait()
-        first.place(Request("m", 64, 80.0), time.monotonic())
+        first.place()
         await until(lambda: second.in_flight() == 1)
 
 
 async def test_messages_longer_than_a_short_one_come_whole(server: RedisServer) -> None:
-    instances = [
-        {"id": f"i{i}", "base_url": f"http://h{i}", "model": "m", "profile": PROFILES[1]}
-        for i in range(800)
-    ]
-    settings = config(server.url, ttl_s=5.0)
-    many = GatewayConfig.model_validate(
-        settings.model_dump(mode="json", exclude={"instances"}) | {"instances": instances}
-    )
+    many = config(server.url, *[PROFILES[1]] * 800, ttl_s=5.0)
     async with gateways(2, many) as (first, second):
         await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
         for _ in range(800):
-            first.place(Request("m", 64, 80.0), time.monotonic())
+            first.place()
         loaded = sum(1 for i in first.fleet.instances if first.fleet.scheduler.in_flight(i))
         assert loaded * 112 > 2**16
         await until(lambda: second.in_flight() == 800)
@@ -370,20 +314,16 @@ async def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyP
 
 
 async def test_over_tls(tmp_path: Path) -> None:
-    authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1")
-    ca, pem, key = tmp_path / "ca.pem", tmp_path / "server.pem", tmp_path / "server.key"
-    authority.cert_pem.write_to_path(str(ca))
-    certificate.cert_chain_pems[0].write_to_path(str(pem))
-    certificate.private_key_pem.write_to_path(str(key))
+    files = certificates.issued(tmp_path, "server")
     tls_port = free_port()
     options = (
-        *("--tls-port", str(tls_port), "--tls-cert-file", str(pem), "--tls-key-file", str(key)),
-        *("--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no"),
+        *("--tls-port", str(tls_port), "--tls-cert-file", files["server"]),
+        *("--tls-key-file", files["server.key"], "--tls-ca-cert-file", files["ca"]),
+        *("--tls-auth-clients", "no"),
     )
     with redis_server(*options):
         url = f"rediss://127.0.0.1:{tls_port}"
-        async with gateways(2, config(url, ca_file=str(ca))) as (a, b):
+        async with gateways(2, config(url, ca_file=files["ca"])) as (a, b):
             await until(lambda: a.sharing.replicas == b.sharing.replicas == 1)
         async with gateways(1, config(url)) as (alone,):
             assert alone.sharing.mode is Mode.LOCAL, "a certificate of nobody"

@@ -6,20 +6,16 @@ import asyncio
 import contextlib
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.core.sharing.message import MOST_BYTES
-from hetero_gateway.core.types import Reject, Request
-from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing
 from hetero_gateway.scaleout.sharing.redis import ReplyError, ReplyReader, ServerError
 from tests.fakes.redis_replies import Replies, array, bulk, replies
 from tests.fakes.running import FAST, eventually
+from tests.fakes.sharing import SharingGateway, exchanging, sharing_config
 
 MEGABYTE = 2**20
 
@@ -97,51 +93,19 @@ def test_a_slow_drip_costs_no_more_than_its_bytes() -> None:
     assert drip(100_000) < 20 * first
 
 
-def config(url: str) -> GatewayConfig:
-    sharing = {"interval_s": 0.01, "timeout_s": 0.5, "ttl_s": 2.0}
-    return GatewayConfig.model_validate(
-        {
-            "scheduler": {"shared": url, "sharing": sharing},
-            "instances": [{"id": "a", "base_url": "http://a", "model": "m", "profile": FAST}],
-        }
-    )
-
-
-class Gateway:
-    """A fleet and its exchange."""
-
-    def __init__(self, url: str) -> None:
-        settings = config(url)
-        self.fleet = Fleet(settings, Path())
-        for instance in self.fleet.instances.values():
-            self.fleet.mark_up(instance)
-        sharing = make_sharing(settings.scheduler, self.fleet, Path())
-        assert sharing is not None
-        self.sharing: Sharing = sharing
-
-    def in_flight(self) -> float:
-        decision = self.fleet.scheduler.explain(Request("m", 10, 10.0), time.monotonic())
-        assert not isinstance(decision, Reject)
-        return sum(row.in_flight or 0 for row in decision.explain())
-
-
-@contextlib.asynccontextmanager
-async def two(server: Replies) -> AsyncIterator[tuple[Gateway, Gateway]]:
-    made = Gateway(server.url), Gateway(server.url)
-    async with asyncio.TaskGroup() as tasks:
-        for each in made:
-            await each.sharing.start(tasks)
-        yield made
-        for each in made:
-            await each.sharing.stop()
+def two(
+    server: Replies,
+) -> contextlib.AbstractAsyncContextManager[tuple[SharingGateway, ...]]:
+    settings = sharing_config(server.url, FAST, interval_s=0.01, timeout_s=0.5, ttl_s=2.0)
+    return exchanging(SharingGateway(settings), SharingGateway(settings))
 
 
 async def test_two_gateways_share_through_it() -> None:
     async with replies() as server, two(server) as (first, second):
-        first.fleet.scheduler.place(Request("m", 64, 80.0), time.monotonic())
+        first.place()
         await eventually(lambda: second.in_flight() == 1)
         await eventually(lambda: len(server.listeners) == 2 and first.sharing.replicas == 1)
-        first.fleet.scheduler.place(Request("m", 64, 80.0), time.monotonic())
+        first.place()
         await eventually(lambda: second.sharing.news["heard"] == 1)
 
 
@@ -165,7 +129,7 @@ async def test_a_store_that_makes_no_sense_costs_the_view_and_nothing_else(
     spoil: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with replies() as server, two(server) as (first, second):
-        first.fleet.scheduler.place(Request("m", 64, 80.0), time.monotonic())
+        first.place()
         await eventually(lambda: second.in_flight() == 1)
         tracemalloc.start()
         try:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -19,11 +18,20 @@ from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.planner.following import Follower, Sample, ScaledType
 from hetero_gateway.planner.held_rates import RateQuestion
 from hetero_gateway.serve.autoscaling import following_process
-from hetero_gateway.serve.autoscaling.following_process import Answer, Task
-from tests.fakes.running import FAST, SLOW, RunningGateway, config_for, eventually, running_gateway
+from hetero_gateway.serve.autoscaling.following_process import FollowingAnswer, Task
+from tests.fakes.running import (
+    FAST,
+    SLOW,
+    RunningGateway,
+    config_for,
+    eventually,
+    rig,
+    running_gateway,
+)
 from tests.fakes.vllm import fake_instances
 
 CHAT = "/v1/chat/completions"
+TP4, TP1 = "V100-32GB-NVLink2/tp4", "V100-32GB-NVLink2/tp1"
 TYPES = [
     {"model": "m", "profile": FAST, "min": 0, "max": 3},
     {"model": "m", "profile": SLOW, "min": 1, "max": 4},
@@ -31,7 +39,7 @@ TYPES = [
 FOLLOWING: dict[str, Any] = {"types": TYPES, "interval_s": 10, "hold_s": 60, "startup_s": 30}
 
 
-async def in_a_thread(task: Task) -> Answer:
+async def in_a_thread(task: Task) -> FollowingAnswer:
     """Virtual time does not wait for other processes."""
     return await asyncio.to_thread(following_process.work, task)
 
@@ -57,10 +65,9 @@ def chat(**fake: Any) -> dict[str, Any]:
 
 
 async def test_it_is_off_unless_types_are_configured() -> None:
-    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig(2) as (running, client, _):
         assert running.gateway.following is None
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            assert (await client.get("/admin/following")).json() == {"models": []}
+        assert (await client.get("/admin/following")).json() == {"models": []}
         assert "desired_instances" not in await running.metrics()
 
 
@@ -68,35 +75,23 @@ async def test_it_is_off_unless_types_are_configured() -> None:
 async def test_more_load_wants_more_instances_and_less_wants_fewer_after_a_while(
     workers: int,
 ) -> None:
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes, following=FOLLOWING)
-        async with (
-            running_gateway(config, workers=workers) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=60) as client,
-        ):
-            follow_here(running)
-            await eventually(lambda: running.gateway.following.describe()[0]["reason"])
-            # Both that are there are taken to be needed at first.
-            assert published(await running.metrics()) == {
-                "V100-32GB-NVLink2/tp4": 1,
-                "V100-32GB-NVLink2/tp1": 1,
-            }
-            assert sum(published(await running.metrics(), "ready_instances").values()) == 2
-            for _ in range(15):
-                await asyncio.gather(
-                    *(client.post(CHAT, json=chat(event_tokens=100)) for _ in range(20))
-                )
-                await asyncio.sleep(1)
-            await eventually(lambda: sum(published_now(running).values()) > 2)
-            (row,) = (await client.get("/admin/following")).json()["models"]
-            assert row["rate_per_s"] > 5
-            assert row["problem"] is None
-            assert {t["desired"] for t in row["types"]} != {None}
-            await asyncio.sleep(400)
-            assert published(await running.metrics()) == {
-                "V100-32GB-NVLink2/tp4": 0,
-                "V100-32GB-NVLink2/tp1": 1,
-            }
+    async with rig(2, workers=workers, following=FOLLOWING) as (running, client, _):
+        follow_here(running)
+        await eventually(lambda: running.gateway.following.describe()[0]["reason"])
+        # Both that are there are taken to be needed at first.
+        assert published(await running.metrics()) == {TP4: 1, TP1: 1}
+        assert sum(published(await running.metrics(), "ready_instances").values()) == 2
+        for _ in range(15):
+            asked = (client.post(CHAT, json=chat(event_tokens=100)) for _ in range(20))
+            await asyncio.gather(*asked)
+            await asyncio.sleep(1)
+        await eventually(lambda: sum(published_now(running).values()) > 2)
+        (row,) = (await client.get("/admin/following")).json()["models"]
+        assert row["rate_per_s"] > 5
+        assert row["problem"] is None
+        assert {t["desired"] for t in row["types"]} != {None}
+        await asyncio.sleep(400)
+        assert published(await running.metrics()) == {TP4: 0, TP1: 1}
 
 
 def published_now(running: RunningGateway) -> dict[str, float]:
@@ -105,22 +100,20 @@ def published_now(running: RunningGateway) -> dict[str, float]:
 
 
 async def test_a_failure_leaves_the_last_answer_and_is_counted() -> None:
-    async with fake_instances(2) as fakes:
-        async with running_gateway(config_for(fakes, following=FOLLOWING)) as running:
-            follow_here(running)
-            await eventually(lambda: running.gateway.following.describe()[0]["reason"])
-            before = published(await running.metrics())
+    async def fails(task: Task) -> FollowingAnswer:
+        raise HeteroGatewayError("the simulation took more than 180 s")
 
-            async def fails(task: Task) -> Answer:
-                raise HeteroGatewayError("the simulation took more than 180 s")
-
-            follow_here(running, fails)
-            await asyncio.sleep(25)
-            text = await running.metrics()
-            assert published(text) == before
-            assert "hetero_gateway_following_failures_total 2.0" in text
-            (row,) = running.gateway.following.describe()
-            assert row["problem"] == "the simulation took more than 180 s"
+    async with rig(2, following=FOLLOWING) as (running, _, _):
+        follow_here(running)
+        await eventually(lambda: running.gateway.following.describe()[0]["reason"])
+        before = published(await running.metrics())
+        follow_here(running, fails)
+        await asyncio.sleep(25)
+        text = await running.metrics()
+        assert published(text) == before
+        assert "hetero_gateway_following_failures_total 2.0" in text
+        (row,) = running.gateway.following.describe()
+        assert row["problem"] == "the simulation took more than 180 s"
 
 
 async def test_a_reload_takes_up_other_bounds_and_turns_it_off(tmp_path: Path) -> None:
@@ -128,22 +121,20 @@ async def test_a_reload_takes_up_other_bounds_and_turns_it_off(tmp_path: Path) -
     async with fake_instances(2) as fakes:
         config = config_for(fakes, following=FOLLOWING)
         data = config.model_dump(mode="json", exclude_unset=True)
-        file.write_text(yaml.safe_dump(data))
-        async with (
-            running_gateway(config, file) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=60) as client,
-        ):
+        async with running_gateway(config, file) as running:
+
+            async def reload() -> dict[str, Any]:
+                file.write_text(yaml.safe_dump(data))
+                return await running.gateway.reloader.reload("a test")
+
             follow_here(running)
             await eventually(lambda: running.gateway.following.describe()[0]["reason"])
             data["following"]["types"][1] |= {"min": 3}
-            file.write_text(yaml.safe_dump(data))
-            answer = (await client.post("/admin/reload")).json()
-            assert answer["settings"] == ["following.types"]
+            assert (await reload())["settings"] == ["following.types"]
             await asyncio.sleep(20)
-            assert published(await running.metrics())["V100-32GB-NVLink2/tp1"] == 3
+            assert published(await running.metrics())[TP1] == 3
             data["following"]["types"] = []
-            file.write_text(yaml.safe_dump(data))
-            await client.post("/admin/reload")
+            await reload()
             assert "desired_instances" not in await running.metrics()
 
 

@@ -1,11 +1,10 @@
 """Who may ask for /admin and the other control paths, over real sockets; and the audit."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.server_config import ServerConfig
 from hetero_gateway.serve.control.docs_page import docs_page
-from tests.fakes.running import RunningGateway, config_for, running_gateway
+from tests.fakes.running import Rig, RunningGateway, config_for, rig, running_gateway
 from tests.fakes.vllm import fake_instances
 
 ADMIN_KEY = "admin-secret-31415"
@@ -32,13 +31,8 @@ def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIENT_KEY_9", CLIENT_KEY)
 
 
-@asynccontextmanager
-async def gateway(workers: int = 1, **server: object) -> AsyncIterator[RunningGateway]:
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes, server=server), workers=workers) as running,
-    ):
-        yield running
+def gateway(workers: int = 1, **server: object) -> contextlib.AbstractAsyncContextManager[Rig]:
+    return rig(workers=workers, server=server)
 
 
 async def raw(running: RunningGateway, *lines: str, version: str = "1.1") -> int:
@@ -64,7 +58,7 @@ async def test_where_a_request_came_from_opens_nothing_and_the_key_that_was_made
         f"authorization: Bearer {'0' * 64}",
         "origin: http://127.0.0.1",
     )
-    async with gateway(workers) as running:
+    async with gateway(workers) as (running, _, _):
         key = f"authorization: Bearer {running.gateway.made_admin_key}"
         for host in ("127.0.0.1", "localhost", "[::1]", f"127.0.0.1:{running.port}", "10.0.0.1"):
             for version in ("1.0", "1.1"):
@@ -91,24 +85,27 @@ async def test_a_key_is_made_on_loopback_alone_and_where_nothing_else_is_said() 
 
 
 async def test_elsewhere_admin_is_off_without_a_key() -> None:
-    async with gateway(host="0.0.0.0") as running:
+    async with gateway(host="0.0.0.0") as (running, _, _):
         assert running.gateway.made_admin_key is None
         for key in ((), ("authorization: Bearer",), ("authorization: Bearer None",)):
             assert await raw(running, "host: 127.0.0.1", *key) == 403
 
 
 async def test_a_clients_key_is_none_for_admin_and_keyed_clients_change_nothing() -> None:
-    async with gateway(api_key_env="CLIENT_KEY_9") as running:
+    async with gateway(api_key_env="CLIENT_KEY_9") as (running, client, _):
         assert await raw(running, "host: 127.0.0.1") == 401
         bearer = f"authorization: Bearer {CLIENT_KEY}"
         assert await raw(running, "host: 127.0.0.1", bearer) == 401
         key = f"authorization: Bearer {running.gateway.made_admin_key}"
         assert await raw(running, "host: 127.0.0.1", key) == 200
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            headers = {"authorization": f"Bearer {running.gateway.made_admin_key}"}
-            asked = await client.post("/v1/chat/completions", json={"model": "m"}, headers=headers)
-            assert asked.status_code == 401
-    async with gateway(api_key_env="CLIENT_KEY_9", admin_key_env="ADMIN_KEY_9") as running:
+        headers = {"authorization": f"Bearer {running.gateway.made_admin_key}"}
+        asked = await client.post("/v1/chat/completions", json={"model": "m"}, headers=headers)
+        assert asked.status_code == 401
+    async with gateway(api_key_env="CLIENT_KEY_9", admin_key_env="ADMIN_KEY_9") as (
+        running,
+        client,
+        _,
+    ):
         assert await raw(running, "host: 127.0.0.1") == 401
         bearer = f"authorization: Bearer {ADMIN_KEY}"
         assert await raw(running, "host: gateway.example", "via: 1.1 proxy", bearer) == 200
@@ -119,7 +116,7 @@ async def test_the_key_that_was_made_stands_in_no_answer_and_no_log(
     workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with gateway(workers) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with gateway(workers) as (running, client, _):
         key = running.gateway.made_admin_key
         assert key is not None
         paths = [
@@ -145,7 +142,8 @@ async def test_a_unix_socket_of_its_own(tmp_path: Path, workers: int) -> None:
     path = tmp_path / "admin.sock"
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))
-    async with gateway(workers, api_key_env="CLIENT_KEY_9", admin_listen=f"unix:{path}") as running:
+    server = {"api_key_env": "CLIENT_KEY_9", "admin_listen": f"unix:{path}"}
+    async with gateway(workers, **server) as (running, _, _):
         assert path.stat().st_mode & 0o777 == 0o600
         assert await raw(running, "host: 127.0.0.1") == 403
         transport = httpx.AsyncHTTPTransport(uds=str(path))
@@ -162,7 +160,7 @@ async def test_a_unix_socket_of_its_own(tmp_path: Path, workers: int) -> None:
 
 
 async def test_an_address_of_its_own_answers_by_address_alone() -> None:
-    async with gateway(admin_listen="127.0.0.1:0") as running:
+    async with gateway(admin_listen="127.0.0.1:0") as (running, _, _):
         assert await raw(running, "host: 127.0.0.1") == 403
         async with httpx.AsyncClient(base_url=running.server.admin_url) as client:
             assert (await client.get("/admin/instances")).status_code == 200
@@ -175,7 +173,8 @@ async def test_an_address_of_its_own_answers_by_address_alone() -> None:
             for host in ("localhost@rebound.example", "[::1"):  # which are no hosts at all
                 answer = await client.get("/admin/instances", headers={"host": host})
                 assert answer.status_code == 400
-    async with gateway(admin_listen="127.0.0.1:0", admin_key_env="ADMIN_KEY_9") as running:
+    server = {"admin_listen": "127.0.0.1:0", "admin_key_env": "ADMIN_KEY_9"}
+    async with gateway(**server) as (running, _, _):
         async with httpx.AsyncClient(base_url=running.server.admin_url) as client:
             assert (await client.get("/admin/instances")).status_code == 401
             assert (await client.get("/admin/instances", headers=OPENED)).status_code == 200
@@ -188,10 +187,7 @@ async def test_the_other_paths_have_a_setting_each(path: str) -> None:
     statuses = {}
     for exposure in ("open", "clients", "admin", "off"):
         keys = {"api_key_env": "CLIENT_KEY_9", "admin_key_env": "ADMIN_KEY_9"}
-        async with (
-            gateway(expose={name: exposure}, **keys) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
+        async with gateway(expose={name: exposure}, **keys) as (_, client, _):
             statuses[exposure] = [
                 (await client.get(path, headers=headers)).status_code
                 for headers in ({}, {"x-api-key": CLIENT_KEY}, OPENED)
@@ -207,7 +203,7 @@ async def test_the_other_paths_have_a_setting_each(path: str) -> None:
 
 
 async def test_docs_need_nothing_from_elsewhere_and_run_no_script() -> None:
-    async with gateway() as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with gateway() as (_, client, _):
         page = await client.get("/docs")
         style = await client.get("/dashboard/docs.css")
         document = (await client.get("/openapi.json")).json()
@@ -238,7 +234,7 @@ def test_what_stands_in_the_document_is_no_markup() -> None:
     ],
 )
 async def test_what_is_added_is_no_means_to_look_around(body: dict[str, Any], told: str) -> None:
-    async with gateway() as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with gateway() as (_, client, _):
         answer = await client.post("/admin/instances", json={"id": "x", **body})
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
@@ -247,7 +243,7 @@ async def test_what_is_added_is_no_means_to_look_around(body: dict[str, Any], to
 async def test_a_name_that_leads_to_a_link_local_address_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with gateway() as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with gateway() as (_, client, _):
         loop = asyncio.get_running_loop()
 
         async def look_up(host: str, port: object, **_: object) -> list[Any]:

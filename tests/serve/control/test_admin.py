@@ -3,8 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,14 @@ from hetero_gateway.core.policies.base import PlacesAtOnce, number
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
-from hetero_gateway.files.gateway_config import GatewayConfig
 from tests.fakes.running import (
     FAST,
-    SLOW,
-    RunningGateway,
     config_for,
     eventually,
+    rig,
     running_gateway,
 )
-from tests.fakes.vllm import fake_instances
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
 ADMIN_KEY = "admin-secret-31415"
@@ -45,15 +41,8 @@ def chat(**fake: object) -> dict[str, object]:
     return {"model": "m", "messages": [message], "stream": "events" in fake, "fake": fake}
 
 
-@asynccontextmanager
-async def admin(
-    config: GatewayConfig, config_path: Path | None = None
-) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
-    async with (
-        running_gateway(config, config_path) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
-        yield running, client
+async def decided(client: httpx.AsyncClient, **query: Any) -> Any:
+    return (await client.get("/admin/explain", params=query)).json()
 
 
 def error_of(response: httpx.Response) -> tuple[int, str]:
@@ -64,36 +53,36 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
 
 
 async def test_the_list_shows_load_share_and_both_kv_usages() -> None:
-    async with fake_instances(2) as fakes:
-        fakes[0].metrics = (
-            'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
-            'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
-        )
-        async with admin(config_for(fakes, profiles=(FAST, None))) as (running, client):
-            first = running.gateway.fleet.instances[InstanceId("i0")]
-            await eventually(lambda: first.engine_kv_usage is not None)
-            stream = asyncio.create_task(client.post(CHAT, json=chat(events=1, first_delay_s=0.5)))
-            await eventually(lambda: not running.settled())
-            document = (await client.get("/admin/instances")).json()
-            await stream
-        assert document["policy"] == "finish-time"
-        assert document["queue"] == {"waiting": 0, "oldest_wait_s": 0.0}
-        rows = {row["id"]: row for row in document["instances"]}
-        assert rows["i0"]["profile"] == FAST
-        assert rows["i0"]["engine_kv_usage"] == 0.25
-        assert rows["i0"]["kv_capacity_tokens"] == 1600
-        assert (rows["i1"]["profile"], rows["i1"]["kv_usage"]) == ("unprofiled", None)
-        busy = [row for row in rows.values() if row["in_flight"]]
-        assert len(busy) == 1
-        assert (busy[0]["waiting_first_token"], busy[0]["speed_factor"]) == (1, 1.0)
-        assert busy[0]["workload"] > 0
-        assert sum(row["requests"] for row in rows.values()) == 1
-        assert all(row["up"] and not row["draining"] for row in rows.values())
+    reports = FakeInstance()
+    reports.metrics = (
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+    )
+    async with rig([reports, FakeInstance()], profiles=(FAST, None)) as (running, client, _):
+        first = running.gateway.fleet.instances[InstanceId("i0")]
+        await eventually(lambda: first.engine_kv_usage is not None)
+        stream = asyncio.create_task(client.post(CHAT, json=chat(events=1, first_delay_s=0.5)))
+        await eventually(lambda: not running.settled())
+        document = (await client.get("/admin/instances")).json()
+        await stream
+    assert document["policy"] == "finish-time"
+    assert document["queue"] == {"waiting": 0, "oldest_wait_s": 0.0}
+    rows = {row["id"]: row for row in document["instances"]}
+    assert rows["i0"]["profile"] == FAST
+    assert rows["i0"]["engine_kv_usage"] == 0.25
+    assert rows["i0"]["kv_capacity_tokens"] == 1600
+    assert (rows["i1"]["profile"], rows["i1"]["kv_usage"]) == ("unprofiled", None)
+    busy = [row for row in rows.values() if row["in_flight"]]
+    assert len(busy) == 1
+    assert (busy[0]["waiting_first_token"], busy[0]["speed_factor"]) == (1, 1.0)
+    assert busy[0]["workload"] > 0
+    assert sum(row["requests"] for row in rows.values()) == 1
+    assert all(row["up"] and not row["draining"] for row in rows.values())
 
 
 async def test_an_instance_is_added_and_serves() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes[:1])) as (running, client):
-        entry = {"id": "late", "base_url": fakes[1].url, "profile": FAST}
+    async with fake_instances(1) as more, rig() as (running, client, _):
+        entry = {"id": "late", "base_url": more[0].url, "profile": FAST}
         response = await client.post("/admin/instances", json=entry)
         assert (response.status_code, response.json()["id"]) == (201, "late")
         await eventually(lambda: running.gateway.fleet.instances[InstanceId("late")].up)
@@ -124,7 +113,7 @@ NO_INSTANCES: list[tuple[str | bytes, int, str]] = [
 
 
 async def test_what_is_no_instance_is_refused_and_changes_nothing() -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (running, client):
+    async with rig(1) as (running, client, _):
         for body, status, says in NO_INSTANCES:
             response = await client.post("/admin/instances", content=body)
             assert error_of(response)[0] == status, body[:99]
@@ -134,7 +123,7 @@ async def test_what_is_no_instance_is_refused_and_changes_nothing() -> None:
 
 
 async def test_draining_and_weight_are_changed() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(2) as (_, client, _):
         patched = await client.patch("/admin/instances/i0", json={"draining": True, "weight": 2.5})
         assert (patched.json()["draining"], patched.json()["weight"]) == (True, 2.5)
         for _ in range(5):
@@ -145,34 +134,28 @@ async def test_draining_and_weight_are_changed() -> None:
         assert (await client.post(CHAT, json=chat())).headers["x-hetero-gateway-instance"] == "i0"
 
 
-BAD_CHANGES = [
-    '{"drain": true}',
-    '{"weight": -1}',
-    '{"weight": "Infinity"}',
-    "{",
-    "[]",
-    '{"draining": 7}',
-]
-
-
 async def test_a_bad_change_is_refused() -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
-        for body in BAD_CHANGES:
+    bad = (
+        '{"drain": true}',
+        '{"weight": -1}',
+        '{"weight": "Infinity"}',
+        "{",
+        "[]",
+        '{"draining": 7}',
+    )
+    async with rig(1) as (_, client, _):
+        for body in bad:
             response = await client.patch("/admin/instances/i0", content=body)
             assert error_of(response)[0] == 400, body
         row = (await client.get("/admin/instances")).json()["instances"][0]
         assert (row["draining"], row["weight"]) == (False, 1.0)
-
-
-@pytest.mark.parametrize("method", ["PATCH", "DELETE"])
-async def test_an_unknown_instance_is_not_found(method: str) -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
-        response = await client.request(method, "/admin/instances/nobody", json={})
-        assert error_of(response) == (404, "instance_not_found")
+        for method in ("PATCH", "DELETE"):
+            response = await client.request(method, "/admin/instances/nobody", json={})
+            assert error_of(response) == (404, "instance_not_found")
 
 
 async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (running, client):
+    async with rig(2) as (running, client, fakes):
         await client.patch("/admin/instances/i1", json={"draining": True})
         await client.post(CHAT, json=chat())
         await client.post(CHAT, json=chat(die="before_head"))
@@ -192,13 +175,9 @@ async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() ->
 
 async def test_explain_says_what_would_be_chosen_and_sends_nothing() -> None:
     scheduler = {"policy": "min-max"}
-    async with (
-        fake_instances(3) as fakes,
-        admin(config_for(fakes, scheduler=scheduler)) as (running, client),
-    ):
+    async with rig(3, scheduler=scheduler) as (running, client, fakes):
         await client.patch("/admin/instances/i2", json={"draining": True})
-        query = {"prompt_tokens": 800, "max_tokens": 200, "model": "m"}
-        document = (await client.get("/admin/explain", params=query)).json()
+        document = await decided(client, prompt_tokens=800, max_tokens=200, model="m")
         assert (document["chosen"], document["policy"]) == ("i0", "min-max")
         assert document["predicted_output_tokens"] == 200
         assert document["waits"] is False
@@ -217,45 +196,39 @@ async def test_explain_says_what_would_be_chosen_and_sends_nothing() -> None:
 
 
 async def test_explain_tells_why_nobody_can_take_a_request() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (_, client):
-        too_long = (await client.get("/admin/explain?prompt_tokens=5000&model=m")).json()
+    async with rig(2) as (_, client, _):
+        too_long = await decided(client, prompt_tokens=5000, model="m")
         assert too_long["chosen"] is None
         assert "4096" in too_long["reason"]
         assert {row["excluded"] for row in too_long["candidates"]} == {"the request does not fit"}
-        unknown = (await client.get("/admin/explain?prompt_tokens=5&model=zz")).json()
+        unknown = await decided(client, prompt_tokens=5, model="zz")
         assert (unknown["chosen"], unknown["candidates"]) == (None, [])
         for i in range(2):
             await client.patch(f"/admin/instances/i{i}", json={"draining": True})
-        drained = (await client.get("/admin/explain?prompt_tokens=5&model=m")).json()
+        drained = await decided(client, prompt_tokens=5, model="m")
         assert {row["excluded"] for row in drained["candidates"]} == {"draining"}
 
 
-BAD_QUESTIONS = [
-    ("", "prompt_tokens"),
-    ("prompt_tokens=0", "prompt_tokens"),
-    ("prompt_tokens=many", "prompt_tokens"),
-    (f"prompt_tokens={'9' * 400}", "prompt_tokens"),
-    ("prompt_tokens=5&max_tokens=-1", "max_tokens"),
-]
-
-
-async def test_a_bad_question_is_refused() -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
-        for query, param in BAD_QUESTIONS:
-            response = await client.get(f"/admin/explain?{query}")
+async def test_a_bad_question_is_refused_and_one_without_a_model_where_there_are_several() -> None:
+    bad = (
+        ("", "prompt_tokens"),
+        ("prompt_tokens=0", "prompt_tokens"),
+        ("prompt_tokens=many", "prompt_tokens"),
+        (f"prompt_tokens={'9' * 400}", "prompt_tokens"),
+        ("prompt_tokens=5&max_tokens=-1", "max_tokens"),
+    )
+    async with rig([FakeInstance(("a", "b"))]) as (_, c, _):
+        for query, param in bad:
+            response = await c.get(f"/admin/explain?{query}")
             assert error_of(response) == (400, "invalid_parameter"), query
             assert response.json()["error"]["param"] == param
-
-
-async def test_explain_wants_the_model_where_there_are_several() -> None:
-    async with fake_instances(1, models=("a", "b")) as fakes, admin(config_for(fakes)) as (_, c):
         response = await c.get("/admin/explain?prompt_tokens=5")
         assert error_of(response) == (400, "missing_model")
         assert "a, b" in response.json()["error"]["message"]
 
 
 async def test_decisions_come_newest_first_each_with_its_reason() -> None:
-    async with fake_instances(2) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(2) as (_, client, _):
         for i in range(3):
             await client.post(CHAT, json=chat(), headers={"x-request-id": f"r{i}"})
         document = (await client.get("/admin/decisions?limit=2")).json()
@@ -331,102 +304,16 @@ def test_numbers_are_short_and_without_exponent(value: float, text: str) -> None
     assert number(value) == text
 
 
-# Reloading
-
-
-def write(path: Path, config: GatewayConfig, change: Callable[[dict[str, Any]], Any]) -> None:
-    data = config.model_dump(mode="json", exclude_unset=True)
-    change(data)
-    path.write_text(yaml.safe_dump(data))
-
-
-async def test_a_reload_brings_the_instances_in_line_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(3) as fakes:
-        config = config_for(fakes[:2])
-        write(path, config, lambda _: None)
-        async with admin(config, path) as (running, client):
-            new = {"id": "i2", "base_url": fakes[2].url, "profile": SLOW}
-            write(path, config, lambda data: data.update(instances=[data["instances"][0], new]))
-            document = (await client.post("/admin/reload")).json()
-            assert (document["added"], document["removed"]) == (["i2"], ["i1"])
-            assert document["changed"] == []
-            assert list(running.gateway.fleet.instances) == ["i0", "i2"]
-            assert 'backend="i1"' not in await running.metrics()
-            assert (await client.post(CHAT, json=chat())).status_code == 200
-
-
-def _break_yaml(path: Path, config: GatewayConfig) -> None:
-    path.write_text("instances: [")
-
-
-def _unknown_key(path: Path, config: GatewayConfig) -> None:
-    write(path, config, lambda data: data["instances"][0].update(profil="x"))
-
-
-def _unset_key_variable(path: Path, config: GatewayConfig) -> None:
-    # The first instance is gone and the second one new: neither may happen by half.
-    entry = {"id": "new", "base_url": "http://127.0.0.1:1", "api_key_env": "UNSET_VARIABLE_9"}
-    write(path, config, lambda data: data.update(instances=[data["instances"][1], entry]))
-
-
-def _missing_ca_file(path: Path, config: GatewayConfig) -> None:
-    entry = {"id": "new", "base_url": "https://127.0.0.1:1", "ca_file": "/nonexistent/ca.pem"}
-    write(path, config, lambda data: data.update(instances=[entry]))
-
-
-def _no_file(path: Path, config: GatewayConfig) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize(
-    "break_it", [_break_yaml, _unknown_key, _unset_key_variable, _missing_ca_file, _no_file]
-)
-async def test_a_reload_of_a_broken_file_changes_nothing(
-    tmp_path: Path, break_it: Callable[[Path, GatewayConfig], None]
-) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes)
-        write(path, config, lambda _: None)
-        async with admin(config, path) as (running, client):
-            before = dict(running.gateway.fleet.instances)
-            break_it(path, config)
-            assert error_of(await client.post("/admin/reload")) == (400, "invalid_configuration")
-            assert dict(running.gateway.fleet.instances) == before
-            assert (await client.post(CHAT, json=chat())).status_code == 200
-
-
-async def test_a_reload_that_only_changes_a_weight_keeps_the_instance_serving(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config, lambda _: None)
-        async with admin(config, path) as (running, client):
-            before = dict(running.gateway.fleet.instances)
-            write(path, config, lambda data: data["instances"][0].update(weight=3.0))
-            assert (await client.post("/admin/reload")).json()["changed"] == ["i0"]
-            assert dict(running.gateway.fleet.instances) == before
-            [instance] = before.values()
-            assert instance.up
-            assert running.gateway.fleet.scheduler.spec(instance.id).weight == 3
-
-
 async def test_a_new_instance_cannot_name_a_secret_that_the_file_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SOME_SECRET", "value")
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
+    async with rig(1) as (_, client, fakes):
         entry = {"id": "evil", "base_url": fakes[0].url, "api_key_env": "SOME_SECRET"}
         assert error_of(await client.post("/admin/instances", json=entry))[0] == 400
-    assert b"value" not in b"".join(fakes[0].heads)
-
-
-async def test_a_gateway_without_a_file_cannot_reload() -> None:
-    async with fake_instances(1) as fakes, admin(config_for(fakes)) as (_, client):
+        # Nor is there a file to read again.
         assert error_of(await client.post("/admin/reload")) == (409, "no_file")
+    assert b"value" not in b"".join(fakes[0].heads)
 
 
 # Who may ask
@@ -445,34 +332,30 @@ async def every_call(client: httpx.AsyncClient, **headers: str) -> list[httpx.Re
 
 async def test_the_key_is_required_and_must_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_ADMIN_KEY", ADMIN_KEY)
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
-        async with admin(config) as (running, client):
-            wrong = ("Bearer wrong", "Bearer", ADMIN_KEY, f"Basic {ADMIN_KEY}", "Bearer é")
-            for value in wrong:
-                response = await client.get(
-                    "/admin/instances", headers={"authorization": value.encode("latin-1")}
-                )
-                assert error_of(response) == (401, "invalid_api_key")
-            for response in await every_call(client):
-                assert error_of(response) == (401, "invalid_api_key")
-            assert list(running.gateway.fleet.instances) == ["i0"]
-            for scheme in ("Bearer", "bearer"):
-                headers = {"authorization": f"{scheme} {ADMIN_KEY}", "host": "gateway.example"}
-                assert (await client.get("/admin/instances", headers=headers)).is_success
-            # Not in the address, where logs and histories would keep it.
-            assert (await client.get(f"/admin/instances?key={ADMIN_KEY}")).status_code == 401
+    async with rig(server={"admin_key_env": "TEST_ADMIN_KEY"}) as (running, client, _):
+        wrong = ("Bearer wrong", "Bearer", ADMIN_KEY, f"Basic {ADMIN_KEY}", "Bearer é")
+        for value in wrong:
+            response = await client.get(
+                "/admin/instances", headers={"authorization": value.encode("latin-1")}
+            )
+            assert error_of(response) == (401, "invalid_api_key")
+        for response in await every_call(client):
+            assert error_of(response) == (401, "invalid_api_key")
+        assert list(running.gateway.fleet.instances) == ["i0"]
+        for scheme in ("Bearer", "bearer"):
+            headers = {"authorization": f"{scheme} {ADMIN_KEY}", "host": "gateway.example"}
+            assert (await client.get("/admin/instances", headers=headers)).is_success
+        # Not in the address, where logs and histories would keep it.
+        assert (await client.get(f"/admin/instances?key={ADMIN_KEY}")).status_code == 401
 
 
 async def test_without_a_key_it_is_off_unless_bound_to_loopback() -> None:
-    async with fake_instances(1) as fakes:
-        async with admin(config_for(fakes, server={"host": "0.0.0.0"})) as (running, _):
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client:
-                for response in await every_call(client):
-                    assert error_of(response) == (403, "admin_off")
-                assert "admin_key_env" in response.json()["error"]["message"]
-                assert list(running.gateway.fleet.instances) == ["i0"]
-                assert (await client.post(CHAT, json=chat())).status_code == 200
+    async with rig(server={"host": "0.0.0.0"}) as (running, client, _):
+        for response in await every_call(client):
+            assert error_of(response) == (403, "admin_off")
+        assert "admin_key_env" in response.json()["error"]["message"]
+        assert list(running.gateway.fleet.instances) == ["i0"]
+        assert (await client.post(CHAT, json=chat())).status_code == 200
 
 
 async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,8 +366,13 @@ async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     async with fake_instances(2) as fakes:
         config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
         keyed = {"api_key_env": "TEST_INSTANCE_KEY"}
-        write(path, config, lambda data: [entry.update(keyed) for entry in data["instances"]])
-        async with admin(config, path) as (running, client):
+        data = config.model_dump(mode="json", exclude_unset=True)
+        data["instances"] = [entry | keyed for entry in data["instances"]]
+        path.write_text(yaml.safe_dump(data))
+        async with (
+            running_gateway(config, path) as running,
+            httpx.AsyncClient(base_url=running.url) as client,
+        ):
             reloaded = await client.post("/admin/reload", headers=headers)
             assert reloaded.json()["changed"] == ["i0", "i1"]
             await eventually(lambda: all(i.up for i in running.gateway.fleet.instances.values()))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
 from hetero_gateway.core.types import InstanceId
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.running import FAST, eventually, rig
 from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance
 
 CHAT = "/v1/chat/completions"
@@ -72,25 +70,6 @@ class Engine(FakeInstance):
         return await super()._post({"fake": answer}, writer)
 
 
-@asynccontextmanager
-async def serving(
-    *engines: Engine, workers: int = 1, model: str | None = None, **sections: Any
-) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
-    for engine in engines:
-        await engine.start()
-    config = config_for([*engines], **sections)
-    if model is not None:
-        named = [i.model_copy(update={"model": model}) for i in config.instances]
-        config = config.model_copy(update={"instances": named})
-    async with running_gateway(config, workers=workers) as running:
-        url = f"http://127.0.0.1:{running.port}"
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            yield running, client
-        await eventually(running.settled)
-    for engine in engines:
-        await engine.close()
-
-
 async def ask(client: httpx.AsyncClient, model: str = "m", **fake: Any) -> httpx.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "fake": fake}
     return await client.post(CHAT, json=body)
@@ -106,9 +85,15 @@ async def where(client: httpx.AsyncClient, number: int = 6) -> set[str]:
 @pytest.mark.parametrize("model", [None, "m"])
 async def test_a_loaded_adapter_is_routable_at_once(workers: int, model: str | None) -> None:
     health = {"probe_interval_s": 1000, "scrape_interval_s": 1000}
-    one, other = Engine(), Engine()
-    async with serving(one, other, workers=workers, model=model, health=health) as (_, client):
-        for engine, instance in ((one, "i0"), (other, "i1")):
+    engines = Engine(), Engine()
+    for engine in engines:
+        await engine.start()
+    instances = [
+        {"id": f"i{i}", "base_url": each.url, "model": model, "profile": FAST}
+        for i, each in enumerate(engines)
+    ]
+    async with rig(engines, workers=workers, health=health, instances=instances) as (_, client, _):
+        for instance, engine in zip(("i0", "i1"), engines, strict=True):
             adapter = {"lora_name": f"lora-{instance}", "lora_path": "/adapters/1"}
             assert (await ask(client, f"lora-{instance}")).status_code == 404
             url = f"/admin/instances/{instance}/engine/v1"
@@ -131,7 +116,7 @@ async def test_an_engine_that_sleeps_or_pauses_gets_no_requests(
     one, other = Engine(), Engine()
     one.shows = "pause" not in calls[0]
     scheduler = {"policy": "round-robin"}
-    async with serving(one, other, workers=workers, scheduler=scheduler) as (_, client):
+    async with rig([one, other], workers=workers, scheduler=scheduler) as (_, client, _):
         assert await where(client) == {"i0", "i1"}
         answer = await client.post(f"/admin/instances/i0/engine/{calls[0]}")
         assert answer.status_code == 200
@@ -152,7 +137,7 @@ async def test_an_engine_that_sleeps_or_pauses_gets_no_requests(
 
 async def test_one_that_will_not_sleep_goes_on() -> None:
     engine = Engine()
-    async with serving(engine) as (_, client):
+    async with rig([engine]) as (_, client, _):
         engine.refuses = True
         answer = await client.post("/admin/instances/i0/engine/sleep")
         assert (answer.status_code, answer.json()) == (500, {"error": "no"})
@@ -163,7 +148,7 @@ async def test_one_that_will_not_sleep_goes_on() -> None:
 async def test_what_is_asked_of_an_engine_directly_is_seen(shows: bool) -> None:
     engine = Engine()
     engine.shows = shows
-    async with serving(engine) as (running, client):
+    async with rig([engine]) as (running, client, _):
         instance = running.gateway.fleet.instances[InstanceId("i0")]
         if shows:
             engine.level = 1
@@ -181,7 +166,7 @@ async def test_what_is_asked_of_an_engine_directly_is_seen(shows: bool) -> None:
 
 async def test_a_broadcast_reports_each_answer() -> None:
     engines = Engine(), Engine(), Engine("other")
-    async with serving(*engines) as (_, client):
+    async with rig(engines) as (_, client, _):
         answer = await client.post("/admin/models/m/engine/reset_prefix_cache")
         assert answer.status_code == 200
         document = answer.json()
@@ -206,7 +191,7 @@ async def test_a_broadcast_reports_each_answer() -> None:
 
 async def test_a_reset_cache_is_forgotten() -> None:
     engine = Engine()
-    async with serving(engine) as (running, client):
+    async with rig([engine]) as (running, client, _):
         caches = running.gateway.fleet.scheduler.caches
         assert caches is not None
         for call in ("reset_prefix_cache", "sleep"):
@@ -224,7 +209,7 @@ async def test_only_who_may_use_admin_calls_engines(
     monkeypatch.setenv("ADMIN_KEY_8", KEY)
     engine = Engine()
     caplog.set_level(logging.INFO, "hetero_gateway.audit")
-    async with serving(engine, server={"port": 0, "admin_key_env": "ADMIN_KEY_8"}) as (_, client):
+    async with rig([engine], server={"port": 0, "admin_key_env": "ADMIN_KEY_8"}) as (_, client, _):
         paths = ("/admin/instances/i0/engine/sleep", "/admin/models/m/engine/sleep")
         for path in paths:
             assert (await client.post(path)).status_code == 401
@@ -259,7 +244,7 @@ async def test_an_engine_is_woken_by_demand_where_that_is_on(workers: int) -> No
     engine = Engine()
     engine.wake_s = 2.0
     wakes = {"wake_on_demand": True}
-    async with serving(engine, workers=workers, scheduler=wakes) as (_, client):
+    async with rig([engine], workers=workers, scheduler=wakes) as (_, client, _):
         for _ in range(2):
             await client.post("/admin/instances/i0/engine/sleep")
             assert (await client.get("/readyz")).status_code == 200
@@ -271,21 +256,17 @@ async def test_an_engine_is_woken_by_demand_where_that_is_on(workers: int) -> No
 
 
 async def test_what_has_lost_its_weights_is_not_woken_nor_what_is_off() -> None:
-    engine = Engine()
-    async with serving(engine, scheduler={"wake_on_demand": True}) as (_, client):
-        await client.post("/admin/instances/i0/engine/sleep?level=2")
-        assert (await ask(client)).status_code == 503
-        assert engine.calls == ["/sleep?level=2"]
-    engine = Engine()
-    async with serving(engine) as (_, client):
-        await client.post("/admin/instances/i0/engine/sleep")
-        assert (await ask(client)).status_code == 503
-        assert engine.calls == ["/sleep"]
+    for call, scheduler in (("/sleep?level=2", {"wake_on_demand": True}), ("/sleep", {})):
+        engine = Engine()
+        async with rig([engine], scheduler=scheduler) as (_, client, _):
+            await client.post(f"/admin/instances/i0/engine{call}")
+            assert (await ask(client)).status_code == 503
+            assert engine.calls == [call]
 
 
 async def test_one_that_cannot_be_woken_is_asked_once_in_a_while() -> None:
     engine = Engine()
-    async with serving(engine, scheduler={"wake_on_demand": True}) as (_, client):
+    async with rig([engine], scheduler={"wake_on_demand": True}) as (_, client, _):
         await client.post("/admin/instances/i0/engine/sleep")
         engine.refuses = True
         for _ in range(5):
@@ -299,7 +280,7 @@ async def test_one_that_cannot_be_woken_is_asked_once_in_a_while() -> None:
 async def test_a_client_that_leaves_while_an_engine_wakes_leaves_nothing() -> None:
     engine = Engine()
     engine.wake_s = 5.0
-    async with serving(engine, scheduler={"wake_on_demand": True}) as (running, client):
+    async with rig([engine], scheduler={"wake_on_demand": True}) as (running, client, _):
         await client.post("/admin/instances/i0/engine/sleep")
         with pytest.raises(httpx.ReadTimeout):
             await client.post(CHAT, json={"model": "m", "messages": []}, timeout=1)

@@ -6,13 +6,12 @@ import json
 import logging
 from pathlib import Path
 
-import httpx
 import pytest
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import read_keys
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
-from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.running import config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import fake_instances
 
 ODD = {
@@ -35,22 +34,21 @@ async def test_a_name_that_cannot_be_one_is_refused_in_one_line(
     field: str, odd: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with fake_instances(2) as fakes, running_gateway(config_for(fakes[:1])) as running:
+    async with fake_instances(1) as more, rig() as (running, client, _):
         value = SURROGATE if odd == "lone surrogate" else json.dumps(ODD[odd])
-        fields = {"id": '"new"', "base_url": json.dumps(fakes[1].url)}
+        fields = {"id": '"new"', "base_url": json.dumps(more[0].url)}
         if field == "models":
             field, value = "model", f'["good", {value}]'
         fields[field] = value
         body = "{" + ",".join(f'"{name}":{text}' for name, text in fields.items()) + "}"
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            answer = await client.post("/admin/instances", content=body)
-            assert answer.status_code in (400, 422), answer.text
-            told = answer.json()["error"]["message"]
-            assert len(told) < 1000
-            assert told.isprintable(), "it quotes nothing that a terminal would obey"
-            patched = await client.patch("/admin/instances/i0", content=body)
-            assert patched.status_code in (400, 422)
-            assert len(await running.metrics()) < 10**6
+        answer = await client.post("/admin/instances", content=body)
+        assert answer.status_code in (400, 422), answer.text
+        told = answer.json()["error"]["message"]
+        assert len(told) < 1000
+        assert told.isprintable(), "it quotes nothing that a terminal would obey"
+        patched = await client.patch("/admin/instances/i0", content=body)
+        assert patched.status_code in (400, 422)
+        assert len(await running.metrics()) < 10**6
         assert [*running.gateway.fleet.instances] == ["i0"]
     assert not [r for r in caplog.records if r.exc_info]
     assert all(r.getMessage().isprintable() for r in caplog.records)
@@ -61,21 +59,20 @@ async def test_paths_with_odd_names_are_answered_and_logged_in_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            for name in ("%00", "%0a", "%1b[31m", "%ed%a0%80", "x" * 10_000):
-                for method, path in (
-                    ("DELETE", f"/admin/instances/{name}"),
-                    ("PATCH", f"/admin/instances/{name}"),
-                    ("POST", f"/admin/instances/{name}/engine/sleep"),
-                    ("POST", f"/admin/models/{name}/engine/sleep"),
-                    ("GET", f"/admin/observations?instance={name}"),
-                    ("GET", f"/admin/explain?prompt_tokens=1&model={name}"),
-                    ("GET", f"/v1/models/{name}"),
-                ):
-                    answer = await client.request(method, path)
-                    assert answer.status_code < 500, (method, path[:60], answer.text[:300])
-                    assert len(answer.content) < 2000, (method, path[:60])
+    async with rig() as (_, client, _):
+        for name in ("%00", "%0a", "%1b[31m", "%ed%a0%80", "x" * 10_000):
+            for method, path in (
+                ("DELETE", f"/admin/instances/{name}"),
+                ("PATCH", f"/admin/instances/{name}"),
+                ("POST", f"/admin/instances/{name}/engine/sleep"),
+                ("POST", f"/admin/models/{name}/engine/sleep"),
+                ("GET", f"/admin/observations?instance={name}"),
+                ("GET", f"/admin/explain?prompt_tokens=1&model={name}"),
+                ("GET", f"/v1/models/{name}"),
+            ):
+                answer = await client.request(method, path)
+                assert answer.status_code < 500, (method, path[:60], answer.text[:300])
+                assert len(answer.content) < 2000, (method, path[:60])
     assert not [r for r in caplog.records if r.exc_info]
     assert all(r.getMessage().isprintable() for r in caplog.records)
 
@@ -89,8 +86,8 @@ async def test_odd_names_that_an_instance_lists_are_left_out_with_one_warning(
         async with running_gateway(config_for(fakes)) as running:
             instance = running.gateway.fleet.instances["i0"]  # type: ignore[index]
             await eventually(lambda: instance.models == {"good"})
-            scrapes = running.gateway.health._scrapes
-            await eventually(lambda: scrapes[instance.id] > 20)
+            probed = running.gateway.health._probed[instance.id]
+            await eventually(lambda: probed.scrapes > 20)
         told = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
         assert len(told) == 1
         assert f"{len(ODD)} of the models" in told[0]

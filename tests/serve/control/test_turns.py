@@ -11,14 +11,12 @@ import io
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 
 from benchmarks.dataplane.control_paths import Size, measure, write_files
-from hetero_gateway.gateway.admission.usage import Usage
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import fake_instances
+from hetero_gateway.gateway.admission.usage import ClientUsage
+from tests.fakes.running import rig
 
 SIZE = Size(keys=1000, models=10, instances=40)
 
@@ -49,58 +47,43 @@ async def test_what_is_made_in_turns_is_whole(
         for name in names
     ]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    async with fake_instances(1) as fakes:
-        config = config_for(
-            fakes,
-            clients={"keys_file": str(tmp_path / "keys.yaml"), "most_labels": 400},
-            server={"admin_key_env": "ADMIN_KEY_OF_TURNS"},
-        )
-        async with (
-            running_gateway(config) as running,
-            httpx.AsyncClient(
-                base_url=running.url, headers={"authorization": "Bearer admin"}
-            ) as client,
-        ):
-            usage = running.gateway.admission.usage
+    clients = {"keys_file": str(tmp_path / "keys.yaml"), "most_labels": 400}
+    server = {"admin_key_env": "ADMIN_KEY_OF_TURNS"}
+    async with rig(clients=clients, server=server) as (running, client, _):
+        client.headers["authorization"] = "Bearer admin"
+        usage = running.gateway.admission.usage
+        for model in ("a", "b"):
+            running.gateway.metrics.counts(model, "i0").outcomes["completed"] += 1
+        for number, name in enumerate(names):
             for model in ("a", "b"):
-                running.gateway.metrics.counts(model, "i0").outcomes["completed"] += 1
-            for number, name in enumerate(names):
-                for model in ("a", "b"):
-                    usage.count(name, model, number, 1, 2)
-            usage.denied["client-7", "concurrency"] += 3
-            told = (await client.get("/admin/clients")).json()["clients"]
-            assert [row["name"] for row in told] == names
-            assert all(
-                row["usage"]
-                == {
-                    "requests": 2,
-                    "input_tokens": 2 * number,
-                    "cached_tokens": 2,
-                    "output_tokens": 4,
-                    "denied": {"concurrency": 3} if number == 7 else {},
-                }
-                for number, row in enumerate(told)
-            )
-            rows = list(csv.DictReader(io.StringIO((await client.get("/admin/usage")).text)))
-            assert len(rows) == 900
-            assert [(r["client"], r["model"]) for r in rows] == sorted(
-                (name, model) for name in names for model in "ab"
-            )
-            text = (await client.get("/metrics")).text
-            lines = [x for x in text.splitlines() if x.startswith("hetero_gateway_client_requests")]
-            assert len([x for x in lines if 'client="client-' in x]) == 800
-            # Those beyond the limit share a label.
-            assert 'hetero_gateway_client_requests_total{client="other",model="a"} 50.0' in lines
-            assert text.count("# TYPE hetero_gateway_client_requests_total counter") == 1
-            told = (await client.get("/admin/instances")).json()
-            assert [each["id"] for each in told["instances"]] == ["i0"]
-            assert list(told)[-1] == "instances"
-            assert json.loads((await client.get("/admin/decisions")).text)["decisions"] == []
+                usage.count(name, model, number, 1, 2)
+        usage.denied["client-7", "concurrency"] += 3
+        told = (await client.get("/admin/clients")).json()["clients"]
+        assert [row["name"] for row in told] == names
+        for number, row in enumerate(told):
+            denied = {"concurrency": 3} if number == 7 else {}
+            tokens = {"input_tokens": 2 * number, "cached_tokens": 2, "output_tokens": 4}
+            assert row["usage"] == {"requests": 2, "denied": denied} | tokens
+        rows = list(csv.DictReader(io.StringIO((await client.get("/admin/usage")).text)))
+        assert len(rows) == 900
+        assert [(r["client"], r["model"]) for r in rows] == sorted(
+            (name, model) for name in names for model in "ab"
+        )
+        text = (await client.get("/metrics")).text
+        lines = [x for x in text.splitlines() if x.startswith("hetero_gateway_client_requests")]
+        assert len([x for x in lines if 'client="client-' in x]) == 800
+        # Those beyond the limit share a label.
+        assert 'hetero_gateway_client_requests_total{client="other",model="a"} 50.0' in lines
+        assert text.count("# TYPE hetero_gateway_client_requests_total counter") == 1
+        told = (await client.get("/admin/instances")).json()
+        assert [each["id"] for each in told["instances"]] == ["i0"]
+        assert list(told)[-1] == "instances"
+        assert json.loads((await client.get("/admin/decisions")).text)["decisions"] == []
 
 
 def test_days_that_are_not_kept_are_in_the_sums() -> None:
     now_s = 0.0
-    usage = Usage(clock=lambda: now_s)
+    usage = ClientUsage(clock=lambda: now_s)
     for day in range(40):
         now_s = day * 86400.0
         usage.count("a", "m", 10, 1, 2)

@@ -16,8 +16,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.serve.dashboard.board import MOST_VIEWERS
 from hetero_gateway.serve.dashboard.trend import MOST_MODELS, NOW_STEPS, STEP_S, STEPS, Trend
-from tests.fakes.running import config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import eventually, rig
 
 CHAT = "/v1/chat/completions"
 
@@ -95,11 +94,7 @@ async def events_of(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_everything_comes_once_and_then_what_changes(workers: int) -> None:
-    async with (
-        fake_instances(2) as fakes,
-        running_gateway(config_for(fakes), workers=workers) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
-    ):
+    async with rig(2, workers=workers) as (running, client, fakes):
         async with client.stream("GET", "/admin/events") as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -124,11 +119,7 @@ async def test_everything_comes_once_and_then_what_changes(workers: int) -> None
 
 
 async def test_what_stands_still_says_little() -> None:
-    async with (
-        fake_instances(2) as fakes,
-        running_gateway(config_for(fakes)) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
-    ):
+    async with rig(2) as (running, client, _):
         await eventually(lambda: all(i.up for i in running.gateway.fleet.instances.values()))
         async with client.stream("GET", "/admin/events") as answer:
             parts = answer.aiter_raw()
@@ -143,12 +134,8 @@ async def test_what_stands_still_says_little() -> None:
 
 
 async def test_too_many_viewers_are_refused_and_all_are_let_go_at_the_end() -> None:
-    async with fake_instances(1) as fakes:
-        async with (
-            running_gateway(config_for(fakes, server={"shutdown_timeout_s": 60})) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=60) as client,
-            client.stream("GET", "/admin/events") as answer,
-        ):
+    async with rig(server={"shutdown_timeout_s": 60}) as (running, client, _):
+        async with client.stream("GET", "/admin/events") as answer:
             events = events_of(answer)
             assert (await anext(events))[0] == "all"
             running.gateway.board.viewers += MOST_VIEWERS - 1
@@ -159,35 +146,27 @@ async def test_too_many_viewers_are_refused_and_all_are_let_go_at_the_end() -> N
             running.server.should_exit = True
             async for _ in events:
                 pass
-        # Not by the time that open requests have to end.
-        assert time.monotonic() - began_s < 30
+    # Not by the time that open requests have to end.
+    assert time.monotonic() - began_s < 30
 
 
 async def test_the_stream_is_for_whom_admin_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_ADMIN_KEY", "right")
-    config = {"admin_key_env": "TEST_ADMIN_KEY"}
-    async with fake_instances(1) as fakes:
-        async with (
-            running_gateway(config_for(fakes, server=config)) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-            assert (await client.get("/admin/events")).status_code == 401
-            headers = {"authorization": "Bearer right"}
-            async with client.stream("GET", "/admin/events", headers=headers) as answer:
-                assert answer.status_code == 200
+    async with rig(server={"admin_key_env": "TEST_ADMIN_KEY"}) as (_, client, _):
+        assert (await client.get("/admin/events")).status_code == 401
+        headers = {"authorization": "Bearer right"}
+        async with client.stream("GET", "/admin/events", headers=headers) as answer:
+            assert answer.status_code == 200
 
 
 async def test_an_instance_that_rests_is_shown_as_resting_and_raises_no_alarm() -> None:
-    async with fake_instances(4) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig(4) as (running, client, _):
         asleep, paused, draining, _ = running.gateway.fleet.instances.values()
         # As if they were told so just now: no scrape overrules it.
         asleep.asleep, paused.paused = True, True
         asleep.rested_s = paused.rested_s = float("inf")
         draining.draining = True
-        async with (
-            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-            client.stream("GET", "/admin/events") as answer,
-        ):
+        async with client.stream("GET", "/admin/events") as answer:
             _, board = await anext(events_of(answer))
     state = board["columns"].index("state")
     assert [row[state] for row in board["rows"]] == ["asleep", "paused", "draining", "up"]

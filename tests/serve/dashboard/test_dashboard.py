@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from hetero_gateway.core.types import InstanceId
-from tests.fakes.running import FAST, SLOW, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import FAST, SLOW, config_for, eventually, rig, running_gateway
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
 OPEN_ALL = "for (const panel of document.querySelectorAll('details.panel')) panel.open = true"
@@ -25,13 +25,8 @@ EVIL = "<img src=x onerror=alert(1)>"
 ADMIN_KEY = "admin-secret-31415"
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
+    *("--headless", "--no-sandbox", "--no-first-run"),
+    *(f"--disable-{part}" for part in ("gpu", "background-networking", "component-update", "sync")),
 ]
 
 
@@ -43,13 +38,14 @@ def chat(model: str, **fake: object) -> dict[str, object]:
 
 
 async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            page = await client.get("/dashboard")
-            addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-            files = [await client.get(f"/{address}") for address in addresses]
-            assert (await client.get("/dashboard/admin.py")).status_code == 404
-            assert (await client.get("/dashboard/..%2fadmin.py")).status_code == 404
+    async with rig() as (_, client, _):
+        page = await client.get("/dashboard")
+        addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        files = [await client.get(f"/{address}") for address in addresses]
+        assert (await client.get("/dashboard/admin.py")).status_code == 404
+        assert (await client.get("/dashboard/..%2fadmin.py")).status_code == 404
+        script = (await client.get("/dashboard/dashboard.js")).text
+        style = (await client.get("/dashboard/dashboard.css")).text
     assert page.headers["content-type"].startswith("text/html")
     assert {a.rsplit(".")[-1] for a in addresses} == {"css", "js", "svg"}
     for answer in (page, *files):
@@ -64,16 +60,9 @@ async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None
         assert policy["require-trusted-types-for"] == "'script'"
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
-
-
-async def test_the_page_needs_nothing_from_elsewhere_and_builds_no_markup_from_strings() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            page = (await client.get("/dashboard")).text
-            script = (await client.get("/dashboard/dashboard.js")).text
-            style = (await client.get("/dashboard/dashboard.css")).text
-    assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|\sstyle=", page)
-    assert not re.search(r"(?:src|href)=\"(?:\w+:|//)", page)
+    # The page needs nothing from elsewhere, and builds no markup from strings.
+    assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|\sstyle=", page.text)
+    assert not re.search(r"(?:src|href)=\"(?:\w+:|//)", page.text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
     assert not re.search(r"@import|url\(", style)
     assert "localStorage" not in script
@@ -190,13 +179,9 @@ def _driver_port(output: Any) -> int:
 
 @pytest.mark.system
 async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Path) -> None:
-    async with fake_instances(3, models=("m", EVIL)) as fakes:
-        config = config_for(fakes, profiles=(FAST, SLOW, None))
-        async with (
-            running_gateway(config) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-            browser(tmp_path) as page,
-        ):
+    instances = [FakeInstance(("m", EVIL)) for _ in range(3)]
+    async with rig(instances, profiles=(FAST, SLOW, None)) as (running, client, fakes):
+        async with browser(tmp_path) as page:
             await fakes[2].kill()
             await eventually(lambda: not list(running.gateway.fleet.instances.values())[2].up)
             await client.patch("/admin/instances/i1", json={"draining": True})
@@ -290,19 +275,6 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
 
 
 @pytest.mark.system
-async def test_markup_of_a_script_is_refused_by_the_browser(tmp_path: Path) -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        async with browser(tmp_path) as page:
-            await page.visit(f"{running.url}/dashboard")
-            refused = await page.run(
-                "try { document.body.innerHTML = arguments[0]; return '' }"
-                "catch (error) { return String(error) }",
-                EVIL,
-            )
-            assert "TrustedHTML" in refused
-
-
-@pytest.mark.system
 async def test_the_key_is_asked_for_and_never_in_the_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +353,7 @@ async def test_a_closed_api_and_a_silent_gateway_are_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.system
-async def test_a_hidden_page_asks_nothing(tmp_path: Path) -> None:
+async def test_a_hidden_page_asks_nothing_and_none_builds_markup(tmp_path: Path) -> None:
     hide = (
         "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
         "window.asked = 0; const ask = window.ask ||= window.fetch;"
@@ -392,6 +364,12 @@ async def test_a_hidden_page_asks_nothing(tmp_path: Path) -> None:
         async with browser(tmp_path) as page:
             await page.visit(running.dashboard)
             await page.until("#live", lambda text: text == "live")
+            refused = await page.run(
+                "try { document.body.innerHTML = arguments[0]; return '' }"
+                "catch (error) { return String(error) }",
+                EVIL,
+            )
+            assert "TrustedHTML" in refused
             await page.run(hide, True)
             await asyncio.sleep(2.5)
             assert await page.run("return window.asked") == 0

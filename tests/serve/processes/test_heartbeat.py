@@ -24,8 +24,7 @@ from hetero_gateway.serve.heartbeat import (
     tell_cover,
 )
 from hetero_gateway.serve.processes.supervisor import listen_together
-from tests.fakes.running import config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import eventually, rig
 
 TIMEOUT_S = 30.0
 
@@ -34,42 +33,28 @@ def looks(pulse: Pulse, count: int, *, stopped: bool = False) -> list[Condition]
     return [pulse.look(stopped=stopped) for _ in range(count)]
 
 
-def test_who_says_something_now_and_then_is_well() -> None:
+def test_silence_is_covered_at_once_and_ends_a_process_only_after_the_time_out() -> None:
     pulse = Pulse(TIMEOUT_S)
     for _ in range(1000):
         pulse.beat()
         assert looks(pulse, SILENT_LOOKS - 1) == [Condition.WELL] * (SILENT_LOOKS - 1)
-
-
-def test_silence_is_covered_at_once_and_ends_a_process_only_after_the_time_out() -> None:
-    pulse = Pulse(TIMEOUT_S)
     pulse.beat()
     assert looks(pulse, SILENT_LOOKS)[-1] is Condition.SILENT
     assert SILENT_LOOKS * LOOK_S < 2
     rest = looks(pulse, round(TIMEOUT_S / LOOK_S) - SILENT_LOOKS)
     assert set(rest) == {Condition.SILENT}
     assert pulse.look(stopped=False) is Condition.HANGS
-
-
-def test_one_word_after_a_long_silence_is_enough() -> None:
-    pulse = Pulse(TIMEOUT_S)
-    looks(pulse, round(TIMEOUT_S / LOOK_S))
-    pulse.beat()
+    pulse.beat()  # one word after a long silence is enough
     assert pulse.look(stopped=False) is Condition.WELL
 
 
-def test_one_that_is_stopped_is_so_after_two_seconds_at_most() -> None:
-    pulse = Pulse(3600)
-    pulse.beat()
-    found = looks(pulse, 10, stopped=True)
-    assert (found.index(Condition.STOPPED) + 1) * LOOK_S <= 2
-
-
-def test_one_that_goes_on_in_between_is_not_stopped() -> None:
+def test_one_that_is_stopped_is_so_after_two_seconds_unless_it_goes_on_in_between() -> None:
     pulse = Pulse(3600)
     for _ in range(50):
         pulse.beat()
         assert Condition.STOPPED not in looks(pulse, 2, stopped=True) + looks(pulse, 1)
+    found = looks(pulse, 10, stopped=True)
+    assert (found.index(Condition.STOPPED) + 1) * LOOK_S <= 2
 
 
 def test_one_that_is_being_started_has_longer() -> None:
@@ -108,7 +93,7 @@ async def test_the_system_says_who_is_stopped_again_and_again() -> None:
 
 
 async def test_what_comes_in_for_another_worker_is_served_until_that_is_back() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, _, _):
         (listener,) = listen_together("127.0.0.1", 0, 1)
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

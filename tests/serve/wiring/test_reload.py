@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -17,21 +19,53 @@ from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.config_changes import differences
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import SLOW, RunningGateway, config_for, eventually, running_gateway
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
 
 
-def write(path: Path, config: GatewayConfig, **sections: Any) -> None:
-    """The configuration's file, these sections merged over it; None: a broken one."""
-    data = config.model_dump(mode="json", exclude_unset=True)
-    for name, section in sections.items():
-        if isinstance(section, dict):
-            data.setdefault(name, {}).update(section)
-        else:
-            data[name] = section
-    path.write_text(yaml.safe_dump(data))
+class Rig(NamedTuple):
+    """A gateway that was started from a file, and a client of it."""
+
+    path: Path
+    config: GatewayConfig
+    running: RunningGateway
+    client: httpx.AsyncClient
+    fakes: list[FakeInstance]
+
+    def write(self, path: Path | None = None, **sections: Any) -> None:
+        """The file as at the start, these sections merged over it."""
+        data = self.config.model_dump(mode="json", exclude_unset=True)
+        for name, section in sections.items():
+            if isinstance(section, dict):
+                data.setdefault(name, {}).update(section)
+            else:
+                data[name] = section
+        (path or self.path).write_text(yaml.safe_dump(data))
+
+    async def reload(self, **sections: Any) -> dict[str, Any]:
+        """Write the file, and have it read."""
+        self.write(**sections)
+        return await self.running.gateway.reloader.reload("a test")
+
+    def post(self, **fake: Any) -> asyncio.Future[httpx.Response]:
+        return asyncio.ensure_future(self.client.post(CHAT, json=stream(**fake)))
+
+
+@asynccontextmanager
+async def started(
+    folder: Path, instances: int = 1, workers: int = 1, **sections: Any
+) -> AsyncIterator[Rig]:
+    path, many = folder / "gateway.yaml", httpx.Limits(max_connections=None)
+    async with fake_instances(instances) as fakes:
+        config = config_for(fakes, **sections)
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+        async with (
+            running_gateway(load_gateway_config(path), path, workers=workers) as running,
+            httpx.AsyncClient(base_url=running.url, limits=many, timeout=None) as client,
+        ):
+            yield Rig(path, config, running, client, fakes)
 
 
 def stream(**fake: Any) -> dict[str, Any]:
@@ -66,7 +100,7 @@ EVERYTHING: dict[str, Any] = {
 def in_effect(running: RunningGateway) -> dict[str, Any]:
     """The settings as the parts have them that heed them."""
     gateway = running.gateway
-    scheduler, [instance] = gateway.fleet.scheduler, gateway.fleet.instances.values()
+    scheduler, instance = gateway.fleet.scheduler, gateway.fleet.instances[InstanceId("i0")]
     dataplane = gateway.dataplane
     return {
         "policy": scheduler.policy.name,
@@ -99,338 +133,290 @@ def measure(path: Path, step_s: float, **changes: Any) -> None:
 
 
 async def test_what_a_reload_changes_is_as_if_it_had_been_started_so(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with running_gateway(load_gateway_config(path), path) as running:
-            write(path, config, **EVERYTHING)
-            fresh = load_gateway_config(path)
-            told = await running.gateway.reloader.reload("a test")
-            assert sorted(told["settings"]) == sorted(differences(config, fresh))
-            assert told["needs_restart"] == []
-            assert running.gateway.config == fresh
-            reloaded = in_effect(running)
-            shown = await running.metrics()
-            assert 'hetero_gateway_config_reloads_total{outcome="applied"} 1.0' in shown
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                assert (await client.post(CHAT, json=stream())).status_code == 200
-            assert 'policy="least-requests"' in await running.metrics()
-        async with running_gateway(fresh, path) as running:
-            assert in_effect(running) == reloaded
+    async with started(tmp_path) as rig:
+        told, running = await rig.reload(**EVERYTHING), rig.running
+        fresh = load_gateway_config(rig.path)
+        assert sorted(told["settings"]) == sorted(differences(rig.config, fresh))
+        assert told["needs_restart"] == []
+        assert running.gateway.config == fresh
+        reloaded = in_effect(running)
+        shown = await running.metrics()
+        assert 'hetero_gateway_config_reloads_total{outcome="applied"} 1.0' in shown
+        assert (await rig.post()).status_code == 200
+        assert 'policy="least-requests"' in await running.metrics()
+        async with running_gateway(fresh, rig.path) as anew:
+            assert in_effect(anew) == reloaded
 
 
 async def test_limits_of_requests_come_change_and_go_by_a_reload(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    body = Request("m", 10, 10.0)
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with running_gateway(config, path) as running:
-            fleet = running.gateway.fleet
-            for section, slo in (
-                ({"ttft_s": 1, "tpot_s": 0.1}, Slo(1.0, 0.1)),
-                ({"ttft_s": 2, "classes": {"interactive": {"tpot_s": 0.2}}}, Slo(tpot_s=0.2)),
-                ({"models": {"m": {}}}, Slo()),
-                (None, None),
-            ):
-                write(path, config, scheduler={"slo": section})
-                told = await running.gateway.reloader.reload("a test")
-                assert told["needs_restart"] == []
-                slos = fleet.scheduler.policy.slos  # type: ignore[attr-defined]
-                assert (None if slos is None else slos.of(body)) == slo
-            write(path, config, scheduler={"slo": {"ttft_s": 0}})
-            with pytest.raises(ConfigError, match=r"scheduler\.slo\.ttft_s"):
-                await running.gateway.reloader.reload("a test")
+    async with started(tmp_path) as rig:
+        for section, slo in (
+            ({"ttft_s": 1, "tpot_s": 0.1}, Slo(1.0, 0.1)),
+            ({"ttft_s": 2, "classes": {"interactive": {"tpot_s": 0.2}}}, Slo(tpot_s=0.2)),
+            ({"models": {"m": {}}}, Slo()),
+            (None, None),
+        ):
+            assert (await rig.reload(scheduler={"slo": section}))["needs_restart"] == []
+            policy: Any = rig.running.gateway.fleet.scheduler.policy
+            assert (policy.slos and policy.slos.of(Request("m", 10, 10.0))) == slo
+        with pytest.raises(ConfigError, match=r"scheduler\.slo\.ttft_s"):
+            await rig.reload(scheduler={"slo": {"ttft_s": 0}})
 
 
 async def test_what_needs_a_restart_is_named_until_there_is_one(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with running_gateway(config, path) as running:
-            write(path, config, server={"port": 9, "workers": 3}, scheduler={"seed": 5})
-            for _ in range(2):
-                told = await running.gateway.reloader.reload("a test")
-                assert told["settings"] == []
-                assert told["needs_restart"] == ["server.port", "server.workers", "scheduler.seed"]
-            assert running.gateway.config == config
-            shown = await running.metrics()
-            assert "hetero_gateway_config_settings_needing_restart 3.0" in shown
-            write(path, config)
-            assert (await running.gateway.reloader.reload("a test"))["needs_restart"] == []
+    async with started(tmp_path) as rig:
+        before = rig.running.gateway.config
+        for _ in range(2):
+            told = await rig.reload(server={"port": 9, "workers": 3}, scheduler={"seed": 5})
+            assert told["settings"] == []
+            assert told["needs_restart"] == ["server.port", "server.workers", "scheduler.seed"]
+        assert rig.running.gateway.config == before
+        shown = await rig.running.metrics()
+        assert "hetero_gateway_config_settings_needing_restart 3.0" in shown
+        assert (await rig.reload())["needs_restart"] == []
 
 
 async def test_what_the_command_line_says_wins_over_the_file_at_a_reload_too(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with running_gateway(config, path) as running:
-            running.gateway.reloader.flags = {"scheduler.policy": "finish-time"}
-            write(path, config, scheduler={"policy": "min-max"})
-            told = await running.gateway.reloader.reload("a test")
-            assert (told["settings"], told["flags"]) == ([], ["scheduler.policy"])
-            assert running.gateway.fleet.scheduler.policy.name == "finish-time"
+    async with started(tmp_path) as rig:
+        rig.running.gateway.reloader.flags = {"scheduler.policy": "finish-time"}
+        told = await rig.reload(scheduler={"policy": "min-max"})
+        assert (told["settings"], told["flags"]) == ([], ["scheduler.policy"])
+        assert rig.running.gateway.fleet.scheduler.policy.name == "finish-time"
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"retry": {"max_attempts": 1, "max_atempts": 2}},
-        {"retry": {"max_attempts": 1}, "scheduler": {"tokens": {"tokenizer_file": "/nowhere"}}},
-        {"retry": {"max_attempts": 1}, "instances": [{"id": "x", "base_url": "ftp://x"}]},
-    ],
-    ids=["unknown key", "missing file", "bad instance"],
-)
+NEW = {"id": "new", "base_url": "https://127.0.0.1:1"}
+RETRY = {"retry": {"max_attempts": 1}}
+BROKEN: dict[str, dict[str, Any] | str | None] = {
+    "unknown key": {"retry": {"max_attempts": 1, "max_atempts": 2}},
+    "missing file": {
+        "retry": {"max_attempts": 1},
+        "scheduler": {"tokens": {"tokenizer_file": "/nowhere"}},
+    },
+    "bad instance": {
+        "retry": {"max_attempts": 1},
+        "instances": [{"id": "x", "base_url": "ftp://x"}],
+    },
+    "an instance's unknown key": {"instances": [NEW | {"profil": "x"}]},
+    # The first instance would be gone and a new one there: neither may happen by half.
+    "unset variable": {"instances": [NEW | {"api_key_env": "UNSET_VARIABLE_9"}]},
+    "missing certificate": {"instances": [NEW | {"ca_file": "/nonexistent/ca.pem"}]},
+    "no YAML": "instances: [",
+    "no file": None,
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 async def test_a_broken_file_is_refused_whole_and_log_and_metrics_say_so(
-    tmp_path: Path, broken: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, broken: dict[str, Any] | str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with running_gateway(config, path) as running:
-            before = in_effect(running)
-            write(path, config, **broken)
-            with pytest.raises(ConfigError), caplog.at_level(logging.ERROR):
-                await running.gateway.reloader.reload("a test")
-            assert "refused" in caplog.text
-            assert in_effect(running) == before
-            assert running.gateway.config == config
-            shown = await running.metrics()
-            assert 'hetero_gateway_config_reloads_total{outcome="refused"} 1.0' in shown
-            assert "hetero_gateway_config_last_reload_successful 0.0" in shown
-            write(path, config)
-            await running.gateway.reloader.reload("a test")
-            assert "hetero_gateway_config_last_reload_successful 1.0" in await running.metrics()
+    async with started(tmp_path, 2) as rig:
+        gateway = rig.running.gateway
+        before, config = in_effect(rig.running), gateway.config
+        instances = dict(gateway.fleet.instances)
+        if isinstance(broken, dict):
+            rig.write(**broken)
+        elif broken is not None:
+            rig.path.write_text(broken)
+        else:
+            rig.path.unlink()
+        with caplog.at_level(logging.ERROR):
+            answer = await rig.client.post("/admin/reload")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            400,
+            "invalid_configuration",
+        )
+        assert "refused" in caplog.text
+        assert (in_effect(rig.running), gateway.config) == (before, config)
+        assert gateway.fleet.instances == instances
+        assert (await rig.post()).status_code == 200
+        shown = await rig.running.metrics()
+        assert 'hetero_gateway_config_reloads_total{outcome="refused"} 1.0' in shown
+        assert "hetero_gateway_config_last_reload_successful 0.0" in shown
+        await rig.reload()
+        assert "hetero_gateway_config_last_reload_successful 1.0" in await rig.running.metrics()
+
+
+async def test_the_instances_are_brought_in_line_with_the_file(tmp_path: Path) -> None:
+    async with started(tmp_path, 2) as rig, fake_instances(1) as more:
+        first = rig.config.model_dump(mode="json", exclude_unset=True)["instances"][0]
+        fleet = rig.running.gateway.fleet
+        rig.write(instances=[first, {"id": "i2", "base_url": more[0].url, "profile": SLOW}])
+        told = (await rig.client.post("/admin/reload")).json()
+        assert (told["added"], told["removed"], told["changed"]) == (["i2"], ["i1"], [])
+        assert list(fleet.instances) == ["i0", "i2"]
+        assert 'backend="i1"' not in await rig.running.metrics()
+        assert (await rig.post()).status_code == 200
+        # One that only weighs more now goes on serving.
+        instance, second = fleet.instances.values()
+        rig.write(instances=[first | {"weight": 3.0}, second.config.model_dump(mode="json")])
+        assert (await rig.client.post("/admin/reload")).json()["changed"] == ["i0"]
+        assert list(fleet.instances.values()) == [instance, second]
+        assert instance.up
+        assert fleet.scheduler.spec(instance.id).weight == 3
 
 
 async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
     """One a second, every fifth of them broken, the policy and all settings to and fro."""
-    path, reloads = tmp_path / "gateway.yaml", 16
-    async with fake_instances(4) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        most = {name: s for name, s in EVERYTHING.items() if name != "server"}
-        queue = {"timeout_s": 60, "discipline": "clients"}
-        most["scheduler"] = EVERYTHING["scheduler"] | {"queue": queue}
-        others = [{"id": "i0", "base_url": fakes[0].url}, {"id": "n", "base_url": fakes[3].url}]
-        async with (
-            running_gateway(config, path) as running,
-            httpx.AsyncClient(
-                base_url=running.url, limits=httpx.Limits(max_connections=None), timeout=None
-            ) as client,
-        ):
+    reloads = 16
+    most = {name: s for name, s in EVERYTHING.items() if name != "server"}
+    queue = {"timeout_s": 60, "discipline": "clients"}
+    most["scheduler"] = EVERYTHING["scheduler"] | {"queue": queue}
+    async with started(tmp_path, 4) as rig:
+        ids = {"i0": rig.fakes[0], "n": rig.fakes[3]}
+        others = [{"id": name, "base_url": fake.url} for name, fake in ids.items()]
+        gateway = rig.running.gateway
 
-            async def one(i: int) -> str:
-                await asyncio.sleep(i * 0.05)
-                each_s = (reloads - 7) / 6  # so that all 200 are there nearly all the time
-                response = await client.post(CHAT, json=stream(events=6, delay_s=each_s))
-                assert response.status_code == 200
-                return response.text
+        async def one(i: int) -> str:
+            await asyncio.sleep(i * 0.05)
+            each_s = (reloads - 7) / 6  # so that all 200 are there nearly all the time
+            response = await rig.post(events=6, delay_s=each_s)
+            assert response.status_code == 200
+            return response.text
 
-            streams = [asyncio.ensure_future(one(i)) for i in range(200)]
-            for i in range(reloads):
-                await asyncio.sleep(1)
-                if i % 5 == 4:
-                    path.write_text("instances: [")
-                elif i % 2:
-                    write(path, config)
-                else:
-                    write(path, config, instances=others, **most)
-                running.gateway.reload_soon("SIGHUP")
-                # On a busy machine one may take longer than the second; two at once would be one.
-                await eventually(lambda i=i: sum(running.gateway.metrics.reloads.values()) > i)
-            texts = await asyncio.gather(*streams)
-            assert all(text.count('"content":"xxxx"') == 6 for text in texts)
-            assert all(text.endswith("data: [DONE]\n\n") for text in texts)
-            await eventually(running.settled)
-            outcomes = running.gateway.metrics.reloads
-            # After each broken one but the last of all, that which is there already comes again.
-            refused, unchanged = reloads // 5, (reloads - 1) // 5
-            assert outcomes == {
-                "refused": refused,
-                "applied": reloads - refused - unchanged,
-                "unchanged": unchanged,
-            }
-            await eventually(lambda: set(running.gateway.fleet.instances) in (
-                {"i0", "i1", "i2", "i3"}, {"i0", "n"}))  # fmt: skip
+        streams = [asyncio.ensure_future(one(i)) for i in range(200)]
+        for i in range(reloads):
+            await asyncio.sleep(1)
+            if i % 5 == 4:
+                rig.path.write_text("instances: [")
+            elif i % 2:
+                rig.write()
+            else:
+                rig.write(instances=others, **most)
+            gateway.reload_soon("SIGHUP")
+            # On a busy machine one may take longer than the second; two at once would be one.
+            await eventually(lambda i=i: sum(gateway.metrics.reloads.values()) > i)
+        for text in await asyncio.gather(*streams):
+            assert text.count('"content":"xxxx"') == 6
+            assert text.endswith("data: [DONE]\n\n")
+        await eventually(rig.running.settled)
+        # After each broken one but the last of all, that which is there already comes again.
+        refused, unchanged = reloads // 5, (reloads - 1) // 5
+        applied = reloads - refused - unchanged
+        told = {"refused": refused, "applied": applied, "unchanged": unchanged}
+        assert gateway.metrics.reloads == told
+        after = ({"i0", "i1", "i2", "i3"}, {"i0", "n"})
+        await eventually(lambda: set(gateway.fleet.instances) in after)
 
 
 async def test_a_removed_instance_ends_its_streams_and_is_counted_until_then(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with (
-            running_gateway(config, path) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=None) as client,
-        ):
-            await eventually(lambda: running.gateway.fleet.ready())
-            bodies = [client.post(CHAT, json=stream(events=20, delay_s=0.5)) for _ in range(6)]
-            streams = [asyncio.ensure_future(body) for body in bodies]
-            await eventually(lambda: fakes[0].open + fakes[1].open == 6)
-            left = InstanceId("i1" if fakes[1].open else "i0")
-            entries = config.model_dump(mode="json", exclude_unset=True)["instances"]
-            write(path, config, instances=[e for e in entries if e["id"] != left])
-            await running.gateway.reloader.reload("a test")
-            instance = running.gateway.fleet.instances[left]
-            assert instance.leaving
-            held = fakes[int(left[1])]
-            assert running.gateway.fleet.scheduler.snapshot(left).in_flight == held.open > 0
-            requests = held.requests
-            assert (await client.post(CHAT, json=stream())).status_code == 200
-            assert held.requests == requests
-            for response in await asyncio.gather(*streams):
-                assert response.text.endswith("data: [DONE]\n\n")
-            await eventually(lambda: left not in running.gateway.fleet.instances)
-            await eventually(running.settled)
+    async with started(tmp_path, 2) as rig:
+        fleet, fakes = rig.running.gateway.fleet, rig.fakes
+        await eventually(fleet.ready)
+        streams = [rig.post(events=20, delay_s=0.5) for _ in range(6)]
+        await eventually(lambda: fakes[0].open + fakes[1].open == 6)
+        left = InstanceId("i1" if fakes[1].open else "i0")
+        entries = rig.config.model_dump(mode="json", exclude_unset=True)["instances"]
+        await rig.reload(instances=[e for e in entries if e["id"] != left])
+        assert fleet.instances[left].leaving
+        held = fakes[int(left[1])]
+        assert fleet.scheduler.snapshot(left).in_flight == held.open > 0
+        requests = held.requests
+        assert (await rig.post()).status_code == 200
+        assert held.requests == requests
+        for response in await asyncio.gather(*streams):
+            assert response.text.endswith("data: [DONE]\n\n")
+        await eventually(lambda: left not in fleet.instances)
+        await eventually(rig.running.settled)
 
 
 async def test_what_is_wanted_again_before_it_has_gone_stays(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with (
-            running_gateway(config, path) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=None) as client,
-        ):
-            under_way = asyncio.ensure_future(
-                client.post(CHAT, json=stream(events=20, delay_s=0.5))
-            )
-            await eventually(lambda: fakes[0].open == 1)
-            [instance] = running.gateway.fleet.instances.values()
-            write(path, config, instances=[])
-            await running.gateway.reloader.reload("a test")
-            assert instance.leaving
-            write(path, config)
-            await running.gateway.reloader.reload("a test")
-            assert list(running.gateway.fleet.instances.values()) == [instance]
-            assert not instance.leaving
-            assert running.gateway.fleet.scheduler.snapshot(instance.id).in_flight == 1
-            assert (await client.post(CHAT, json=stream())).status_code == 200
-            assert (await under_way).text.endswith("data: [DONE]\n\n")
+    async with started(tmp_path) as rig:
+        under_way = rig.post(events=20, delay_s=0.5)
+        await eventually(lambda: rig.fakes[0].open == 1)
+        fleet = rig.running.gateway.fleet
+        [instance] = fleet.instances.values()
+        await rig.reload(instances=[])
+        assert instance.leaving
+        await rig.reload()
+        assert list(fleet.instances.values()) == [instance]
+        assert not instance.leaving
+        assert fleet.scheduler.snapshot(instance.id).in_flight == 1
+        assert (await rig.post()).status_code == 200
+        assert (await under_way).text.endswith("data: [DONE]\n\n")
 
 
 async def test_what_came_over_admin_is_not_the_files_to_take_away(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes[:1])
-        write(path, config)
-        async with (
-            running_gateway(config, path) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-            mine = {"id": "mine", "base_url": fakes[1].url}
-            added = (await client.post("/admin/instances", json=mine)).json()
-            assert added["source"] == "admin"
-            write(path, config, instances=[])
-            told = (await client.post("/admin/reload")).json()
-            assert told["removed"] == ["i0"]
-            assert list(running.gateway.fleet.instances) == ["mine"]
-            write(path, config, instances=[{"id": "mine", "base_url": fakes[0].url}])
-            assert (await client.post("/admin/reload")).status_code == 400
-            write(path, config, instances=[mine])
-            await client.post("/admin/reload")
-            shown = (await client.get("/admin/instances")).json()["instances"]
-            assert [row["source"] for row in shown] == ["file"]
+    async with started(tmp_path) as rig, fake_instances(1) as more:
+        mine = {"id": "mine", "base_url": more[0].url}
+        added = (await rig.client.post("/admin/instances", json=mine)).json()
+        assert added["source"] == "admin"
+        rig.write(instances=[])
+        told = (await rig.client.post("/admin/reload")).json()
+        assert told["removed"] == ["i0"]
+        assert list(rig.running.gateway.fleet.instances) == ["mine"]
+        rig.write(instances=[{"id": "mine", "base_url": rig.fakes[0].url}])
+        assert (await rig.client.post("/admin/reload")).status_code == 400
+        rig.write(instances=[mine])
+        await rig.client.post("/admin/reload")
+        shown = (await rig.client.get("/admin/instances")).json()["instances"]
+        assert [row["source"] for row in shown] == ["file"]
 
 
 async def test_a_changed_profile_file_is_read_again(tmp_path: Path) -> None:
-    path, profile = tmp_path / "gateway.yaml", tmp_path / "p.yaml"
-
+    profile = tmp_path / "p.yaml"
     measure(profile, 0.01)
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, profiles=("p.yaml",))
-        write(path, config)
-        async with running_gateway(config, path) as running:
-            measure(profile, 0.02)
-            assert (await running.gateway.reloader.reload("a test"))["changed"] == ["i0"]
-            spec = running.gateway.fleet.scheduler.spec(InstanceId("i0"))
-            assert spec.profile is not None
-            assert spec.profile.constants.p8 == 0.02
-            assert (await running.gateway.reloader.reload("a test"))["changed"] == []
+    async with started(tmp_path, profiles=("p.yaml",)) as rig:
+        measure(profile, 0.02)
+        assert (await rig.reload())["changed"] == ["i0"]
+        spec = rig.running.gateway.fleet.scheduler.spec(InstanceId("i0"))
+        assert spec.profile is not None
+        assert spec.profile.constants.p8 == 0.02
+        assert (await rig.reload())["changed"] == []
 
 
 async def test_requests_in_the_queue_are_placed_when_the_policy_has_none(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
     measure(tmp_path / "p.yaml", 0.01, max_num_seqs=1)
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, profiles=("p.yaml",))
-        write(path, config)
-        async with (
-            running_gateway(config, path) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=None) as client,
-        ):
-            body = stream(events=20, delay_s=0.5)
-            answers = [asyncio.ensure_future(client.post(CHAT, json=body)) for _ in range(12)]
-            await eventually(lambda: fakes[0].open + running.gateway.fleet.scheduler.queued == 12)
-            assert running.gateway.fleet.scheduler.queued >= 3
-            write(path, config, scheduler={"policy": "round-robin"})
-            await running.gateway.reloader.reload("a test")
-            await eventually(lambda: fakes[0].open == 12, within_s=4)
-            assert [r.status_code for r in await asyncio.gather(*answers)] == [200] * 12
-            await eventually(running.settled)
+    async with started(tmp_path, profiles=("p.yaml",)) as rig:
+        answers = [rig.post(events=20, delay_s=0.5) for _ in range(12)]
+        scheduler, [fake] = rig.running.gateway.fleet.scheduler, rig.fakes
+        await eventually(lambda: fake.open + scheduler.queued == 12)
+        assert scheduler.queued >= 3
+        await rig.reload(scheduler={"policy": "round-robin"})
+        await eventually(lambda: fake.open == 12, within_s=4)
+        assert [r.status_code for r in await asyncio.gather(*answers)] == [200] * 12
+        await eventually(rig.running.settled)
 
 
 @pytest.mark.parametrize("how", ["written", "renamed", "linked"])
 async def test_a_watched_file_is_taken_up_by_itself(tmp_path: Path, how: str) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"watch_files_s": 0.5})
-        write(path, config)
+    async with started(tmp_path, server={"watch_files_s": 0.5}) as rig:
+        path, gateway = rig.path, rig.running.gateway
         if how == "linked":  # as Kubernetes mounts a ConfigMap
             path.rename(tmp_path / "one.yaml")
             path.symlink_to(tmp_path / "one.yaml")
-        async with running_gateway(config, path) as running:
-            await asyncio.sleep(2)
-            assert not running.gateway.metrics.reloads
-            aside = path if how == "written" else tmp_path / "two.yaml"
-            write(aside, config, retry={"max_attempts": 2}, server={"watch_files_s": 0.5})
-            if how == "renamed":
-                aside.rename(path)
-            elif how == "linked":
-                path.unlink()
-                path.symlink_to(aside)
-            else:
-                os.utime(path, ns=(1, 1))
-            await eventually(lambda: running.gateway.config.retry.max_attempts == 2)
-            assert running.gateway.metrics.reloads == {"applied": 1}
+        await asyncio.sleep(2)
+        assert not gateway.metrics.reloads
+        aside = path if how == "written" else tmp_path / "two.yaml"
+        rig.write(aside, retry={"max_attempts": 2})
+        if how == "renamed":
+            aside.rename(path)
+        elif how == "linked":
+            path.unlink()
+            path.symlink_to(aside)
+        else:
+            os.utime(path, ns=(1, 1))
+        await eventually(lambda: gateway.config.retry.max_attempts == 2)
+        assert gateway.metrics.reloads == {"applied": 1}
 
 
 async def test_a_reload_reaches_all_workers(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes)
-        write(path, config)
-        async with (
-            running_gateway(config, path, workers=2) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=None) as client,
-        ):
-            under_way = asyncio.ensure_future(
-                client.post(CHAT, json=stream(events=10, delay_s=0.5))
-            )
-            await eventually(lambda: fakes[0].open + fakes[1].open == 1)
-            write(path, config, **EVERYTHING | {"scheduler": {"policy": "session"}})
-            told = (await client.post("/admin/reload")).json()
-            assert "scheduler.policy" in told["settings"]
-
-            def taken_up() -> bool:
-                return all(w.config.retry.max_attempts == 1 for w in running.workers)
-
-            await eventually(taken_up)
-            for worker in running.workers:
-                assert worker.fleet.scheduler.policy.name == "session"
-                assert worker.remote.headers
-                assert worker.dataplane.rooms.budget.config.max_attempts == 1
-                assert worker.config.pool.max_connections == 2048  # its share
-            assert (await client.post(CHAT, json=stream())).status_code == 200
-            assert (await under_way).text.endswith("data: [DONE]\n\n")
-            await eventually(running.settled)
+    async with started(tmp_path, 2, workers=2) as rig:
+        under_way = rig.post(events=10, delay_s=0.5)
+        await eventually(lambda: rig.fakes[0].open + rig.fakes[1].open == 1)
+        rig.write(**EVERYTHING | {"scheduler": {"policy": "session"}})
+        told = (await rig.client.post("/admin/reload")).json()
+        assert "scheduler.policy" in told["settings"]
+        workers = rig.running.workers
+        await eventually(lambda: all(w.config.retry.max_attempts == 1 for w in workers))
+        for worker in workers:
+            assert worker.fleet.scheduler.policy.name == "session"
+            assert worker.remote.headers
+            assert worker.dataplane.rooms.budget.config.max_attempts == 1
+            assert worker.config.pool.max_connections == 2048  # its share
+        assert (await rig.post()).status_code == 200
+        assert (await under_way).text.endswith("data: [DONE]\n\n")
+        await eventually(rig.running.settled)

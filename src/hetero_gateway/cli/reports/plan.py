@@ -131,7 +131,7 @@ def headline(plan: Plan) -> str:
     """What the best comes to, in a line."""
     best = plan.best
     machines = {m.id: m for m in plan.machines}
-    uncertain = reasons.relative_uncertainty(best, machines, plan.types, plan.alone)
+    uncertain = reasons.Reasons(machines, plan.types, plan.alone).relative_uncertainty(best)
     parts = []
     if best.simulated is not None:
         parts.append(

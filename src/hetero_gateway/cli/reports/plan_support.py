@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_gateway.cli.reports.report import console, grid
+from hetero_gateway.files.model_file import Bounds
 from hetero_gateway.planner.accelerators import GIB, Accelerator
-from hetero_gateway.planner.support import Bounds, Fit, Support, active_parameters, layer_lines
+from hetero_gateway.planner.support import Fit, Support, active_parameters, layer_lines
 
 # Wide enough for every column where the output is no terminal.
 _PIPE_WIDTH = 160

@@ -11,7 +11,7 @@ from typing import Any
 from hetero_gateway.cli.reports.report import figure as number
 from hetero_gateway.cli.reports.report import print_table
 from hetero_gateway.sim.figures import finite
-from hetero_gateway.sim.recorded import Figures, Replayed
+from hetero_gateway.sim.recorded import Replayed, RequestFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RecordComparison:
     notes: tuple[str, ...]
 
 
-Figure = Callable[[Figures], float]
+Figure = Callable[[RequestFigures], float]
 
 _OF_ALL: tuple[tuple[str, Figure], ...] = (
     ("latency, mean, s", lambda f: f.latency_s.mean),
@@ -101,7 +101,7 @@ def document(comparison: RecordComparison) -> dict[str, Any]:
     }
 
 
-def _as_dict(figures: Figures) -> dict[str, Any]:
+def _as_dict(figures: RequestFigures) -> dict[str, Any]:
     return {
         "requests": figures.requests,
         "latency_s": figures.latency_s.to_dict(),
@@ -111,7 +111,7 @@ def _as_dict(figures: Figures) -> dict[str, Any]:
     }
 
 
-def _beside(figure: Figure, simulated: Figures, measured: Figures) -> str:
+def _beside(figure: Figure, simulated: RequestFigures, measured: RequestFigures) -> str:
     """A simulated figure, and how many times it the measured one is."""
     value, true = figure(simulated), figure(measured)
     ratio = true / value if value else math.nan

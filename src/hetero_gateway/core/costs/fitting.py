@@ -28,7 +28,7 @@ import copy
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -213,7 +213,22 @@ def fit(samples: Sequence[Sample], *, rng: np.random.Generator, resamples: int =
     """
     prefill = [s for s in samples if s.prefill_s is not None and s.prefill_s > 0]
     decode = [s for s in samples if s.decode_s is not None and s.decode_s > 0 and s.steps >= 1]
-    prefill_rows, decode_rows = _Rows.prefill(prefill), _Rows.decode(decode)
+    prefill_rows = _Rows(
+        "prefill",
+        PREFILL_NAMES,
+        prefill,
+        prefill_terms(prefill),
+        np.array([s.prefill_s or 0.0 for s in prefill]),
+        _numbered([(s.batch_size, s.prompt_tokens) for s in prefill]),
+    )
+    decode_rows = _Rows(
+        "decode",
+        DECODE_NAMES,
+        decode,
+        decode_terms(decode),
+        np.array([s.decode_s or 0.0 for s in decode]),
+        _numbered([(s.batch_size, s.prompt_tokens, s.output_tokens) for s in decode]),
+    )
     for rows in (prefill_rows, decode_rows):
         _check_enough(rows)
     return Fit(
@@ -224,7 +239,7 @@ def fit(samples: Sequence[Sample], *, rng: np.random.Generator, resamples: int =
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The samples of one equation. ``cells`` and ``neighbourhoods`` number them."""
+    """The samples of one equation; ``cells`` numbers theirs."""
 
     part: str
     names: tuple[str, ...]
@@ -232,43 +247,15 @@ class _Rows:
     terms: FloatArray
     seconds: FloatArray
     cells: IntArray
-    neighbourhoods: IntArray
-
-    @staticmethod
-    def prefill(samples: Sequence[Sample]) -> _Rows:
-        return _Rows(
-            "prefill",
-            PREFILL_NAMES,
-            samples,
-            prefill_terms(samples),
-            np.array([s.prefill_s or 0.0 for s in samples]),
-            _numbered([(s.batch_size, s.prompt_tokens) for s in samples]),
-            _neighbourhoods(samples),
-        )
-
-    @staticmethod
-    def decode(samples: Sequence[Sample]) -> _Rows:
-        return _Rows(
-            "decode",
-            DECODE_NAMES,
-            samples,
-            decode_terms(samples),
-            np.array([s.decode_s or 0.0 for s in samples]),
-            _numbered([(s.batch_size, s.prompt_tokens, s.output_tokens) for s in samples]),
-            _neighbourhoods(samples),
-        )
 
     def chosen(self, keep: NDArray[np.bool_] | IntArray) -> _Rows:
         """Those rows alone."""
-        indices = np.arange(len(self.seconds))[keep]
-        return _Rows(
-            self.part,
-            self.names,
-            [self.samples[i] for i in indices],
-            self.terms[keep],
-            self.seconds[keep],
-            self.cells[keep],
-            self.neighbourhoods[keep],
+        return dataclasses.replace(
+            self,
+            samples=[self.samples[i] for i in np.arange(len(self.seconds))[keep]],
+            terms=self.terms[keep],
+            seconds=self.seconds[keep],
+            cells=self.cells[keep],
         )
 
     def without_attention(self) -> _Rows:
@@ -312,7 +299,7 @@ def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
     kept, notes = _without_outliers(rows)
     constants = fit_robustly(kept.terms, kept.seconds, kept.weights())
     folds, validation = _folds(kept, rng)
-    predicted = _held_out(kept, kept.terms, folds)
+    predicted = _held_out(kept, folds)
     errors = np.abs(predicted / kept.seconds - 1)
     low, high = np.percentile(_bootstrap(kept, rng, resamples), (2.5, 97.5), axis=0)
     identified, reasons = _identified(kept.merged(), constants, low)
@@ -332,9 +319,9 @@ def _fit_part(rows: _Rows, rng: np.random.Generator, resamples: int) -> PartFit:
     )
 
 
-def _numbered(keys: Sequence[tuple[float, ...]]) -> IntArray:
+def _numbered(keys: Sequence[Hashable]) -> IntArray:
     """Equal keys, equal numbers, from 0."""
-    numbers: dict[tuple[float, ...], int] = {}
+    numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
@@ -400,10 +387,10 @@ def _without_outliers(rows: _Rows) -> tuple[_Rows, list[str]]:
 
 def _folds(rows: _Rows, rng: np.random.Generator) -> tuple[IntArray, str]:
     """Which part each row is held out with: a cell whole, cells near each other together."""
-    groups = _numbered([(float(n),) for n in rows.neighbourhoods])
+    groups = _neighbourhoods(rows.samples)
     name = "combinations of batch size and prompt length"
     if groups.max() + 1 < MIN_CELLS:
-        groups, name = _numbered([(float(n),) for n in rows.cells]), "cells"
+        groups, name = _numbered(rows.cells.tolist()), "cells"
     count = int(groups.max()) + 1
     if count < MIN_CELLS_FOR_PARTS:
         return groups, f"each of {count} {name} held out in turn"
@@ -411,37 +398,34 @@ def _folds(rows: _Rows, rng: np.random.Generator) -> tuple[IntArray, str]:
     return parts[groups], f"{count} {name}, a fifth of them held out in turn"
 
 
-def _held_out(rows: _Rows, terms: FloatArray, folds: IntArray) -> FloatArray:
-    """What a fit of ``terms`` to the other parts predicts for each row."""
+def _held_out(rows: _Rows, folds: IntArray) -> FloatArray:
+    """What a fit to the other parts predicts for each row."""
     predicted = np.zeros(len(rows.seconds))
     weights = rows.weights()
     for part in np.unique(folds):
         out = folds == part
-        constants = fit_robustly(terms[~out], rows.seconds[~out], weights[~out])
-        predicted[out] = terms[out] @ constants
+        constants = fit_robustly(rows.terms[~out], rows.seconds[~out], weights[~out])
+        predicted[out] = rows.terms[out] @ constants
     return predicted
 
 
 def _eq_3_error(rows: _Rows, folds: IntArray) -> float:
     """Mean held-out error without p9, of the same rows and parts."""
-    terms = rows.without_attention().terms
-    return float(np.mean(np.abs(_held_out(rows, terms, folds) / rows.seconds - 1)))
+    predicted = _held_out(rows.without_attention(), folds)
+    return float(np.mean(np.abs(predicted / rows.seconds - 1)))
 
 
 def _bootstrap(rows: _Rows, rng: np.random.Generator, resamples: int) -> FloatArray:
     """Constants of as many fits to cells drawn with replacement, each with its repeats."""
-    cells = _numbered([(float(n),) for n in rows.cells])
+    cells = _numbered(rows.cells.tolist())
     count = int(cells.max()) + 1
     weights = rows.weights()
     draws = []
     for _ in range(resamples):
         drawn = np.bincount(rng.integers(count, size=count), minlength=count)[cells]
         chosen = drawn > 0
-        draws.append(
-            fit_robustly(
-                rows.terms[chosen], rows.seconds[chosen], (weights * drawn)[chosen], rounds=8
-            )
-        )
+        kept = rows.terms[chosen], rows.seconds[chosen], (weights * drawn)[chosen]
+        draws.append(fit_robustly(*kept, rounds=8))
     return np.array(draws)
 
 

@@ -254,12 +254,6 @@ class Interval:
         self.number = -1
         self.shown = 1.0
 
-    def add_untold(self, prompt_tokens: float, charged_tokens: float) -> None:
-        """Prompts were prefilled of which nobody has reported yet; they are in the sums already."""
-        self.untold += 1
-        self.untold_tokens += prompt_tokens
-        self.untold_charged += charged_tokens
-
     def hits(self, ratio: float | None) -> float:
         """Cached tokens of all its prompts, where those untold have this ratio; NaN: unknown."""
         if self.untold == 0:

@@ -69,7 +69,7 @@ from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.instances.prefix_hits import Interval, reported_hits
 from hetero_gateway.core.instances.sightings import Sightings
 from hetero_gateway.core.instances.speed import SpeedEstimate, first_token_times_s
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request, Usage
 
 _STAGES = len(STAGE_TOKENS)
@@ -353,7 +353,10 @@ class InstanceState:
             interval.prompts += n
             interval.prompt_tokens += entry.prompt_tokens
             if not self.prefix.off:
-                interval.add_untold(entry.prompt_tokens, entry.prefill_tokens)
+                # Nobody has reported yet what of it was cached.
+                interval.untold += 1
+                interval.untold_tokens += entry.prompt_tokens
+                interval.untold_charged += entry.prefill_tokens
                 interval.open += 1
                 entry.interval = interval
         self._prompts += n
@@ -479,7 +482,9 @@ class InstanceState:
                 interval.prompts += prompts
                 interval.prompt_tokens += more
                 if more > 0 and not self.prefix.off:
-                    interval.add_untold(more, more)
+                    interval.untold += 1
+                    interval.untold_tokens += more
+                    interval.untold_charged += more
         loads = self._peer_loads.values()
         had_seen = self.peers is not None and self.peers.modelled_s > 0
         if not loads:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.dispatch import NO_PEERS, Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.types import InstanceId
 
 # Rows of ``Table.rows``, named as in ``state.py``; the fleet's load and KV tokens are among them.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -90,13 +90,9 @@ class LengthSamples:
 
     def part(self, start: int, stop: int) -> LengthSamples:
         """The requests from ``start`` up to ``stop``."""
-        rows = slice(start, stop)
-        return LengthSamples(
-            self.prompt_tokens[rows],
-            self.max_tokens[rows],
-            self.output_tokens[rows],
-            self.models[rows],
-        )
+        numbers = self.prompt_tokens, self.max_tokens, self.output_tokens
+        prompt, limit, output = (column[start:stop] for column in numbers)
+        return LengthSamples(prompt, limit, output, self.models[start:stop])
 
     def features(self) -> Iterator[tuple[LengthFeatures, float]]:
         """Each request as a predictor sees it, and its true output tokens."""
@@ -347,19 +343,8 @@ def _error(residuals: FloatArray) -> LengthError:
 
 def to_document(model: LengthModel) -> dict[str, Any]:
     """A model as JSON-ready values."""
-    trees = {name: _node_document(tree) for name, tree in model.trees.items()}
+    trees = {name: asdict(tree) for name, tree in model.trees.items()}
     return {"format": FORMAT, "version": VERSION, "models": trees}
-
-
-def _node_document(node: Node) -> dict[str, Any]:
-    if isinstance(node, Leaf):
-        return {"tokens": node.tokens, "requests": node.requests}
-    return {
-        "by": node.by,
-        "at": node.at,
-        "below": _node_document(node.below),
-        "above": _node_document(node.above),
-    }
 
 
 def from_document(document: Any) -> LengthModel:

@@ -54,7 +54,7 @@ class Denial(NamedTuple):
     wait_s: float | None
 
 
-class Standing(NamedTuple):
+class LimitStanding(NamedTuple):
     """How a client stands once a request is charged: of its accounts, where least is left.
 
     What was used last counts for ``SLOTS`` seconds from now. None: no limit.
@@ -67,7 +67,7 @@ class Standing(NamedTuple):
 
 
 # One for every request: a NamedTuple's own constructor is a function in Python.
-_new_standing: Callable[[type[Standing], tuple[Any, ...]], Standing] = tuple.__new__
+_new_standing: Callable[[type[LimitStanding], tuple[Any, ...]], LimitStanding] = tuple.__new__
 
 
 class Account:
@@ -111,7 +111,7 @@ class Charge:
     __slots__ = ("_accounts", "_ended", "_second", "_settled", "standing", "tokens")
 
     def __init__(
-        self, accounts: Sequence[Account], tokens: int, second: int, standing: Standing
+        self, accounts: Sequence[Account], tokens: int, second: int, standing: LimitStanding
     ) -> None:
         self._accounts = accounts
         self._second = second
@@ -219,7 +219,7 @@ def _taken(accounts: Sequence[Account], tokens: int, second: int) -> Charge:
                 tokens_limit, left_tokens = limit, left
         account.in_flight += 1
     standing = _new_standing(
-        Standing,
+        LimitStanding,
         (
             requests_limit,
             left_requests if left_requests > 0 else 0,
@@ -230,7 +230,7 @@ def _taken(accounts: Sequence[Account], tokens: int, second: int) -> Charge:
     return Charge(accounts, tokens, second, standing)
 
 
-def standing(accounts: Sequence[Account]) -> Standing:
+def standing(accounts: Sequence[Account]) -> LimitStanding:
     """How the client with these accounts stands, as of the last request."""
     requests, tokens = (
         min(
@@ -240,4 +240,4 @@ def standing(accounts: Sequence[Account]) -> Standing:
         )
         for windows in ([a.requests for a in accounts], [a.tokens for a in accounts])
     )
-    return Standing(requests[1], requests[0], tokens[1], tokens[0])
+    return LimitStanding(requests[1], requests[0], tokens[1], tokens[0])

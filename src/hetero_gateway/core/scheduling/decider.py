@@ -14,12 +14,12 @@ import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.table import Table
-from hetero_gateway.core.lengths.estimates import ResidualLives
+from hetero_gateway.core.lengths.predictors import ResidualLives
 from hetero_gateway.core.policies import Policy, View
 from hetero_gateway.core.policies.base import Backlog, Choice, Demand, Outlook, SmallView
+from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
-from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import Request
 

@@ -40,12 +40,12 @@ from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
+from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider, Views, drain_time_s
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
 from hetero_gateway.core.scheduling.members import Members, constants_of
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
-from hetero_gateway.core.scheduling.prefix_caches import PrefixCaches
 from hetero_gateway.core.scheduling.probes import Probes
 from hetero_gateway.core.scheduling.queue import ModelQueue, QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints

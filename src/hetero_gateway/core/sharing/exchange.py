@@ -2,8 +2,7 @@
 
 Gateways that share instances exchange their own rows and add up the others'. There is no common
 total, so nothing can drift: whatever was lost, the next message of a replica says all of its state
-again. The gateway and the simulator (``sim/replicas.py``) drive this class; where messages go
-through is not known here.
+again. Where messages go through is not known here.
 
     message = exchange.say(now_s)              # own rows, when they changed or a third of the lease
     message = exchange.say_news(ids, now_s)    # only these, between two of those

@@ -1,7 +1,7 @@
 """All that is vLLM's own and that another engine would do otherwise; text in, values out.
 
-``paths``: what it serves. ``prompts``: what of a body it computes. ``fields``: what of one is not
-for clients to say. ``answers``: what its answers say. ``metrics``: what its /metrics says.
+``paths``: what it serves, and what of a body it computes. ``fields``: what of one is not for
+clients to say. ``answers``: what its answers say. ``metrics``: what its /metrics says.
 The gateway, the profiler and the load read with these, and the emulated instance writes with the
 same names. No socket, no clock, and nothing of the gateway's own.
 """
@@ -34,33 +34,31 @@ from hetero_gateway.engines.vllm.fields import (
 from hetero_gateway.engines.vllm.metrics import (
     CacheFacts,
     EngineMetrics,
-    Sample,
+    MetricSample,
     metrics_of,
     read_metrics,
     samples_in,
 )
 from hetero_gateway.engines.vllm.paths import (
     CHAT_COMPLETIONS,
+    CUTS_PROMPTS,
+    DOCUMENTS,
     ENGINE_CALLS,
+    FIELDS_OF,
     GENERATE,
     INVOCATIONS,
+    QUERIES,
     REALTIME,
     RESPONSES,
     WORK_BY_PATH,
     Asked,
+    Prompts,
     Work,
     asked_at,
     limits_of,
+    prompts_at,
     starts_with_a_token,
     work_of_path,
-)
-from hetero_gateway.engines.vllm.prompts import (
-    CUTS_PROMPTS,
-    DOCUMENTS,
-    FIELDS_OF,
-    QUERIES,
-    Prompts,
-    prompts_at,
 )
 
 __all__ = [
@@ -84,9 +82,9 @@ __all__ = [
     "Asked",
     "CacheFacts",
     "EngineMetrics",
+    "MetricSample",
     "ModelCard",
     "Prompts",
-    "Sample",
     "Work",
     "asked_at",
     "completion_counts_in",
@@ -110,4 +108,4 @@ __all__ = [
     "tokens_of_events",
     "usage_in_tail",
     "work_of_path",
-]
+]  # fmt: skip

@@ -220,19 +220,14 @@ def read_listing(body: bytes) -> Listing | None:
     # What is skipped is not built, but each element of the list is.
     if body.count(b",") > _MOST_COMMAS:
         return None
-    try:
-        cards = msgspec.json.decode(body, type=_Models).data
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    listed = _decoded(body, _Models)
+    if listed is None:
         return None
+    left_out = max(0, len(listed.data) - MOST_MODELS)
     models: dict[str, ModelCard] = {}
-    left_out = max(0, len(cards) - MOST_MODELS)
-    for raw in cards[:MOST_MODELS]:
-        try:
-            card = msgspec.json.decode(raw, type=_Card)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            left_out += 1
-            continue
-        if is_model_name(card.id):
+    for raw in listed.data[:MOST_MODELS]:
+        card = _decoded(raw, _Card)
+        if card is not None and is_model_name(card.id):
             models[card.id] = _model_card(card)
         else:
             left_out += 1
@@ -254,10 +249,13 @@ def _model_card(card: _Card) -> ModelCard:
 
 def _plain(raw: msgspec.Raw, kind: type[_Value]) -> _Value | None:
     """A value of a card; None where it is of another kind, or longer than any is."""
-    if memoryview(raw).nbytes > _MOST_FIELD_BYTES:
-        return None
+    return None if memoryview(raw).nbytes > _MOST_FIELD_BYTES else _decoded(raw, kind)
+
+
+def _decoded(data: bytes | msgspec.Raw, kind: type[_Value]) -> _Value | None:
+    """None where it is no JSON, or of another kind."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
 

@@ -124,7 +124,7 @@ class EngineMetrics:
     cache: CacheFacts = field(default_factory=CacheFacts)
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One line of an exposition that we read."""
 
     series: str
@@ -132,15 +132,17 @@ class Sample(NamedTuple):
     value: str
 
 
-def samples_in(text: str, most: int = _MOST_SAMPLES) -> list[Sample]:
+def samples_in(text: str, most: int = _MOST_SAMPLES) -> list[MetricSample]:
     """The lines that matter of whole lines of an exposition, up to this many."""
     text = "\n" + text
-    samples = list(islice((Sample(*match.groups("")) for match in _SERIES.finditer(text)), most))
+    samples = list(
+        islice((MetricSample(*match.groups("")) for match in _SERIES.finditer(text)), most)
+    )
     # A search of its own: the expression is fast because all of its names begin alike.
     start = text.find(_PROCESS_START_LINE)
     if start >= 0:
         value = text[start + len(_PROCESS_START_LINE) :][: _LONGEST_NUMBER + 1].split(None, 1)
-        samples.append(Sample(PROCESS_START, "", value[0] if value else ""))
+        samples.append(MetricSample(PROCESS_START, "", value[0] if value else ""))
     return samples
 
 
@@ -149,7 +151,7 @@ def read_metrics(text: str) -> EngineMetrics:
     return metrics_of(samples_in(text))
 
 
-def metrics_of(samples: Iterable[Sample]) -> EngineMetrics:
+def metrics_of(samples: Iterable[MetricSample]) -> EngineMetrics:
     """What these samples of one exposition say; never raises."""
     totals: dict[str, float] = {}
     usages: dict[str, list[tuple[str, float]]] = {}  # by series: (rank, share)

@@ -49,40 +49,27 @@ IS_PAUSED = "/is_paused"
 
 # Those calls, each with its method: none of them is passed on for a client.
 ENGINE_CALLS = {
-    LOAD_LORA_ADAPTER: "POST",
-    UNLOAD_LORA_ADAPTER: "POST",
-    SLEEP: "POST",
-    WAKE_UP: "POST",
-    IS_SLEEPING: "GET",
-    PAUSE: "POST",
-    RESUME: "POST",
-    IS_PAUSED: "GET",
-    RESET_PREFIX_CACHE: "POST",
-    "/reset_mm_cache": "POST",
-    "/reset_encoder_cache": "POST",
-    "/release_kv_cache_memory": "POST",
-    "/abort_requests": "POST",
-    "/start_profile": "POST",
-    "/stop_profile": "POST",
-    LOAD: "GET",
-    "/server_info": "GET",
-    "/kv_event_sources": "GET",
-    "/collective_rpc": "POST",
-    "/scale_elastic_ep": "POST",
-    "/is_scaling_elastic_ep": "POST",
-    "/fault_tolerance/apply": "POST",
-    "/fault_tolerance/status": "GET",
-    "/init_weight_transfer_engine": "POST",
-    "/shutdown_weight_transfer_engine": "POST",
-    "/start_weight_update": "POST",
-    "/start_draft_weight_update": "POST",
-    "/update_weights": "POST",
-    "/finish_weight_update": "POST",
-    "/update_weight_version": "POST",
-    "/weight_info": "GET",
-    "/weight_checker": "POST",
-    "/get_world_size": "GET",
-}
+    **dict.fromkeys(
+        (
+            IS_SLEEPING, IS_PAUSED, LOAD, "/server_info", "/kv_event_sources",
+            "/fault_tolerance/status", "/weight_info", "/get_world_size",
+        ),
+        "GET",
+    ),
+    **dict.fromkeys(
+        (
+            LOAD_LORA_ADAPTER, UNLOAD_LORA_ADAPTER, SLEEP, WAKE_UP, PAUSE, RESUME,
+            RESET_PREFIX_CACHE, "/reset_mm_cache", "/reset_encoder_cache",
+            "/release_kv_cache_memory", "/abort_requests", "/start_profile", "/stop_profile",
+            "/collective_rpc", "/scale_elastic_ep", "/is_scaling_elastic_ep",
+            "/fault_tolerance/apply", "/init_weight_transfer_engine",
+            "/shutdown_weight_transfer_engine", "/start_weight_update",
+            "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
+            "/update_weight_version", "/weight_checker",
+        ),
+        "POST",
+    ),
+}  # fmt: skip
 
 
 class Work(enum.Enum):
@@ -93,41 +80,59 @@ class Work(enum.Enum):
     LIGHT = "light"  # tokenize and the like: no step of the engine
 
 
-WORK_BY_PATH = {
-    CHAT_COMPLETIONS: Work.GENERATE,
-    COMPLETIONS: Work.GENERATE,
-    RESPONSES: Work.GENERATE,
-    MESSAGES: Work.GENERATE,
-    "/v1/chat/completions/batch": Work.GENERATE,
-    GENERATE: Work.GENERATE,
-    "/generative_scoring": Work.PREFILL,
-    INVOCATIONS: Work.GENERATE,
-    TOKENIZE: Work.LIGHT,
-    DETOKENIZE: Work.LIGHT,
-    COUNT_TOKENS: Work.LIGHT,
-    "/v1/completions/render": Work.LIGHT,
-    "/v1/chat/completions/render": Work.LIGHT,
-    "/v1/messages/render": Work.LIGHT,
-    "/v1/responses/render": Work.LIGHT,
-    "/v1/completions/derender": Work.LIGHT,
-    "/v1/chat/completions/derender": Work.LIGHT,
-    "/cohere/v2/chat": Work.GENERATE,
-    "/v1/systemone": Work.GENERATE,
-    EMBEDDINGS: Work.PREFILL,
-    "/v2/embed": Work.PREFILL,
-    "/pooling": Work.PREFILL,
-    "/classify": Work.PREFILL,
-    "/score": Work.PREFILL,
-    "/v1/score": Work.PREFILL,
-    "/rerank": Work.PREFILL,
-    "/v1/rerank": Work.PREFILL,
-    "/v2/rerank": Work.PREFILL,
-    TRANSCRIPTIONS: Work.GENERATE,
-    TRANSLATIONS: Work.GENERATE,
-    "/v1/audio/speech": Work.GENERATE,
-    "/v1/images/generations": Work.GENERATE,
-    "/v1/moderations": Work.PREFILL,
+class Prompts(enum.Enum):
+    """How the prompts of a request are made of the fields of its body."""
+
+    TEXT = "`prompt`, or a conversation and what a template puts in front of it"
+    CHATS = "a conversation in each item of `messages`"
+    ANY = "what a chat, a completion or a pooling model takes, by the fields that are there"
+    TOKENS = "`token_ids`"
+    INPUTS = "one for each text, image or conversation in `input` and its like"
+    PAIRS = "one for each pair of a query and a document, the query computed with each"
+    ITEMS = "the query with each of `items`, as texts or token ids"
+    QUESTIONS = "the state, once for each question"
+    SPEECH = "a form with a recording"
+
+
+# Every path that is sent to an engine: what that makes it do, and how the prompts are made of the
+# fields of a body. None: there is no step of the engine, so it does not matter.
+_SERVED: dict[str, tuple[Work, Prompts | None]] = {
+    CHAT_COMPLETIONS: (Work.GENERATE, Prompts.TEXT),
+    COMPLETIONS: (Work.GENERATE, Prompts.TEXT),
+    RESPONSES: (Work.GENERATE, Prompts.TEXT),
+    MESSAGES: (Work.GENERATE, Prompts.TEXT),
+    CHAT_COMPLETIONS + "/batch": (Work.GENERATE, Prompts.CHATS),
+    GENERATE: (Work.GENERATE, Prompts.TOKENS),
+    "/generative_scoring": (Work.PREFILL, Prompts.ITEMS),
+    INVOCATIONS: (Work.GENERATE, Prompts.ANY),
+    TOKENIZE: (Work.LIGHT, None),
+    DETOKENIZE: (Work.LIGHT, None),
+    COUNT_TOKENS: (Work.LIGHT, None),
+    "/v1/completions/render": (Work.LIGHT, None),
+    "/v1/chat/completions/render": (Work.LIGHT, None),
+    "/v1/messages/render": (Work.LIGHT, None),
+    "/v1/responses/render": (Work.LIGHT, None),
+    "/v1/completions/derender": (Work.LIGHT, None),
+    "/v1/chat/completions/derender": (Work.LIGHT, None),
+    "/cohere/v2/chat": (Work.GENERATE, Prompts.TEXT),
+    "/v1/systemone": (Work.GENERATE, Prompts.QUESTIONS),
+    EMBEDDINGS: (Work.PREFILL, Prompts.INPUTS),
+    "/v2/embed": (Work.PREFILL, Prompts.INPUTS),
+    "/pooling": (Work.PREFILL, Prompts.INPUTS),
+    "/classify": (Work.PREFILL, Prompts.INPUTS),
+    "/score": (Work.PREFILL, Prompts.PAIRS),
+    "/v1/score": (Work.PREFILL, Prompts.PAIRS),
+    "/rerank": (Work.PREFILL, Prompts.PAIRS),
+    "/v1/rerank": (Work.PREFILL, Prompts.PAIRS),
+    "/v2/rerank": (Work.PREFILL, Prompts.PAIRS),
+    TRANSCRIPTIONS: (Work.GENERATE, Prompts.SPEECH),
+    TRANSLATIONS: (Work.GENERATE, Prompts.SPEECH),
+    "/v1/audio/speech": (Work.GENERATE, Prompts.INPUTS),
+    "/v1/images/generations": (Work.GENERATE, Prompts.TEXT),
+    "/v1/moderations": (Work.PREFILL, Prompts.INPUTS),
 }
+WORK_BY_PATH = {path: work for path, (work, _) in _SERVED.items()}
+_PROMPTS_BY_PATH = {path: prompts for path, (_, prompts) in _SERVED.items() if prompts}
 
 
 def work_of_path(path: str) -> Work | None:
@@ -206,3 +211,33 @@ def starts_with_a_token(path: str) -> bool:
     /v1/responses sends its first events before any token is made.
     """
     return path != RESPONSES
+
+
+# Where ``truncate_prompt_tokens`` cuts each prompt; the others do not know it, or may refuse it.
+CUTS_PROMPTS = frozenset(
+    (
+        *(EMBEDDINGS, "/pooling", "/classify"),
+        *(path for path, prompts in _PROMPTS_BY_PATH.items() if prompts is Prompts.PAIRS),
+    )
+)
+# The two sides of a pair, by the names that vLLM's score, rerank and their older forms have.
+QUERIES = ("query", "queries", "text_1", "data_1")
+DOCUMENTS = ("documents", "items", "text_2", "data_2")
+# What is read beside the fields that most paths have. ``documents`` is one of those.
+FIELDS_OF = {
+    Prompts.TEXT: ("previous_input_messages",),
+    Prompts.ANY: (
+        *(name for name in (*QUERIES, *DOCUMENTS) if name != "documents"),
+        *("inputs", "texts", "images", "data"),
+    ),
+    Prompts.TOKENS: ("token_ids",),
+    Prompts.INPUTS: ("inputs", "texts", "images", "data"),
+    Prompts.PAIRS: tuple(name for name in (*QUERIES, *DOCUMENTS) if name != "documents"),
+    Prompts.ITEMS: ("query", "items"),
+    Prompts.QUESTIONS: ("state", "questions", "images", "audio", "videos"),
+}
+
+
+def prompts_at(path: str) -> Prompts:
+    """Of a path that makes an engine do no step, it does not matter."""
+    return _PROMPTS_BY_PATH.get(path, Prompts.TEXT)

@@ -23,7 +23,7 @@ from hetero_gateway.core.limits.accounts import Account
 from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import MOST_KEY_BYTES, ClientLimits, KeyConfig, KeysFile
-from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts, Usage, added
+from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts, ClientUsage, added
 from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.http.headers import Headers
 
@@ -113,7 +113,7 @@ class Admission:
         self._keyed: dict[bytes, Client] = {}
         self._by_name: dict[str, Client] = {}
         self._accounts: dict[str, Account] = {}
-        self.usage = Usage(clock)
+        self.usage = ClientUsage(clock)
         self.chooses_class = False  # any client may name a request's class
         self.keys = keys
         self.has_key = self._key is not None or keys is not None

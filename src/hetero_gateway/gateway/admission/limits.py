@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from hetero_gateway.core.limits import accounts
-from hetero_gateway.core.limits.accounts import Charge, Denial, Limit, Standing
+from hetero_gateway.core.limits.accounts import Charge, Denial, Limit, LimitStanding
 from hetero_gateway.core.limits.window import SLOTS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
-from hetero_gateway.gateway.admission.usage import Usage
+from hetero_gateway.gateway.admission.usage import ClientUsage
 from hetero_gateway.http.headers import Headers
 
 # One of the client's own has to end first, and nobody knows when.
@@ -32,7 +32,7 @@ class Limiter:
         catch_up: settles what is over and waits to be counted.
     """
 
-    def __init__(self, usage: Usage, catch_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, usage: ClientUsage, catch_up: Callable[[], None] = lambda: None) -> None:
         self._denied = usage.denied
         self._catch_up = catch_up
 
@@ -78,7 +78,7 @@ class Limiter:
         return _refusal(denial, accounts.standing(client.accounts))
 
 
-def rate_limit_headers(standing: Standing) -> Headers:
+def rate_limit_headers(standing: LimitStanding) -> Headers:
     """``x-ratelimit-*`` as OpenAI has them; of what has no limit there is none.
 
     ``reset``: until all is free again, if nothing more is asked; what was asked last is new.
@@ -105,7 +105,7 @@ def _fixed_fields(requests: int | None, tokens: int | None) -> Headers:
     return headers
 
 
-def _refusal(denial: Denial, standing: Standing) -> Refusal:
+def _refusal(denial: Denial, standing: LimitStanding) -> Refusal:
     unit = _UNITS[denial.limit]
     message = f"Rate limit reached for {denial.account} on {unit}: limit {denial.allowed}."
     after_s = _CONCURRENCY_RETRY_S

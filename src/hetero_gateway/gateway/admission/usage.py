@@ -44,7 +44,7 @@ class UsageRow(NamedTuple):
     output_tokens: int
 
 
-class Usage:
+class ClientUsage:
     """Counts. ``denied``: refusals, by client and limit.
 
     Args:

@@ -9,17 +9,15 @@ chunk there is none.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
-from hetero_gateway.core.lengths.predictors import OutputLengthPredictor
+from hetero_gateway.core.lengths.predictors import BytesPerToken, OutputLengthPredictor
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
-from hetero_gateway.engines.vllm import Work, names_an_address
+from hetero_gateway.engines.vllm import Work
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.log_config import LogConfig
 from hetero_gateway.gateway.admission.clients import Admission
@@ -54,16 +52,12 @@ from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.cors import cors_of
 from hetero_gateway.http.downstream import (
     AsgiDownstream,
-    Downstream,
     Receive,
     Scope,
     Send,
 )
 from hetero_gateway.http.headers import RequestFields, named_by_connection
-from hetero_gateway.http.inbound import Inbound
-
-# It goes into logs, headers and the dashboard: visible ASCII only.
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+from hetero_gateway.http.heads import Inbound
 
 
 class DataPlane:
@@ -139,8 +133,8 @@ class DataPlane:
         self.rooms.cors = cors_of(server.cors)
         self.rooms.fields = RequestFields(server.allow_engine_headers)
         self.rooms.priorities = priorities_of(config.scheduler.engine_priorities)
-        self._request_ids = itertools.count()
-        self._request_id_prefix = os.urandom(6).hex().encode()
+        # Take a request whose head is here; it may be answered at once.
+        self.open = partial(Attempts.open, self.rooms)
 
     def settings(self, settings: Settings, base_dir: Path, failures: Counter[str]) -> None:
         """Have this part take up what can change of it.
@@ -264,24 +258,6 @@ class DataPlane:
         """The last finished requests."""
         self.recorder.catch_up()
         return self._history
-
-    def open(self, inbound: Inbound, downstream: Downstream) -> Attempts:
-        """Take a request whose head is here; it may be answered at once."""
-        if inbound.asked_id:
-            self.name(inbound)
-        else:
-            inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))
-        attempts = Attempts(self.rooms, inbound, downstream)
-        attempts.arrive()
-        return attempts
-
-    def name(self, inbound: Inbound) -> None:
-        """Give a request its id: the client's own where that can stand in a log, or a new one."""
-        asked_id = inbound.asked_id
-        if asked_id and _REQUEST_ID.fullmatch(asked_id) and not names_an_address(asked_id):
-            inbound.request_id = asked_id
-        else:
-            inbound.request_id = b"%b-%x" % (self._request_id_prefix, next(self._request_ids))
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
         """One request of an ASGI server."""

@@ -54,18 +54,17 @@ from hetero_gateway.gateway.dataplane.answers import (
 )
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
-from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
-from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.fleet.instances import Instance
-from hetero_gateway.gateway.request.folding import LEAST_BYTES
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.hops import LOOP_DETECTED
-from hetero_gateway.http.inbound import Inbound
 from hetero_gateway.http.upstream import UpstreamConnection, head_to_instance, head_to_outside
 
 _log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ _FALLS_BACK = frozenset(
 CLIENT_GONE = 499
 
 
-class Attempts(Understanding):
+class Attempts(RequestReader):
     """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
     __slots__ = (
@@ -128,6 +127,18 @@ class Attempts(Understanding):
         self._overhead_s: float | None = None
         self.over = False
         rooms.open.add(self)
+
+    @classmethod
+    def open(cls, rooms: Rooms, inbound: Inbound, downstream: Downstream) -> Attempts:
+        """Take a request whose head is here; it may be answered at once."""
+        ids = rooms.ids
+        if inbound.asked_id:
+            ids.name(inbound)
+        else:
+            inbound.request_id = b"%b-%x" % (ids.prefix, next(ids.numbers))
+        attempts = cls(rooms, inbound, downstream)
+        attempts.arrive()
+        return attempts
 
     def __repr__(self) -> str:
         if self.over:
@@ -208,7 +219,7 @@ class Attempts(Understanding):
             self._wait.leave()
         self._answer(shutting_down())
 
-    # Understanding
+    # Reading
 
     def _is_over(self) -> bool:
         return self.over

@@ -21,7 +21,7 @@ from hetero_gateway.gateway.dataplane.speed import WatchedStream
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 
 class Place(Protocol):

@@ -17,7 +17,7 @@ from hetero_gateway.gateway.dataplane.dispatcher import Place, Seen
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.records import LATER_S, label_of
 from hetero_gateway.gateway.dataplane.routes import OutsidePlace
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 _log = logging.getLogger(__name__)
 

@@ -11,16 +11,17 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
     LengthFeatures,
     OutputLengthPredictor,
     capped_output_tokens,
 )
-from hetero_gateway.core.limits.accounts import Charge, Standing
+from hetero_gateway.core.limits.accounts import Charge, LimitStanding
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
@@ -33,8 +34,7 @@ from hetero_gateway.gateway.dataplane.answers import no_previous_response, no_re
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.request.body_fields import BodyReaders
-from hetero_gateway.gateway.request.folding import Steps, advance
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
 from hetero_gateway.gateway.request.forms import check_one_type
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
@@ -45,8 +45,9 @@ from hetero_gateway.gateway.request.openai import (
     with_model,
 )
 from hetero_gateway.gateway.request.tokenizer import Tokenizer
+from hetero_gateway.gateway.turns import Steps, advance
 from hetero_gateway.http.bodies import BodyLimits
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 _MOST_QUERY_FIELDS = 64
 # How long the reading of a body may hold the event loop at a time.
@@ -101,7 +102,7 @@ class Job:
         self.features = features
         self.response: Response | None = None
         self.charge: Charge | None = None
-        self.standing: Standing | None = None
+        self.standing: LimitStanding | None = None
         self.fell_back = False
         self.waits = inbound.work is not _LIGHT
 
@@ -476,3 +477,96 @@ class Intake:
             owner=job.client.name,
         )
         self.responses.note(response, time.monotonic())
+
+
+class ReadingRooms(Protocol):
+    """What reading a body needs of what every request passes through."""
+
+    @property
+    def intake(self) -> Intake: ...
+
+    @property
+    def reading(self) -> LongBodies: ...
+
+
+class RequestReader:
+    """A request until it is described; whoever drives one is derived from it.
+
+    Done at once where it can be; a task exists only while a long body is read in steps, or a
+    tokenizer counts. ``Attempts`` and the picker's streams are each this and what follows.
+    """
+
+    __slots__ = ("_client", "_task")
+
+    _client: Client | None  # whose it is, once its head was let in
+    _task: asyncio.Task[None] | None
+
+    # What follows, and what it may come to
+
+    def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
+        """The body is understood; ``counted``: tokens. May raise Refusal."""
+        raise NotImplementedError
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer it with an error."""
+        raise NotImplementedError
+
+    def broke(self, error: Exception) -> None:
+        """The boundary of a request: a bug costs the one that met it."""
+        raise NotImplementedError
+
+    def _is_over(self) -> bool:
+        """Nobody wants an answer any more."""
+        raise NotImplementedError
+
+    # Reading
+
+    def _read(self, rooms: ReadingRooms, inbound: Inbound) -> None:
+        """The body is here: understand the request, at once if that can be. Raises Refusal."""
+        inbound.received_s = time.monotonic()
+        if len(inbound.body) < LEAST_BYTES:
+            parsed = rooms.intake.read(inbound, self._client)
+        else:
+            steps = rooms.intake.read_in_steps(inbound, self._client)
+            first = rooms.reading.begin(steps)
+            if first is None:
+                self._start(self._read_on(rooms, inbound, steps))
+                return
+            parsed = first
+        intake = rooms.intake
+        if intake.tokenizer is not None and intake.counts(inbound, parsed):
+            self._start(self._count(rooms, inbound, parsed))
+        else:
+            self._describe(parsed, None)
+
+    async def _read_on(
+        self, rooms: ReadingRooms, inbound: Inbound, steps: Steps[ParsedRequest]
+    ) -> None:
+        """Read the rest of a long body, while the event loop has its turns."""
+        parsed = await rooms.reading.finish(steps, self._is_over)
+        if parsed is None or self._is_over():
+            return
+        if rooms.intake.counts(inbound, parsed):
+            await self._count(rooms, inbound, parsed)
+        else:
+            self._describe(parsed, None)
+
+    async def _count(self, rooms: ReadingRooms, inbound: Inbound, parsed: ParsedRequest) -> None:
+        counted = await rooms.intake.count(inbound)
+        if not self._is_over():
+            self._describe(parsed, counted)
+
+    # What has to wait
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""
+        self._task = asyncio.get_running_loop().create_task(self._guarded(work))
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Refusal as refusal:
+            if not self._is_over():
+                self._refuse(refusal)
+        except Exception as error:
+            self.broke(error)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from hetero_gateway.core.histogram import count_noted
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -54,7 +55,7 @@ from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.http.failures import InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 # OpenAI's clients obey a Retry-After of up to 60 s.
 _RETRY_AFTER_BOUNDS_S = (1, 60)
@@ -522,7 +523,7 @@ class LocalDispatcher:
         noted.append((time.time(), job.inbound.request_id, place.decision, place.waited_s))
         if len(noted) >= _MOST_NOTED:
             self._decisions.keep_noted()
-            self._metrics.count_noted()
+            count_noted(self._metrics.noted)
 
     def stream_began(self, job: Job, place: Place, stream: Seen | None) -> None:
         """``stream`` None: another process watches it (``Placement.observe_speed``)."""

@@ -16,7 +16,7 @@ from hetero_gateway.engines.vllm import Work
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.request.forms import is_form
 from hetero_gateway.gateway.request.openai import with_last_field
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 
 class Priorities:

@@ -57,8 +57,8 @@ from hetero_gateway.http.downstream import Receive, Scope, Send
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.headers import Headers, named_by_connection
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.hops import loop_detected
-from hetero_gateway.http.inbound import Inbound
 from hetero_gateway.http.websocket import GONE
 
 # Of one process; each may hold a few messages.
@@ -146,7 +146,7 @@ class Realtime:
         target = scope["raw_path"].partition(b"?")[0] + (b"?" + query if query else b"")
         inbound = Inbound(path, target, Work.GENERATE, scope["headers"], method=b"GET")
         inbound.dropped = named_by_connection(scope["headers"])
-        self._dataplane.name(inbound)
+        self._dataplane.rooms.ids.name(inbound)
         await receive()  # websocket.connect
         if self._open >= _MOST_SESSIONS:
             detail = f"{_MOST_SESSIONS} sessions are open."

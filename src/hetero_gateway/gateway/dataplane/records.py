@@ -15,10 +15,15 @@ import time
 from collections import defaultdict
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
-from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.histogram import Histogram, count_noted
 from hetero_gateway.core.instances.outcomes import Outcomes
-from hetero_gateway.core.lengths.estimates import BytesPerToken, can_hold
-from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor, learn
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    OutputLengthPredictor,
+    can_hold,
+    learn,
+)
 from hetero_gateway.core.types import CLIENT_DISCONNECTED, COMPLETED, Outcome, Usage
 from hetero_gateway.engines.vllm import (
     REALTIME,
@@ -27,7 +32,7 @@ from hetero_gateway.engines.vllm import (
     least_tokens_of_events,
     tokens_of_events,
 )
-from hetero_gateway.gateway.admission.usage import Usage as ClientUsage
+from hetero_gateway.gateway.admission.usage import ClientUsage
 from hetero_gateway.gateway.dataplane.dispatcher import Answered, Placed
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
@@ -94,9 +99,9 @@ class Recorder:
         self._usage = usage
         self._loop = asyncio.get_running_loop()
         self._later: list[tuple[Job, Placed, Answered, Outcome, float, Usage | None]] = []
-        # Of a batch of requests: what histograms are to count, when instances answered well, and
-        # rows for what learns.
-        self._values: defaultdict[Histogram, list[float]] = defaultdict(list)
+        # Of a batch of requests: histograms that have something to count, when instances answered
+        # well, and rows for what learns.
+        self._noted: set[Histogram] = set(metrics.noted)
         self._answered_s: defaultdict[Outcomes, list[float]] = defaultdict(list)
         self._prompts: list[tuple[str, int, int]] = []
         self._outputs: list[tuple[LengthFeatures, float]] = []
@@ -120,10 +125,7 @@ class Recorder:
             except Exception:
                 # The boundary of a request: the others are counted all the same.
                 _log.exception("a request cannot be counted")
-        for histogram, values in self._values.items():
-            histogram.observe_many(values)
-        self._values.clear()
-        self._metrics.count_noted()
+        count_noted(self._noted)
         for outcomes, times_s in self._answered_s.items():
             outcomes.answered(times_s[-1], len(times_s))
         self._answered_s.clear()
@@ -249,7 +251,8 @@ class Recorder:
         metrics.classes[job.request.request_class, label] += 1
         if outcome is CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
-        self._values[series.duration].append(now_s - job.inbound.received_s)
+        series.duration.note(now_s - job.inbound.received_s)
+        self._noted.add(series.duration)
         if told is not None:
             self._record_tokens(series, job, placed, exchange, outcome, now_s, told)
 
@@ -310,10 +313,12 @@ class Recorder:
             if dispatch.hit_tokens is not None or prefix.counts:
                 series.cached_tokens += prefix.believed_hits(dispatch) or 0.0
         if parsed.stream:
-            self._values[series.ttft].append(first_s - job.inbound.received_s)
+            series.ttft.note(first_s - job.inbound.received_s)
+            self._noted.add(series.ttft)
             per_sequence = output / request.sequences
             if per_sequence > 1:
-                self._values[series.tpot].append((now_s - first_s) / (per_sequence - 1))
+                series.tpot.note((now_s - first_s) / (per_sequence - 1))
+                self._noted.add(series.tpot)
         if outcome is not COMPLETED:
             return  # cut short: its length says nothing
         if (
@@ -340,11 +345,11 @@ class Recorder:
                     request.sequences,
                 )
             )
-            self._values[metrics.output_prediction].append(actual / predicted)
+            metrics.output_prediction.note(actual / predicted)
             if instance.profile is not None:
                 expected_s = _expected_latency_s(placed)
                 error = (now_s - placed.placed_s) / expected_s
-                self._values[metrics.latency_prediction].append(error)
+                metrics.latency_prediction.note(error)
 
     def _believed(
         self, job: Job, context: int, exchange: Answered, usage: Usage | None = None

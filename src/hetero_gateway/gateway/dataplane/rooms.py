@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hetero_gateway.engines.vllm import names_an_address
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
@@ -16,7 +20,11 @@ from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.http.cors import Cors
 from hetero_gateway.http.headers import RequestFields
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.hops import Hops
+
+# It goes into logs, headers and the dashboard: visible ASCII only.
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class OpenRequest(Protocol):
@@ -52,6 +60,24 @@ class AnsweredRequests:
             request.conclude()
 
 
+class RequestIds:
+    """Ids of requests, no two of which are equal in any process."""
+
+    __slots__ = ("numbers", "prefix")
+
+    def __init__(self) -> None:
+        self.prefix = os.urandom(6).hex().encode()
+        self.numbers = itertools.count()
+
+    def name(self, inbound: Inbound) -> None:
+        """Give a request its id: the client's own where that can stand in a log, or a new one."""
+        asked_id = inbound.asked_id
+        if asked_id and _REQUEST_ID.fullmatch(asked_id) and not names_an_address(asked_id):
+            inbound.request_id = asked_id
+        else:
+            inbound.request_id = b"%b-%x" % (self.prefix, next(self.numbers))
+
+
 @dataclass(slots=True)
 class Rooms:
     """What every request passes through.
@@ -73,6 +99,7 @@ class Rooms:
     open: set[OpenRequest]
     reading: LongBodies
     answered: AnsweredRequests
+    ids: RequestIds = field(default_factory=RequestIds)
     ended: EndedRequests | None = None
     cors: Cors | None = None
     tracing: Tracing | None = None

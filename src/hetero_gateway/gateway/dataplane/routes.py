@@ -26,7 +26,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import FallbackConfig, ModelConfig
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.http.headers import Headers
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.tls import ClientContexts, ClientTls
 from hetero_gateway.http.upstream import InstancePool
 

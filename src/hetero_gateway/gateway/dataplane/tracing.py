@@ -26,7 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from hetero_gateway import __version__
 from hetero_gateway.files.log_config import TracesConfig
 from hetero_gateway.gateway.dataplane.ended import Ended
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 
 _CLOSE_S = 2.0
 _NS = 1_000_000_000

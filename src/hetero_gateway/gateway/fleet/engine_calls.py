@@ -80,14 +80,7 @@ class EngineCalls:
         if away:
             self._set_away(instance, path, query)
         good = False
-        probe = Probe(
-            instance.config.base_url,
-            instance.api_key,
-            TIMEOUT_S,
-            instance.ssl_context,
-            allows_link_local=instance.pool.allows_link_local,
-            hops=self._fleet.hops,
-        )
+        probe = Probe(instance, TIMEOUT_S, self._fleet.hops)
         try:
             target = path.encode() + (b"?" + query if query else b"")
             method = paths.ENGINE_CALLS[path].encode()

@@ -18,11 +18,12 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import (
     EngineMetrics,
-    Sample,
+    MetricSample,
     metrics_of,
     paths,
     read_listing,
@@ -59,8 +60,29 @@ _IDLE_SCRAPES, _SCRAPES_PER_MODELS, _IDLE_PROBES = 4, 6, 2
 _SOONEST_S = 0.5
 # Probes begin apart from each other, by the golden ratio: so many at once would hold up streams.
 _APART = 0.6180339887
+_BUSY = -1.0
 _TELL_LATE_EVERY_S = 10.0
 _MOST_TOLD = 5
+
+
+@dataclass(slots=True, eq=False)
+class _Probed:
+    """What is kept of an instance that is probed.
+
+    ``first``: set once it was probed; ``idle_at``: what it had been asked in all if it had nothing
+    to do at its last scrape, else ``_BUSY``; ``rests``: nor at the one before, and was asked
+    nothing between them.
+    """
+
+    task: asyncio.Task[None]
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    scraped_s: float = field(default_factory=time.monotonic)
+    scrapes: int = 0
+    scrape_now: bool = False
+    suspected: bool = False
+    idle_at: float | None = _BUSY
+    rests: bool = False
 
 
 class HealthMonitor:
@@ -70,17 +92,8 @@ class HealthMonitor:
         self._fleet = fleet
         self._config = config
         self._tasks = tasks
-        self._loops: dict[InstanceId, asyncio.Task[None]] = {}
-        self._wake: dict[InstanceId, asyncio.Event] = {}
-        self._probed: dict[InstanceId, asyncio.Event] = {}  # at least once
-        self._scraped_s: dict[InstanceId, float] = {}
-        self._scrape_now: set[InstanceId] = set()
-        self._resting: set[InstanceId] = set()
-        self._suspected: set[InstanceId] = set()
+        self._probed: dict[InstanceId, _Probed] = {}
         self._watched = 0
-        self._scrapes: dict[InstanceId, int] = {}
-        # What those had been asked in all that had nothing to do at the last scrape.
-        self._idle: dict[InstanceId, float | None] = {}
         # Probes that say nothing: the gateway was short of CPU time, and no answer was looked at.
         self.late = 0
         self._late_told_s = -math.inf
@@ -94,8 +107,8 @@ class HealthMonitor:
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:
             self._config = fresh.health
-            for wake in self._wake.values():
-                wake.set()
+            for probed in self._probed.values():
+                probed.wake.set()
 
         return Prepared(apply)
 
@@ -113,7 +126,7 @@ class HealthMonitor:
     async def probed(self, instances: Iterable[InstanceId]) -> None:
         """Returns once each of these was probed, or had the time for it."""
         first = [
-            asyncio.ensure_future(self._probed[instance_id].wait())
+            asyncio.ensure_future(self._probed[instance_id].first.wait())
             for instance_id in instances
             if instance_id in self._probed
         ]
@@ -125,26 +138,13 @@ class HealthMonitor:
 
     def watch(self, instance: Instance) -> None:
         """Begin to probe an instance."""
-        self._wake[instance.id] = asyncio.Event()
-        self._probed[instance.id] = asyncio.Event()
-        self._scraped_s[instance.id] = time.monotonic()
-        self._scrapes[instance.id] = 0
         self._watched += 1
-        self._loops[instance.id] = self._tasks.create_task(
-            self._loop(instance, self._watched * _APART % 1)
-        )
+        task = self._tasks.create_task(self._loop(instance, self._watched * _APART % 1))
+        self._probed[instance.id] = _Probed(task)
 
     def unwatch(self, instance_id: InstanceId) -> None:
-        self._wake.pop(instance_id, None)
-        self._probed.pop(instance_id, None)
-        self._scraped_s.pop(instance_id, None)
-        self._scrapes.pop(instance_id, None)
-        self._idle.pop(instance_id, None)
-        self._scrape_now.discard(instance_id)
-        self._resting.discard(instance_id)
-        self._suspected.discard(instance_id)
-        if (task := self._loops.pop(instance_id, None)) is not None:
-            task.cancel()
+        if (probed := self._probed.pop(instance_id, None)) is not None:
+            probed.task.cancel()
 
     def _after_look(self) -> None:
         """Rows of observation end now: the counters of those that are due are best read here, so
@@ -152,20 +152,21 @@ class HealthMonitor:
         """
         now_s, instances = time.monotonic(), self._fleet.instances
         before_s = now_s - self._config.scrape_interval_s
-        for instance_id, scraped_s in self._scraped_s.items():
-            if scraped_s > before_s:
+        for instance_id, probed in self._probed.items():
+            if probed.scraped_s > before_s:
                 continue  # most of them: this is done for each instance, every second
-            due = now_s - scraped_s >= self._scrape_interval_s(instance_id)
+            due = now_s - probed.scraped_s >= self._scrape_interval_s(instance_id)
             if due and instance_id in instances and instances[instance_id].up:
-                self._scrape_now.add(instance_id)
-                self._wake[instance_id].set()
+                probed.scrape_now = True
+                probed.wake.set()
 
     def _is_due(self, instance_id: InstanceId) -> bool:
         """Whether to scrape now; what is due waits a little for the end of its row."""
-        if instance_id in self._scrape_now:
+        probed = self._probed[instance_id]
+        if probed.scrape_now:
             return True
         interval_s = self._scrape_interval_s(instance_id)
-        waited_s = time.monotonic() - self._scraped_s[instance_id] - interval_s
+        waited_s = time.monotonic() - probed.scraped_s - interval_s
         return waited_s >= min(_LONGEST_WAIT_S, interval_s)
 
     def _scrape_interval_s(self, instance_id: InstanceId) -> float:
@@ -175,7 +176,7 @@ class HealthMonitor:
     def _rests(self, instance_id: InstanceId) -> bool:
         """It had nothing to do at its last scrapes, and was sent nothing since."""
         return (
-            instance_id in self._resting
+            self._probed[instance_id].rests
             and instance_id in self._fleet.instances
             and not self._fleet.scheduler.in_flight(instance_id)
         )
@@ -187,55 +188,48 @@ class HealthMonitor:
         return interval_s
 
     def stop(self) -> None:
-        for instance_id in list(self._loops):
+        for instance_id in list(self._probed):
             self.unwatch(instance_id)
 
     def suspect(self, instance: Instance, reason: str, *, down: bool) -> None:
         """A request met a failure: mark the instance down if that is certain, and probe it now."""
         if down:
             self._fleet.mark_down(instance, reason)
-        if (event := self._wake.get(instance.id)) is not None:
-            self._suspected.add(instance.id)
-            event.set()
+        if (probed := self._probed.get(instance.id)) is not None:
+            probed.suspected = True
+            probed.wake.set()
 
     async def _loop(self, instance: Instance, apart: float) -> None:
         loop = asyncio.get_running_loop()
-        wake, probed = self._wake[instance.id], self._probed[instance.id]
-        probe = Probe(
-            instance.config.base_url,
-            instance.api_key,
-            self._config.probe_timeout_s,
-            instance.ssl_context,
-            self._lag,
-            allows_link_local=instance.pool.allows_link_local,
-            hops=self._fleet.hops,
-        )
+        probed = self._probed[instance.id]
+        wake = probed.wake
+        probe = Probe(instance, self._config.probe_timeout_s, self._fleet.hops, self._lag)
         wait_s = self._config.probe_interval_s * (0.5 + apart)  # the first time
         try:
             while True:
                 wake.clear()
-                self._suspected.discard(instance.id)
+                probed.suspected = False
                 began_s = loop.time()
                 probe.timeout_s = self._config.probe_timeout_s
                 try:
                     await self._look(instance, probe)
                     if instance.up and self._is_due(instance.id):
-                        self._scrape_now.discard(instance.id)
-                        self._scraped_s[instance.id] = time.monotonic()
+                        probed.scrape_now = False
+                        probed.scraped_s = time.monotonic()
                         await self._scrape(instance, probe)
                 except InstanceError as error:
                     self._note_local(instance, error)
                 except Exception:
                     # The background loop's boundary: a bug here must not end health checking.
                     _log.exception("probing instance %s failed", instance.id)
-                probed.set()
+                probed.first.set()
                 timer = loop.call_later(wait_s, wake.set)
                 try:
                     await wake.wait()
                 finally:
                     timer.cancel()
                 wait_s = self._probe_interval_s(instance)
-                if instance.id in self._suspected:
+                if probed.suspected:
                     soonest_s = began_s + min(_SOONEST_S, self._config.probe_interval_s)
                     await asyncio.sleep(max(0.0, soonest_s - loop.time()))
         finally:
@@ -283,11 +277,10 @@ class HealthMonitor:
 
         Raises InstanceError: LOCAL.
         """
-        number = self._scrapes.get(instance.id, 0)
-        problems = []
-        if not instance.up or instance.scrape_problem or number % _SCRAPES_PER_MODELS == 0:
+        probed, problems = self._probed[instance.id], []
+        if not instance.up or instance.scrape_problem or probed.scrapes % _SCRAPES_PER_MODELS == 0:
             problems.append(await self._scrape_models(instance, probe))
-        self._scrapes[instance.id] = number + 1
+        probed.scrapes += 1
         problems.append(await self._scrape_metrics(instance, probe))
         instance.scrape_problem = "; ".join(filter(None, problems))
         if instance.up and not instance.models:
@@ -330,7 +323,7 @@ class HealthMonitor:
             self._fleet.on_scrape(instance.id, told)
         if told is not None:
             instance.engine_kv_usage = told.kv_usage
-            self._note_rest(instance.id, told)
+            self._note_rest(self._probed[instance.id], told)
             self._tell_queue(instance, told)
             if told.cache.capacity_tokens is not None:
                 instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
@@ -373,15 +366,12 @@ class HealthMonitor:
                 "is awake" if instance.awake else "sleeps" if asleep else "is paused",
             )  # fmt: skip
 
-    def _note_rest(self, instance_id: InstanceId, told: EngineMetrics) -> None:
+    def _note_rest(self, probed: _Probed, told: EngineMetrics) -> None:
         """It rests if it has nothing to do, and was asked nothing since it had nothing to do."""
-        self._resting.discard(instance_id)
-        if told.running != 0 or told.waiting != 0:
-            self._idle.pop(instance_id, None)
-            return
-        if self._idle.get(instance_id, -1.0) == told.prompt_tokens is not None:
-            self._resting.add(instance_id)
-        self._idle[instance_id] = told.prompt_tokens
+        idle = told.running == 0 and told.waiting == 0
+        idle_at = told.prompt_tokens if idle else _BUSY
+        probed.rests = idle_at not in (None, _BUSY) and probed.idle_at == idle_at
+        probed.idle_at = idle_at
 
     def _tell_renewal(self, instance: Instance, told: EngineMetrics) -> None:
         """It was started anew although no probe failed meanwhile, or it sleeps: what it had cached
@@ -435,7 +425,7 @@ async def _read_metrics(body: bytes) -> EngineMetrics:
     """Read metrics without holding the event loop: part by part, each of whole lines."""
     # Every byte is a character of latin-1, and what we read of it is ASCII.
     text = body.decode("latin-1")
-    samples: list[Sample] = []
+    samples: list[MetricSample] = []
     start, size = 0, len(text)
     while start < size:
         end = start + _PART_BYTES

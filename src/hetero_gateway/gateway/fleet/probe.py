@@ -8,10 +8,10 @@ is one for the whole exchange, however slowly its bytes drip.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from dataclasses import dataclass
 
 from hetero_gateway.files.server_config import PoolConfig
+from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.hops import Hops
@@ -104,34 +104,23 @@ class Probe:
     """Asks one instance.
 
     Args:
-        base_url, ssl_context: the instance's.
-        api_key: sent, if there is one.
+        instance: at a link-local address only if its requests may go there.
         timeout_s: for one exchange from connecting to its last byte.
+        hops: of the gateway, which must not take itself for an instance.
         lag: says whether a probe that is late is the instance's fault.
-        allows_link_local: it may be at such an address, as its requests may.
-        hops: of the gateway, which must not take itself for an instance; None: it asks nobody else.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        api_key: str | None,
-        timeout_s: float,
-        ssl_context: ssl.SSLContext | None = None,
-        lag: LoopLag | None = None,
-        *,
-        allows_link_local: bool = False,
-        hops: Hops | None = None,
+        self, instance: Instance, timeout_s: float, hops: Hops, lag: LoopLag | None = None
     ) -> None:
         self._lag = lag or LoopLag()
-        self._pool = InstancePool(base_url, _POOL, timeout_s, ssl_context)
-        self._pool.allows_link_local = allows_link_local
+        self._pool = InstancePool(instance.config.base_url, _POOL, timeout_s, instance.ssl_context)
+        self._pool.allows_link_local = instance.pool.allows_link_local
         self.timeout_s = timeout_s
         fields = b"host: %b\r\naccept-encoding: identity\r\n" % self._pool.host_header
-        if hops is not None:
-            fields += hops.field
-        if api_key is not None:
-            fields += b"authorization: Bearer %b\r\n" % api_key.encode()
+        fields += hops.field
+        if instance.api_key is not None:
+            fields += b"authorization: Bearer %b\r\n" % instance.api_key.encode()
         self._fields = fields
 
     async def get(self, path: str, most_bytes: int = 0) -> ProbeAnswer:

@@ -12,21 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, OTHER, Amounts, added
+from hetero_gateway.gateway.records.families import families_of, family
 
-_PREFIX = "hetero_gateway_client_"
 # Entries of a part, of four series each, and entries to add up: some milliseconds.
 _AT_ONCE, _ADDED_AT_ONCE = 100, 4000
 _T = TypeVar("_T")
 _AMOUNTS = (
-    ("requests", "Requests of a client that reached an instance and are over."),
-    ("input_tokens", "Prompt tokens of a client, as engines reported them, or estimated."),
-    ("input_tokens_cached", "Of them, what was in a prefix cache, as engines reported."),
-    ("output_tokens", "Output tokens of a client, as reported or counted."),
-)
+    "client_requests", "client_input_tokens", "client_input_tokens_cached", "client_output_tokens"
+)  # fmt: skip
 
 
 def client_families(
@@ -54,37 +51,25 @@ def client_families(
             sums[key] = added(sums.get(key, NO_AMOUNTS), amounts)
         yield []
     for totals in _batches(sums.items()):
-        counters = [_used(name, text) for name, text in _AMOUNTS]
-        for key, amounts in totals:
-            for counter, amount in zip(counters, amounts, strict=True):
-                counter.add_metric(key, amount)
-        yield [*counters]
+        rows = [
+            (name, key, amount)
+            for key, amounts in totals
+            for name, amount in zip(_AMOUNTS, amounts, strict=True)
+        ]
+        yield [*families_of(_AMOUNTS, rows)]
     denied: Counter[tuple[str, str]] = Counter()
     for (name, limit), number in tuple(admission.usage.denied.items()):
         if name in names:
             denied[label(name), limit] += number
     for numbers in _batches(denied.items()):
-        refused = CounterMetricFamily(
-            _PREFIX + "limited", "Requests refused by a limit (429).", labels=("client", "limit")
-        )
-        for key, number in numbers:
-            refused.add_metric(key, number)
-        yield [refused]
+        yield [family("client_limited", dict(numbers))]
     for accounts in _batches(tuple(admission.accounts())):
-        in_flight = GaugeMetricFamily(
-            _PREFIX + "in_flight_requests",
-            "Requests of a key, or of all keys of a group, that are not over, where it has limits.",
-            labels=["account"],
-        )
-        for account in accounts:
-            name = account.name.removeprefix("key ")
-            if account.name.startswith("group ") or name in labelled:
-                in_flight.add_metric([account.name], account.in_flight + account.others_in_flight)
-        yield [in_flight]
-
-
-def _used(name: str, text: str) -> CounterMetricFamily:
-    return CounterMetricFamily(_PREFIX + name, text, labels=("client", "model"))
+        in_flight = {
+            (account.name,): account.in_flight + account.others_in_flight
+            for account in accounts
+            if account.name.startswith("group ") or account.name.removeprefix("key ") in labelled
+        }
+        yield [family("client_in_flight_requests", in_flight)]
 
 
 def _batches(items: Iterable[_T], size: int = _AT_ONCE) -> Iterator[list[_T]]:

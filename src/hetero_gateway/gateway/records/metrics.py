@@ -18,7 +18,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -28,25 +28,21 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.gateway.records.families import (
-    PREFIX,
     InstanceGauges,
+    Row,
     SharedView,
-    counter,
-    histogram,
+    families_of,
+    family,
     instance_families,
     sharing_families,
+    single,
 )
 from hetero_gateway.http.failures import Blame, Failure
 
@@ -105,11 +101,10 @@ QUEUE_WAIT_BOUNDS_S = (
 PREDICTION_BOUNDS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
-_RELOADED = (
-    ("config_last_reload_successful", "0 while the file is refused whole, and the old one stays."),
-    ("config_last_reload_success_timestamp_seconds", "When the file was last taken up."),
-    ("config_settings_needing_restart", "Settings of it that take effect at the next start."),
-)
+_OF_REQUESTS = (
+    "requests", "request_duration_seconds", "time_to_first_token_seconds",
+    "time_per_output_token_seconds", "input_tokens", "input_tokens_cached", "output_tokens",
+)  # fmt: skip
 
 
 class Series:
@@ -198,6 +193,11 @@ class Metrics:
         self.overhead_s = Histogram(OVERHEAD_BOUNDS_S)
         self.output_prediction = Histogram(PREDICTION_BOUNDS)
         self.latency_prediction = Histogram(PREDICTION_BOUNDS)
+        # Those that are noted in, besides those of series.
+        self.noted = (
+            *(self.queue_wait_s, self.decision_s, self.overhead_s),
+            *(self.output_prediction, self.latency_prediction),
+        )
         self._process = CollectorRegistry(auto_describe=False)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
@@ -210,11 +210,6 @@ class Metrics:
         """The counts of one model on one instance; "" where no instance was reached."""
         self.catch_up()
         return self.counts(model, instance_id)
-
-    def count_noted(self) -> None:
-        """Count what was only noted of requests on their way."""
-        for noted in (self.queue_wait_s, self.decision_s, self.overhead_s):
-            noted.count_noted()
 
     def counts(self, model: str, instance_id: str) -> Series:
         """The same, to count there: what waits to be counted goes on waiting."""
@@ -274,13 +269,13 @@ class Metrics:
         """
         for model, outcome in _UNPLACED:
             self.counts(model, "").outcomes.setdefault(outcome, 0)
-        yield _made(self._request_families(()))
+        yield _made(families_of(_OF_REQUESTS, ()))
         known: list[str] = []
         for gauges in _batches(self._gauges):
             known += _as_far_as(self._begin_at_zero(gauges))
             yield _made(instance_families(gauges))
         for entries in _batches(lambda: tuple(self.every_series.items())):
-            yield _made(self._request_families(entries))
+            yield _made(families_of(_OF_REQUESTS, _request_rows(entries)))
         for ids in _batches(lambda: known, _PART_OF_COUNTERS):
             yield _made(self._instance_counters(ids, others=False))
         yield _made(self._instance_counters(frozenset(known), others=True))
@@ -300,190 +295,61 @@ class Metrics:
 
     def _instance_counters(self, known: Collection[str], *, others: bool) -> Iterator[Metric]:
         """Of these instances; or of what else was counted."""
-        for name, text, labels, values, reasons in (
-            ("upstream_errors", "Failed attempts.", ("backend", "reason"),
-             self.upstream_errors, _FAILURES),
-            ("instance_ejections", "Ejections of instances whose requests failed.",
-             ("backend", "reason"), self.ejections, _BLAMED),
-        ):  # fmt: skip
+        for name, values, reasons in (
+            ("upstream_errors", self.upstream_errors, _FAILURES),
+            ("instance_ejections", self.ejections, _BLAMED),
+        ):
             pairs: Iterable[tuple[str, str]] = itertools.product(known, reasons)
             if others:
                 pairs = [pair for pair in values if pair[0] not in known or pair[1] not in reasons]
-            yield counter(name, text, labels, {pair: values.get(pair, 0) for pair in pairs})
-        for name, text, label, counts in (
-            ("routing_decisions", "Requests sent, by policy.", {"policy": self._policy},
-             self.decisions),
-            ("client_disconnects", "Clients that left early.", {}, self.client_disconnects),
-        ):  # fmt: skip
+            yield family(name, {pair: values.get(pair, 0) for pair in pairs})
+        for name, labels, counts in (
+            ("routing_decisions", (self._policy,), self.decisions),
+            ("client_disconnects", (), self.client_disconnects),
+        ):
             ids = [each for each in counts if each not in known] if others else known
-            numbers = {(*label.values(), each): counts.get(each, 0) for each in ids}
-            yield counter(name, text, (*label, "backend"), numbers)
-
-    def _request_families(
-        self, entries: Iterable[tuple[tuple[str, str], Series]]
-    ) -> Iterator[Metric]:
-        labels = ("model", "backend")
-        requests = CounterMetricFamily(
-            PREFIX + "requests", "Finished requests by outcome.", labels=(*labels, "outcome")
-        )
-        duration = HistogramMetricFamily(
-            PREFIX + "request_duration_seconds", "From the request to its last byte.", labels=labels
-        )
-        ttft = HistogramMetricFamily(
-            PREFIX + "time_to_first_token_seconds", "To the first body byte.", labels=labels
-        )
-        tpot = HistogramMetricFamily(
-            PREFIX + "time_per_output_token_seconds",
-            "Mean time per output token after the first.",
-            labels=labels,
-        )
-        tokens_in = CounterMetricFamily(
-            PREFIX + "input_tokens", "Prompt tokens, as the engine reported them.", labels=labels
-        )
-        tokens_cached = CounterMetricFamily(
-            PREFIX + "input_tokens_cached",
-            "Of them, what was in a prefix cache and not computed, as engines reported.",
-            labels=labels,
-        )
-        tokens_out = CounterMetricFamily(
-            PREFIX + "output_tokens", "Output tokens, as reported or counted.", labels=labels
-        )
-        for key, series in entries:
-            for outcome, count in series.outcomes.items():
-                requests.add_metric((*key, outcome), count)
-            if not key[1]:
-                continue  # refused before any instance was chosen: there is nothing else
-            duration.add_metric(key, series.duration.buckets(), series.duration.sum)
-            ttft.add_metric(key, series.ttft.buckets(), series.ttft.sum)
-            tpot.add_metric(key, series.tpot.buckets(), series.tpot.sum)
-            tokens_in.add_metric(key, series.input_tokens)
-            tokens_cached.add_metric(key, series.cached_tokens)
-            tokens_out.add_metric(key, series.output_tokens)
-        yield from (requests, duration, ttft, tpot, tokens_in, tokens_cached, tokens_out)
+            yield family(name, {(*labels, each): counts.get(each, 0) for each in ids})
 
     def _gateway_families(self) -> Iterator[Metric]:
-        yield from self._prefix_families()
-        yield from self._outcome_families()
-        yield from self._client_families()
-        yield from self._scheduling_families()
-        yield from self._process_families()
-        yield from self._source_families()
-        if self.sharing is not None:
-            yield from sharing_families(self.sharing)
-        yield from self._worker_families()
-        info = GaugeMetricFamily(PREFIX + "build_info", "Always 1.", labels=["version"])
-        info.add_metric([__version__], 1)
-        yield info
-
-    def _prefix_families(self) -> Iterator[Metric]:
         if self.prefix_index is not None:
             keys, memory_bytes = self.prefix_index()
-            for name, told, value in (
-                ("prefix_index_keys", "Beginnings of prompts in the prefix index.", keys),
-                ("prefix_index_memory_bytes", "What the prefix index takes.", memory_bytes),
-            ):
-                family = GaugeMetricFamily(PREFIX + name, told)
-                family.add_metric([], value)
-                yield family
-
-    def _outcome_families(self) -> Iterator[Metric]:
-        """What came of requests, and of their attempts."""
-        yield counter("retries", "Attempts after a failed one.", ("reason",),
-                      _keyed(dict.fromkeys(_RETRIED, 0) | self.retries))  # fmt: skip
-        yield counter("fallbacks", "Requests that went to a fallback, as nothing could take them.",
-                      ("model", "fallback"), dict(self.fallbacks))  # fmt: skip
-        yield counter("responses", "Requests on an engine's paths that were answered, by the HTTP "
-                      "status that the client got; 499: it left before there was one.", ("status",),
-                      _keyed({200: 0} | self.statuses))  # fmt: skip
-        yield counter("class_requests", "Requests that reached an instance and are over, by the "
-                      "class of the queue that they stood in.", ("class", "outcome"),
-                      {(DEFAULT_CLASS, "completed"): 0} | self.classes)  # fmt: skip
-
-    def _client_families(self) -> Iterator[Metric]:
-        """Connections of clients, and what ended them."""
-        clients = GaugeMetricFamily(
-            PREFIX + "client_connections", "Connections of clients that are served."
-        )
-        clients.add_metric([], self.client_connections())
-        yield clients
-        yield counter("client_timeouts", "Clients' connections that ended by a time-out, by what "
-                       "was waited for.", ("phase",),
-                      _keyed(dict.fromkeys(_PHASES, 0) | self.client_timeouts))  # fmt: skip
-        yield counter("client_refusals", "Requests whose head or framing was refused, and "
-                       "connections above the limit (503).", ("status",),
-                      _keyed({400: 0, 503: 0} | self.client_refusals))  # fmt: skip
-
-    def _scheduling_families(self) -> Iterator[Metric]:
-        """The queue, how long placing takes, and how right predictions are."""
-        depth = GaugeMetricFamily(PREFIX + "queue_depth", "Requests that wait for an instance.")
-        depth.add_metric([], self._queued())
-        yield depth
-        yield counter("queue_rejections", "Requests that the queue turned away.", ("reason",),
-                      _keyed(dict.fromkeys(_QUEUE_REJECTIONS, 0) | self.queue_rejections),
-                      )  # fmt: skip
-        yield histogram(
-            "queue_wait_seconds", "From the request to its place on an instance, per attempt.", (),
-            {(): self.queue_wait_s},
-        )  # fmt: skip
-        yield histogram("scheduler_decision_seconds", "One decision.", (), {(): self.decision_s})
-        yield histogram(
-            "overhead_seconds",
-            "From the request's last byte in to sending it on, less its wait in the queue.", (),
-            {(): self.overhead_s},
-        )  # fmt: skip
-        yield histogram(
-            "prediction_error", "Actual over predicted; 1 is right.", ("quantity",),
-            {("output_tokens",): self.output_prediction, ("latency",): self.latency_prediction},
-        )  # fmt: skip
-        yield counter(
-            "predictor_failures", "What an installed length predictor failed to do.",
-            ("reason",), {(k,): v for k, v in self.predictor_failures.items()},
-        )  # fmt: skip
-
-    def _process_families(self) -> Iterator[Metric]:
-        """What the process is short of, and how often its configuration was read."""
-        tasks = GaugeMetricFamily(
-            PREFIX + "event_loop_tasks", "Tasks of the event loop; back where it was when idle."
-        )
-        tasks.add_metric([], _task_count())
-        yield tasks
-        yield counter("probes_late", "Probes that say nothing, as the gateway was short of CPU.",
-                       (), {(): self.late_probes()})  # fmt: skip
-        yield counter("config_reloads", "Looks at the configuration's file, by what came of them.",
-                      ("outcome",),
-                      _keyed(dict.fromkeys(_RELOAD_OUTCOMES, 0) | self.reloads))  # fmt: skip
-
-    def _source_families(self) -> Iterator[Metric]:
-        """What sources name, and what became of the configuration when it was last read."""
-        found = GaugeMetricFamily(
-            PREFIX + "source_instances", "Instances that a source has named.", labels=["source"]
-        )
-        failing = GaugeMetricFamily(
-            PREFIX + "source_failing",
-            "1 while a source cannot be asked, or its answer not read; what it named stays.",
-            labels=["source"],
-        )
-        for source, count, fails in self.sources():
-            found.add_metric([source], count)
-            failing.add_metric([source], float(fails))
-        yield from (found, failing)
-        for (name, told), figure in zip(_RELOADED, self.reloaded, strict=True):
-            family = GaugeMetricFamily(PREFIX + name, told)
-            family.add_metric([], float(figure))
-            yield family
-
-    def _worker_families(self) -> Iterator[Metric]:
+            yield single("prefix_index_keys", keys)
+            yield single("prefix_index_memory_bytes", memory_bytes)
+        # What came of requests, and of their attempts
+        yield family("retries", _from_zero(_RETRIED, self.retries))
+        yield family("fallbacks", dict(self.fallbacks))
+        yield family("responses", _from_zero((200,), self.statuses))
+        yield family("class_requests", {(DEFAULT_CLASS, "completed"): 0} | self.classes)
+        # Connections of clients, and what ended them
+        yield single("client_connections", self.client_connections())
+        yield family("client_timeouts", _from_zero(_PHASES, self.client_timeouts))
+        yield family("client_refusals", _from_zero((400, 503), self.client_refusals))
+        # The queue, how long placing takes, and how right predictions are
+        yield single("queue_depth", self._queued())
+        yield family("queue_rejections", _from_zero(_QUEUE_REJECTIONS, self.queue_rejections))
+        yield single("queue_wait_seconds", self.queue_wait_s)
+        yield single("scheduler_decision_seconds", self.decision_s)
+        yield single("overhead_seconds", self.overhead_s)
+        errors = {("output_tokens",): self.output_prediction, ("latency",): self.latency_prediction}
+        yield family("prediction_error", errors)
+        yield family("predictor_failures", _from_zero((), self.predictor_failures))
+        # What the process is short of, what sources name, and what became of the configuration
+        yield single("event_loop_tasks", _task_count())
+        yield single("probes_late", self.late_probes())
+        yield family("config_reloads", _from_zero(_RELOAD_OUTCOMES, self.reloads))
+        sources = tuple(self.sources())
+        yield family("source_instances", {(name,): count for name, count, _ in sources})
+        yield family("source_failing", {(name,): fails for name, _, fails in sources})
+        successful, unix_s, needing_restart = self.reloaded
+        yield single("config_last_reload_successful", successful)
+        yield single("config_last_reload_success_timestamp_seconds", unix_s)
+        yield single("config_settings_needing_restart", needing_restart)
+        if self.sharing is not None:
+            yield from sharing_families(self.sharing)
         if self.workers is not None:
-            workers = GaugeMetricFamily(
-                PREFIX + "workers", "Processes that serve clients and are connected."
-            )
-            workers.add_metric([], self.workers())
-            yield workers
-            yield histogram(
-                "worker_round_trip_seconds",
-                "From a worker's question to the answer that places its request at once.", (),
-                {(): self.round_trip_s},
-            )  # fmt: skip
+            yield single("workers", self.workers())
+            yield single("worker_round_trip_seconds", self.round_trip_s)
+        yield family("build_info", {(__version__,): 1})
 
     async def exposition(self) -> AsyncIterator[bytes]:
         """The body of /metrics.
@@ -496,11 +362,11 @@ class Metrics:
         self.catch_up()
         written: dict[str, list[bytes]] = {}
         for part in self.parts():
-            for family in part:
-                lines = _exposed(family)
-                if family.name in written:
+            for made in part:
+                lines = _exposed(made)
+                if made.name in written:
                     lines = lines.split(b"\n", 2)[2]  # its help and type are there
-                written.setdefault(family.name, []).append(lines)
+                written.setdefault(made.name, []).append(lines)
             await asyncio.sleep(0)
         parts = itertools.chain.from_iterable(written.values())
         while some := list(itertools.islice(parts, _PARTS_SENT)):
@@ -527,8 +393,23 @@ def _as_far_as(items: Iterable[_T]) -> Iterator[_T]:
         _log.exception("some series cannot be shown")
 
 
-def _keyed(values: Mapping[Any, int]) -> dict[tuple[str], int]:
-    return {(str(k),): v for k, v in values.items()}
+def _request_rows(entries: Iterable[tuple[tuple[str, str], Series]]) -> Iterator[Row]:
+    for key, series in entries:
+        for outcome, count in series.outcomes.items():
+            yield "requests", (*key, outcome), count
+        if not key[1]:
+            continue  # refused before any instance was chosen: there is nothing else
+        yield "request_duration_seconds", key, series.duration
+        yield "time_to_first_token_seconds", key, series.ttft
+        yield "time_per_output_token_seconds", key, series.tpot
+        yield "input_tokens", key, series.input_tokens
+        yield "input_tokens_cached", key, series.cached_tokens
+        yield "output_tokens", key, series.output_tokens
+
+
+def _from_zero(keys: Iterable[Any], values: Counter[Any]) -> dict[tuple[str], int]:
+    """By one label: what was counted, and 0 of what is always there."""
+    return {(str(key),): number for key, number in (dict.fromkeys(keys, 0) | values).items()}
 
 
 def _made(families: Iterable[Metric]) -> list[Metric]:

@@ -14,7 +14,7 @@ import re
 
 from hetero_gateway.engines.vllm import Prompts, prompts_at
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.request.folding import Steps
+from hetero_gateway.gateway.turns import Steps
 from hetero_gateway.http.headers import Headers
 
 _TYPE = re.compile(rb'multipart/form-data((?:[ \t]*;[ \t]*[\w-]+=(?:"[^"\\]*"|[^ \t;"]+))+)', re.I)

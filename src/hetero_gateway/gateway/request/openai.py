@@ -7,12 +7,11 @@ What is read is what the engine reads: the last one of equal keys, numbers as py
 (``whole_numbers``), and what Python's ``json`` takes beyond JSON (NaN, lone surrogates, UTF-16).
 Numbers that no engine accepts are refused, and fields that are not for clients to set
 (``engines/vllm/fields``); what is not read is the engine's to judge. How long a prompt is,
-``prompt_length`` and ``prompt_shapes`` say; of a form, ``forms`` finds the fields.
+``prompts`` and ``prompt_shapes`` say; of a form, ``forms`` finds the fields.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -36,26 +35,29 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request import whole_numbers
 from hetero_gateway.gateway.request.body_fields import (
     DECODE_ERRORS,
+    LEAST_BYTES,
     MOST_MODEL_BYTES,
-    MOST_ODD_BYTES,
     NOTHING,
     SAMPLING,
     BodyReaders,
+    Extent,
     itself,
     no_model,
     not_allowed,
     read_fields,
+    top_level,
 )
-from hetero_gateway.gateway.request.folding import LEAST_BYTES, Extent, Steps, finish, fold, place
 from hetero_gateway.gateway.request.forms import Form, is_form, read_form
-from hetero_gateway.gateway.request.prompt_keys import (
+from hetero_gateway.gateway.request.prompt_shapes import PromptSize, measure_body
+from hetero_gateway.gateway.request.prompts import (
     head_of,
     keys_after,
-    keys_in_steps,
     keys_of_fields,
+    keys_of_long,
+    measure,
+    measure_prompt,
 )
-from hetero_gateway.gateway.request.prompt_length import measure, measure_prompt
-from hetero_gateway.gateway.request.prompt_shapes import Measured, measure_body
+from hetero_gateway.gateway.turns import Steps, finish
 
 # OpenAI's own limit is 64 characters.
 _MOST_SESSION_BYTES = 512
@@ -77,7 +79,7 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
     ``session``: JSON that names a conversation, or else a user: its beginning; b"" without one.
     On /v1/responses alone: ``previous``: which response it continues, b"" for none; then ``prefix``
-    is of what it adds. ``head``: what ``prompt_keys.head_of`` says. ``stored``: a field that names
+    is of what it adds. ``head``: what ``prompts.head_of`` says. ``stored``: a field that names
     what is stored, or refers to it otherwise; "" for none. ``asked``: the name that the client
     asked for, where that stands for ``model``. ``most_prompt_tokens``: to which each prompt is
     cut; 0: it is not. ``speech_s``: how long a recording plays, in seconds. ``wordy``:
@@ -139,7 +141,7 @@ def parse_body(
         else:
             measured = None
             if reader.shape is not _TEXT:
-                measured = finish(measure_body(reader.shape, fields, itself))
+                measured = measure_body(reader.shape, fields, itself)
             parsed = _describe(fields, itself, path, measured)
             if path in _STORING:
                 _continue(parsed, fields, itself, seed)
@@ -164,17 +166,17 @@ def parse_in_steps(
         form = yield from read_form(body, content_type)
         return _describe_form(body, form, guarded_at(path) - readers.allowed)
     reader = readers[path]
-    fields, extent, items = yield from read_fields(body, reader)
+    fields, extent = yield from read_fields(body, reader)
     yield
     measured = None
     if reader.shape is not _TEXT:
-        measured = yield from measure_body(reader.shape, fields, extent)
+        measured = measure_body(reader.shape, fields, extent)
     parsed = _describe(fields, extent, path, measured)
     if path in _STORING:
         _continue(parsed, fields, extent, seed)
     if seed is not None and fields.truncate_prompt_tokens is None:
         yield
-        parsed.prefix = yield from keys_in_steps(fields, extent, items, seed, parsed.previous)
+        parsed.prefix = keys_of_long(fields, extent, seed, parsed.previous)
     return parsed
 
 
@@ -226,26 +228,32 @@ def _describe(
     fields: Any,
     extent: Callable[[msgspec.Raw], Extent],
     path: str,
-    measured: Measured | None,
+    measured: PromptSize | None,
 ) -> ParsedRequest:
     """``measured``: its prompts; None: they are one text, or ``prompt``."""
+    model = fields.model
+    if model is not None and len(model) > MOST_MODEL_BYTES:
+        raise no_model(len(model))
+    n, limit = _counts(fields, path)
     if measured is None:
         tokens, prompts, text_bytes, media_parts = None, 1, 0, 0
+        data: bytes | bytearray
         if fields.prompt:
             tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
         for field in _texts_of(fields):
             if field is NOTHING:
                 continue
-            data, start, end = extent(field)
+            # As for most: without a call.
+            if extent is itself:
+                data = bytes(field)
+                start, end = 0, len(data)
+            else:
+                data, start, end = extent(field)
             found, size = measure(data, start, end) if end > start else (0, 0)
             media_parts += found
             text_bytes += size
     else:
         tokens, prompts, text_bytes, media_parts = measured
-    model = fields.model
-    if model is not None and len(model) > MOST_MODEL_BYTES:
-        raise no_model(len(model))
-    n, limit = _counts(fields, path)
     stream = fields.stream
     parsed = ParsedRequest(
         model,
@@ -310,18 +318,10 @@ def _beginning(data: bytes | bytearray, start: int, end: int) -> bytes:
     return bytes(data[start : min(end, start + _MOST_SESSION_BYTES)])
 
 
-class _Model(msgspec.Struct):
-    model: msgspec.Raw = NOTHING
-
-
-_decode_model = msgspec.json.Decoder(_Model).decode
-
-
 def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes:
     """A usable body with another model's name in place of its own, if any, else byte for byte.
 
-    Of equal keys the last one is replaced, which is the one that is read. What only Python's
-    ``json`` can read is written anew.
+    Of equal keys the last one is replaced, which is the one that is read.
 
     Raises:
         Refusal: 400 for one in which there is no name to replace.
@@ -329,29 +329,19 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
     if body.startswith(b"--"):  # no JSON does
         start, end = finish(read_form(body, content_type)).get("model", (0, 0))
         if start == end:
-            raise _nothing_to_rewrite()
+            detail = (
+                "The request body has no `model` that can be replaced by the one it stands for."
+            )
+            raise Refusal(400, "invalid_json", detail, param="model")
         return b"".join((body[:start], name.encode(), body[end:]))
-    short, cuts, _ = finish(fold(body))
-    try:
-        start, end = place(short, cuts, _decode_model(short).model)
-    except DECODE_ERRORS:
-        return _with_model_slowly(body, name)
+    raw, extent = finish(top_level(body))
+    body, start, end = extent(raw.get("model", NOTHING))
     if start == end:  # it has none: the only one that is served was meant
         start = end = body.index(b"{") + 1
-        comma = b"" if body[start:].lstrip(b" \t\r\n").startswith(b"}") else b","
+        comma = b"" if body[start:].lstrip(_SPACE).startswith(b"}") else b","
         field = b'"model":' + msgspec.json.encode(name) + comma
         return b"".join((body[:start], field, body[end:]))
     return b"".join((body[:start], msgspec.json.encode(name), body[end:]))
-
-
-def _with_model_slowly(body: bytes | bytearray, name: str) -> bytes:
-    if len(body) > MOST_ODD_BYTES:
-        raise _nothing_to_rewrite()
-    try:
-        found = json.loads(body)
-        return json.dumps(found | {"model": name}).encode()
-    except (ValueError, TypeError, RecursionError):
-        raise _nothing_to_rewrite() from None
 
 
 def with_last_field(body: bytes | bytearray, field: bytes) -> bytes:
@@ -367,14 +357,9 @@ def with_last_field(body: bytes | bytearray, field: bytes) -> bytes:
     return b"".join((memoryview(body)[:-1], comma, field, b"}"))
 
 
-def _nothing_to_rewrite() -> Refusal:
-    detail = "The request body has no `model` that can be replaced by the one it stands for."
-    return Refusal(400, "invalid_json", detail, param="model")
-
-
 def prompt_field(body: bytes | bytearray) -> bytes:
     """The raw JSON of ``messages``, or of ``prompt`` where there are none, in a usable body."""
-    fields, extent, _ = finish(read_fields(body, _ALL_ALLOWED[INVOCATIONS]))
+    fields, extent = finish(read_fields(body, _ALL_ALLOWED[INVOCATIONS]))
     data, start, end = extent(fields.messages or fields.prompt)
     return bytes(data[start:end])
 

@@ -14,7 +14,7 @@ import msgspec
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.scheduler_config import TokensConfig
-from hetero_gateway.gateway.request.folding import count, count_byte
+from hetero_gateway.gateway.request.byte_counts import count, count_byte
 
 # What common chat templates add around one message and at the end of the prompt.
 _TOKENS_PER_MESSAGE = 4

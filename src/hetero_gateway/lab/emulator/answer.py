@@ -19,7 +19,7 @@ from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, escape, words
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Script:
     """``pieces`` has one entry per token: text as it stands within a JSON string."""
 
     pieces: list[bytes]
@@ -27,7 +27,7 @@ class Answer:
     stop_reason: str | None = None
 
 
-def make_answer(ask: Ask, limit_tokens: int, lengths: OutputLengths, rng: Random) -> Answer:
+def make_answer(ask: Ask, limit_tokens: int, lengths: OutputLengths, rng: Random) -> Script:
     """The answer of one sequence that may have at most ``limit_tokens`` tokens."""
     if ask.forced_text is not None:
         text = ask.forced_text
@@ -36,17 +36,17 @@ def make_answer(ask: Ask, limit_tokens: int, lengths: OutputLengths, rng: Random
         ]
         whole = len(pieces) <= limit_tokens
         finish = ask.tool_finish if ask.tool else "stop"
-        return Answer(pieces[:limit_tokens], finish if whole else "length")
+        return Script(pieces[:limit_tokens], finish if whole else "length")
     # Drawn in any case, so that ignore_eos changes the length and not the words.
     drawn = max(lengths.draw(max(rng.random(), 1e-12)), ask.min_tokens)
     ends_itself = not ask.ignore_eos and drawn <= limit_tokens
     pieces = words(rng.getrandbits(32), drawn if ends_itself else limit_tokens)
     if ask.stop and (stopped := _stopped(ask, pieces)):
         return stopped
-    return Answer(pieces, "stop" if ends_itself else "length")
+    return Script(pieces, "stop" if ends_itself else "length")
 
 
-def _stopped(ask: Ask, pieces: list[bytes]) -> Answer | None:
+def _stopped(ask: Ask, pieces: list[bytes]) -> Script | None:
     """The answer cut where a stop string first appears; None when none does.
 
     Like vLLM, text that came before min_tokens is not searched.
@@ -65,4 +65,4 @@ def _stopped(ask: Ask, pieces: list[bytes]) -> Answer | None:
         position += len(piece)
         if position >= at + len(stop):
             break
-    return Answer(kept, "stop", stop)
+    return Script(kept, "stop", stop)

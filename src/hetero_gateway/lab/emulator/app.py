@@ -11,7 +11,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,16 +22,21 @@ from hetero_gateway.engines.vllm import paths
 from hetero_gateway.lab.emulator import bodies
 from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
-from hetero_gateway.lab.emulator.errors import ApiError, bad_shape, bad_value, validate
+from hetero_gateway.lab.emulator.errors import (
+    RefusedRequest,
+    bad_shape,
+    describe,
+    refused,
+    validate,
+)
 from hetero_gateway.lab.emulator.loop import EngineLoop
 from hetero_gateway.lab.emulator.openai import ChatReply, CompletionReply
-from hetero_gateway.lab.emulator.other_apis import EmbeddingsReply, MessagesReply, ResponsesReply
+from hetero_gateway.lab.emulator.other_apis import MessagesReply, ResponsesReply, ResponseStore
+from hetero_gateway.lab.emulator.pooling import EmbeddingsReply, RerankReply, ScoreReply
 from hetero_gateway.lab.emulator.prefixes import answer_tokens, block_keys, chat_tokens
-from hetero_gateway.lab.emulator.reply import JSON, Reply, Send
-from hetero_gateway.lab.emulator.responses import ResponseStore
-from hetero_gateway.lab.emulator.scoring import RerankReply, ScoreReply, rerank_ask, score_ask
-from hetero_gateway.lab.emulator.settings import Settings
-from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, token_text, tokenize
+from hetero_gateway.lab.emulator.reply import DOCUMENTS, JSON, EmulatedReply, ReplyHead, Send
+from hetero_gateway.lab.emulator.settings import EmulatorSettings
+from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, token_text, tokenize
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
 # A response by its id, and what cancels it.
@@ -39,63 +45,48 @@ _PROMETHEUS = b"text/plain; version=1.0.0; charset=utf-8"
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Json = Any
-
-
-class DetailError(Exception):
-    """The web framework's own refusal, ``{"detail": …}``."""
-
-    def __init__(self, status: int, detail: str, allow: str | None = None) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
-        self.allow = allow
 
 
 class EmulatedVLLM:
     """One emulated instance; serve it with any ASGI server that has a lifespan."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EmulatorSettings) -> None:
         self.settings = settings
         self.loop = EngineLoop(settings)
         self._store = ResponseStore(keeps=settings.store_responses)
         self._random = Random(settings.seed)
         self._started = int(time.time())
         self._tasks: asyncio.TaskGroup | None = None
-        self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
-            paths.HEALTH: lambda: (b"", b""),
-            paths.PING: lambda: (b"", b""),
-            paths.VERSION: lambda: (JSON, msgspec.json.encode({"version": VERSION})),
-            paths.LOAD: lambda: (JSON, b'{"server_load":0}'),  # as without its tracking flag
-            paths.METRICS: lambda: (_PROMETHEUS, self.loop.metrics.render()),
-            paths.MODELS: lambda: (JSON, self._models()),
-        }
-        self._replies: dict[str, Callable[[Json, _Context], Reply]] = {
-            paths.CHAT_COMPLETIONS: self._chat,
-            paths.COMPLETIONS: self._completion,
-            paths.RESPONSES: self._responses,
-            paths.MESSAGES: self._messages,
-            paths.EMBEDDINGS: self._embeddings,
-            paths.INVOCATIONS: self._invocation,
-            **dict.fromkeys(("/score", "/v1/score"), self._score),
-            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self._rerank),
-        }
         # Adapters by name: the path that each was loaded from.
         self._adapters = {name: name for name in settings.lora_modules}
+        self._pages: dict[str, Callable[[], Json]] = {
+            paths.HEALTH: lambda: None,
+            paths.PING: lambda: None,
+            paths.VERSION: lambda: {"version": VERSION},
+            paths.LOAD: lambda: {"server_load": 0},  # as without its tracking flag
+            paths.METRICS: self.loop.metrics.render,
+            paths.MODELS: self._models,
+        }
+        self._replies: dict[str, Callable[[Json, ReplyHead], EmulatedReply]] = {
+            paths.CHAT_COMPLETIONS: ChatReply,
+            paths.COMPLETIONS: CompletionReply,
+            paths.RESPONSES: partial(ResponsesReply, self._store),
+            paths.MESSAGES: MessagesReply,
+            paths.EMBEDDINGS: EmbeddingsReply,
+            paths.INVOCATIONS: lambda body, head: (
+                ChatReply(body, head) if "messages" in body else CompletionReply(body, head)
+            ),
+            **dict.fromkeys(("/score", "/v1/score"), ScoreReply),
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankReply),
+        }
         self._forms: dict[str, Callable[[Json], Json]] = {
             paths.TOKENIZE: self._tokenize,
             paths.DETOKENIZE: self._detokenize,
             paths.COUNT_TOKENS: self._count_tokens,
             "/emulator/slowdown": self._slow_down,
-        }
-        # As with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: answered in words.
-        self._orders: dict[str, Callable[[Json], str]] = {
+            # As with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
             paths.LOAD_LORA_ADAPTER: self._load_adapter,
             paths.UNLOAD_LORA_ADAPTER: self._unload_adapter,
-        }
-        self._actions: dict[str, Callable[[], Json]] = {
-            # A real vLLM has it in its development mode only.
-            paths.RESET_PREFIX_CACHE: lambda: {"success": self.loop.engine.reset_prefix_cache()},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,30 +113,18 @@ class EmulatedVLLM:
             self._check(scope)
             if (named := _RESPONSE.fullmatch(path)) is not None:
                 look = self._store.cancel if named[2] else self._store.document
-                await _respond(send, 200, msgspec.json.encode(look(named[1])))
-            elif scope["method"] == "GET" or path == paths.PING:
-                content_type, body = self._pages[path]()
-                await _respond(send, 200, body, content_type)
-            elif path in self._actions:
-                await _respond(send, 200, msgspec.json.encode(self._actions[path]()))
-            elif path in self._orders:
-                said = self._orders[path](_decode(await _read(receive), scope))
-                await _respond(send, 200, said.encode(), b"")
+                await _respond(send, look(named[1]))
+            elif path in self._pages:
+                await _respond(send, self._pages[path]())
+            elif path == paths.RESET_PREFIX_CACHE:
+                await _respond(send, {"success": self.loop.engine.reset_prefix_cache()})
             elif path in self._forms:
                 form = self._forms[path](_decode(await _read(receive), scope))
-                await _respond(send, 200, msgspec.json.encode(form))
+                await _respond(send, form)
             else:
                 await self._generate(scope, receive, send)
-        except ApiError as error:
-            await _respond(
-                send, error.status, error.body(anthropic=path.startswith(paths.MESSAGES))
-            )
-        except DetailError as error:
-            headers = [(b"allow", error.allow.encode())] if error.allow else []
-            body = msgspec.json.encode({"detail": error.detail})
-            await _respond(send, error.status, body, extra=headers)
-        except PermissionError:
-            await _respond(send, 401, b'{"error":"Unauthorized"}')
+        except RefusedRequest as refusal:
+            await _respond(send, refusal.document_at(path), refusal.status, refusal.headers)
         except ConnectionError:
             return  # the client left while its body was read
 
@@ -154,37 +133,35 @@ class EmulatedVLLM:
         path, method = scope["path"], scope["method"]
         key = self.settings.api_key
         if key is not None and path.startswith("/v1/"):
-            expected = f"Bearer {key}".encode()
-            if _header(scope, b"authorization") != expected:
-                raise PermissionError
+            if _header(scope, b"authorization") != f"Bearer {key}".encode():
+                raise RefusedRequest(401, {"error": "Unauthorized"})
         if path == paths.PING and method in ("GET", "POST"):
             return
-        if path in self._pages:
-            allowed = "GET"
-        elif any(path in k for k in (self._replies, self._forms, self._orders, self._actions)):
+        # A real vLLM lets its prefix cache be reset in its development mode only.
+        posted = (*self._replies, *self._forms, paths.RESET_PREFIX_CACHE)
+        named = _RESPONSE.fullmatch(path)
+        if path in posted or (named is not None and named[2]):
             allowed = "POST"
-        elif (named := _RESPONSE.fullmatch(path)) is not None:
-            allowed = "POST" if named[2] else "GET"
+        elif path in self._pages or named is not None:
+            allowed = "GET"
         else:
-            raise DetailError(404, "Not Found")
+            raise RefusedRequest(404, {"detail": "Not Found"})
         if method != allowed:
-            raise DetailError(405, "Method Not Allowed", allowed)
+            raise RefusedRequest(405, {"detail": "Method Not Allowed"}, allowed)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
         raw = await _read(receive)
         body = _decode(raw, scope)
-        context = _Context(arrived_s, raw, self._id_suffix(scope))
-        reply = self._replies[scope["path"]](body, context)
+        given = _header(scope, b"x-request-id")
+        suffix = given.decode("latin-1") if given else f"{self._random.getrandbits(64):016x}"
+        head = ReplyHead(suffix, self._model(body), int(time.time()), arrived_s)
+        reply = self._replies[scope["path"]](body, head)
+        self._fill(reply, raw)
         limit = self.settings.max_num_queued_reqs
         if limit is not None and self.loop.engine.num_waiting >= limit:
             self.loop.metrics.rejections += 1
-            raise ApiError(
-                "The engine is currently busy and cannot accept new requests. Please try again "
-                "later or on a different instance.",
-                status=503,
-                kind="Service Unavailable",
-            )
+            raise refused("busy")
         assert self._tasks is not None, "the server must run the lifespan"
         reply.open(send, self._tasks.create_task)
         self.loop.submit(reply)
@@ -195,79 +172,12 @@ class EmulatedVLLM:
         finally:
             self.loop.cancel(reply)
 
-    def _id_suffix(self, scope: Scope) -> str:
-        given = _header(scope, b"x-request-id")
-        return given.decode("latin-1") if given else f"{self._random.getrandbits(64):016x}"
-
-    # -- the endpoints that generate
-
-    def _chat(self, body: Json, context: _Context) -> Reply:
-        model = self._model(body)
-        ask = bodies.chat_ask(body, model)
-        return self._filled(
-            ChatReply(ask, f"chatcmpl-{context.suffix}", model, *context.now), context
-        )
-
-    def _completion(self, body: Json, context: _Context) -> Reply:
-        model = self._model(body)
-        ask = bodies.completion_ask(body)
-        return self._filled(
-            CompletionReply(ask, f"cmpl-{context.suffix}", model, *context.now), context
-        )
-
-    def _responses(self, body: Json, context: _Context) -> Reply:
-        model = self._model(body)
-        ask, messages = bodies.responses_ask(body, model, self._store.before)
-        reply = ResponsesReply(ask, f"resp_{context.suffix}", model, *context.now)
-        reply.previous_id = body.get("previous_response_id")
-        self._filled(reply, context)
-        if body.get("store") is not False:
-            self._store.keep(messages, reply)
-        return reply
-
-    def _messages(self, body: Json, context: _Context) -> Reply:
-        model = self._model(body)
-        ask = bodies.messages_ask(body, model)
-        return self._filled(
-            MessagesReply(ask, f"chatcmpl-{context.suffix}", model, *context.now), context
-        )
-
-    def _embeddings(self, body: Json, context: _Context) -> Reply:
-        model = self._model(body)
-        ask, as_base64 = bodies.embedding_ask(body)
-        inputs = body["input"]
-        if isinstance(inputs, str) or isinstance(inputs[0], int):
-            inputs = [inputs]
-        reply = EmbeddingsReply(
-            ask, f"embd-{context.suffix}", model, *context.now, inputs, as_base64
-        )
-        return self._filled(reply, context)
-
-    def _score(self, body: Json, context: _Context) -> Reply:
-        model = self._model(body)
-        ask, pairs = score_ask(body)
-        reply = ScoreReply(ask, f"score-{context.suffix}", model, *context.now)
-        reply.pairs = pairs
-        return self._filled(reply, context)
-
-    def _rerank(self, body: Json, context: _Context) -> Reply:
-        model = self._model(body)
-        ask, pairs, most = rerank_ask(body)
-        reply = RerankReply(ask, f"rerank-{context.suffix}", model, *context.now)
-        reply.pairs, reply.most = pairs, most
-        return self._filled(reply, context)
-
-    def _invocation(self, body: Json, context: _Context) -> Reply:
-        chat = isinstance(body, dict) and "messages" in body
-        return self._chat(body, context) if chat else self._completion(body, context)
-
-    def _filled(self, reply: Reply, context: _Context) -> Reply:
-        """The reply with its sequences: n for each prompt. Raises ApiError when one is too long."""
-        ask = reply.ask
+    def _fill(self, reply: EmulatedReply, raw: bytes) -> None:
+        """Give a reply its sequences: n for each prompt. Raises ApiError: one is too long."""
+        ask, settings = reply.ask, self.settings
         limits = [self._limit(ask, prompt_tokens) for prompt_tokens in ask.prompt_tokens]
-        digest = hashlib.blake2b(context.raw, digest_size=8, key=b"%d" % self.settings.seed)
+        digest = hashlib.blake2b(raw, digest_size=8, key=b"%d" % settings.seed)
         rng = Random(digest.digest())
-        settings = self.settings
         adapter = reply.model if reply.model in self._adapters else None
         reply.says_cached = settings.prompt_tokens_details
         for prompt, limit in zip(ask.prompts, limits, strict=True):
@@ -278,49 +188,32 @@ class EmulatedVLLM:
                     tokens = prompt + answer_tokens(answer.pieces)
                     keys = block_keys(tokens, (adapter, ask.cache_salt))
                 reply.add(len(prompt) // BYTES_PER_TOKEN, answer, keys)
-        return reply
 
     def _limit(self, ask: Ask, prompt_tokens: int) -> int:
         """Most output tokens that max_tokens and the context window leave. Raises ApiError."""
         context = self.settings.context_tokens
-        name = ask.max_tokens_name
-        if ask.max_tokens is not None and ask.max_tokens > context:
-            raise bad_value(
-                f"{name}={ask.max_tokens} cannot be greater than max_model_len={context}. "
-                "Please request fewer output tokens.",
-                name,
-                ask.max_tokens,
-            )
+        name, most = ask.max_tokens_name, ask.max_tokens
+        if most is not None and most > context:
+            raise refused("beyond_context", name=name, value=most, context=context)
         if prompt_tokens > context:
             # vLLM stops tokenizing a text at the limit, and so cannot say how long it is.
             counted = prompt_tokens if ask.prompts_are_ids else context + 1
             least = "" if ask.prompts_are_ids else "at least "
-            raise bad_value(
-                f"This model's maximum context length is {context} tokens. However, your prompt "
-                f"contains {least}{counted} input tokens, which exceeds this limit even without "
-                "any output tokens. Please reduce the length of the input prompt.",
-                "input_tokens",
-                counted,
-            )
+            raise refused("too_long", context=context, least=least, counted=counted)
         if prompt_tokens == context:
-            raise bad_value("max_tokens must be at least 1, got 0.", "max_tokens", 0)
-        return min(ask.max_tokens or context, context - prompt_tokens)
+            raise refused("too_small", name="max_tokens", value=0)
+        return min(most or context, context - prompt_tokens)
 
     # -- the others
 
     def _model(self, body: Json) -> str:
         """The name that the request asks for; without one the first. Raises ApiError."""
         names = self._names()
-        asked = body.get("model") if isinstance(body, dict) else None
+        asked = body.get("model")
         if not asked or not isinstance(asked, str):
             return names[0]
         if asked not in names:
-            raise ApiError(
-                f"The model `{asked}` does not exist. Valid aliases: {', '.join(names)}.",
-                status=404,
-                kind="NotFoundError",
-                param="model",
-            )
+            raise refused("no_model", name=asked, names=", ".join(names))
         return asked
 
     def _names(self) -> tuple[str, ...]:
@@ -331,54 +224,27 @@ class EmulatedVLLM:
         adapter = validate(bodies.LoadAdapterBody, body)
         name, path = adapter.lora_name, adapter.lora_path
         if not name or not path:
-            raise ApiError(
-                "Both 'lora_name' and 'lora_path' must be provided.", kind="InvalidUserInput"
-            )
+            raise refused("adapter_incomplete")
         if name in self._names() and not adapter.load_inplace:
-            raise ApiError(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                "adapter in place, set 'load_inplace' to True.",
-                kind="InvalidUserInput",
-            )
+            raise refused("adapter_loaded", name=name)
         self._adapters[name] = path
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def _unload_adapter(self, body: Json) -> str:
         name = validate(bodies.LoadAdapterBody, body).lora_name
         if not name:
-            raise ApiError(
-                "'lora_name' needs to be provided to unload a LoRA adapter.",
-                kind="InvalidUserInput",
-            )
+            raise refused("adapter_unnamed")
         if self._adapters.pop(name, None) is None:
-            raise ApiError(
-                f"The lora adapter '{name}' cannot be found.", status=404, kind="NotFoundError"
-            )
+            raise refused("no_adapter", name=name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _count_tokens(self, body: Json) -> Json:
         tokens = bodies.count_messages_tokens(body, self._model(body))
-        return {
-            "input_tokens": tokens,
-            "context_management": {"original_input_tokens": tokens},
-        }
+        return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
 
-    def _models(self) -> bytes:
+    def _models(self) -> Json:
         names = self._names()
-        permission = {
-            "id": "modelperm-emulated",
-            "object": "model_permission",
-            "created": self._started,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
+        permission = {**DOCUMENTS["permission"], "created": self._started}
         data = [
             {
                 "id": name,
@@ -392,7 +258,7 @@ class EmulatedVLLM:
             }
             for name in names
         ]
-        return msgspec.json.encode({"object": "list", "data": data})
+        return {"object": "list", "data": data}
 
     def _tokenize(self, body: Json) -> Json:
         model = self._model(body)
@@ -424,15 +290,6 @@ class EmulatedVLLM:
         return {"factor": factor}
 
 
-class _Context:
-    """What a reply needs to know of its request beside the body."""
-
-    def __init__(self, arrived_s: float, raw: bytes, suffix: str) -> None:
-        self.raw = raw
-        self.suffix = suffix
-        self.now = (int(time.time()), arrived_s)
-
-
 async def _read(receive: Receive) -> bytes:
     """The whole body. Raises ConnectionError when the client leaves before its end."""
     parts = []
@@ -449,30 +306,23 @@ def _decode(raw: bytes, scope: Scope) -> Json:
     """The body as JSON, refused as FastAPI and vLLM refuse it."""
     media_type = (_header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if media_type != b"application/json":
-        error = ApiError(
-            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
-        )
-        error.kind = "Bad Request"
-        raise error
+        raise refused("media_type")
     if not raw:
-        missing = {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
-        raise bad_shape([missing])
+        raise bad_shape(
+            {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
+        )
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         body = _decode_slowly(raw)
     if not isinstance(body, dict):
         raise bad_shape(
-            [
-                {
-                    "type": "model_attributes_type",
-                    "loc": "body",
-                    "msg": "Input should be a valid dictionary or object to extract fields from",
-                    "input": f"<{type(body).__name__} of {len(body)} items>"
-                    if isinstance(body, list)
-                    else str(body),
-                }
-            ]
+            {
+                "type": "model_attributes_type",
+                "loc": "body",
+                "msg": "Input should be a valid dictionary or object to extract fields from",
+                "input": describe(body),
+            }
         )
     return body
 
@@ -482,18 +332,16 @@ def _decode_slowly(raw: bytes) -> Json:
     try:
         return json.loads(raw.decode())
     except UnicodeDecodeError:
-        raise DetailError(400, "There was an error parsing the body") from None
+        raise RefusedRequest(400, {"detail": "There was an error parsing the body"}) from None
     except json.JSONDecodeError as error:
         raise bad_shape(
-            [
-                {
-                    "type": "json_invalid",
-                    "loc": f"body.{error.pos}",
-                    "msg": "JSON decode error",
-                    "input": "<dict of 0 items>",
-                    "ctx": {"error": error.msg},
-                }
-            ]
+            {
+                "type": "json_invalid",
+                "loc": f"body.{error.pos}",
+                "msg": "JSON decode error",
+                "input": "<dict of 0 items>",
+                "ctx": {"error": error.msg},
+            }
         ) from None
 
 
@@ -505,14 +353,18 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def _respond(
-    send: Send,
-    status: int,
-    body: bytes,
-    content_type: bytes = JSON,
-    extra: list[tuple[bytes, bytes]] | None = None,
+    send: Send, answer: Json, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    headers = [*(extra or []), (b"content-length", b"%d" % len(body))]
+    """A document as JSON, metrics' bytes as they are, words without a type, None: an empty body."""
+    content_type = JSON
+    if answer is None or isinstance(answer, str):
+        body, content_type = (answer or "").encode(), b""
+    elif isinstance(answer, bytes):
+        body, content_type = answer, _PROMETHEUS
+    else:
+        body = msgspec.json.encode(answer)
+    fields = [*headers, (b"content-length", b"%d" % len(body))]
     if content_type:
-        headers.append((b"content-type", content_type))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+        fields.append((b"content-type", content_type))
+    await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})

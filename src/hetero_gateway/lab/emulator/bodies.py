@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from hetero_gateway.lab.emulator.errors import ApiError, bad_value, validate
+from hetero_gateway.lab.emulator.errors import refused, validate
 from hetero_gateway.lab.emulator.logprobs import MOST_LOGPROBS
 from hetero_gateway.lab.emulator.prefixes import chat_tokens, id_tokens, text_tokens
-from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, SchemaError, sample_json
+from hetero_gateway.lab.emulator.text import (
+    BYTES_PER_TOKEN,
+    Json,
+    Messages,
+    SchemaError,
+    sample_json,
+)
 
 MAX_N = 16384  # vllm.envs.VLLM_MAX_N_SEQUENCES
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, which vLLM keeps for /v1/completions only
@@ -54,10 +60,9 @@ class Ask:
         return tuple(len(prompt) // BYTES_PER_TOKEN for prompt in self.prompts)
 
 
-class Body(BaseModel):
+class EngineBody(BaseModel):
     """What every body may have; unknown fields are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
     model: str | None = None
     cache_salt: str | None = None
 
@@ -67,7 +72,7 @@ class _StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class _Sampling(Body):
+class _Sampling(EngineBody):
     n: int | None = 1
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -83,39 +88,23 @@ class _Sampling(Body):
         """Refuse what vLLM's SamplingParams refuse."""
         n = self.n or 0
         if self.n is not None and n < 1:
-            raise ApiError(f"n must be at least 1, got {n}.")
+            raise refused("n_too_small", n=n)
         if n > MAX_N:
-            raise ApiError(
-                f"n must be at most {MAX_N}, got {n}. To increase this limit, set the "
-                "VLLM_MAX_N_SEQUENCES environment variable."
-            )
-        if self.temperature is not None and not 0 <= self.temperature <= 2:
-            rule = "non-negative" if self.temperature < 0 else "in [0, 2]"
-            raise bad_value(
-                f"temperature must be {rule}, got {self.temperature}.",
-                "temperature",
-                self.temperature,
-            )
+            raise refused("n_too_large", n=n, most=MAX_N)
+        heat = self.temperature
+        if heat is not None and not 0 <= heat <= 2:
+            rule = "non-negative" if heat < 0 else "in [0, 2]"
+            raise refused("temperature", rule=rule, value=heat)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise bad_value(f"top_p must be in (0, 1], got {self.top_p}.", "top_p", self.top_p)
+            raise refused("top_p", value=self.top_p)
         if max_tokens is not None and max_tokens < 1:
-            raise bad_value(
-                f"{max_tokens_name} must be at least 1, got {max_tokens}.",
-                max_tokens_name,
-                max_tokens,
-            )
+            raise refused("too_small", name=max_tokens_name, value=max_tokens)
         if self.min_tokens < 0:
-            raise ApiError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.")
+            raise refused("min_tokens_negative", value=self.min_tokens)
         if max_tokens is not None and self.min_tokens > max_tokens:
-            raise ApiError(
-                f"min_tokens must be less than or equal to max_tokens={max_tokens}, "
-                f"got {self.min_tokens}."
-            )
+            raise refused("min_tokens_beyond", value=self.min_tokens, most=max_tokens)
         if self.stream_options is not None and not self.stream:
-            raise ApiError(
-                "Stream options can only be defined when `stream=True`. (parameter=stream_options)",
-                param="stream_options",
-            )
+            raise refused("stream_options")
 
     def common(self) -> dict[str, Any]:
         """The fields of ``Ask`` that both OpenAI endpoints share."""
@@ -148,7 +137,7 @@ class _CompletionBody(_Sampling):
     logprobs: int | None = None
 
 
-class _ResponsesBody(Body):
+class _ResponsesBody(EngineBody):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -159,7 +148,7 @@ class _ResponsesBody(Body):
     ignore_eos: bool = False
 
 
-class _MessagesBody(Body):
+class _MessagesBody(EngineBody):
     messages: list[dict[str, Any]]
     max_tokens: int
     system: str | list[dict[str, Any]] | None = None
@@ -169,47 +158,29 @@ class _MessagesBody(Body):
     ignore_eos: bool = False
 
 
-class _CountBody(Body):
+class _CountBody(EngineBody):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class PoolingBody(Body):
-    """``truncate_prompt_tokens``: each prompt is cut to so many; -1: to the context."""
-
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
-
-    def cut(self, prompts: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Its prompts as they are computed."""
-        most = self.truncate_prompt_tokens
-        if most is None or most < 0:
-            return prompts
-        return tuple(prompt[: most * BYTES_PER_TOKEN] for prompt in prompts)
-
-
-class _EmbeddingBody(PoolingBody):
-    input: str | list[int] | list[str] | list[list[int]]
-    encoding_format: Literal["float", "base64"] = "float"
-
-
-class TokenizeBody(Body):
+class TokenizeBody(EngineBody):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = False
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(EngineBody):
     tokens: list[int]
 
 
-class LoadAdapterBody(Body):
+class LoadAdapterBody(EngineBody):
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
 
 
-class SlowdownBody(Body):
+class SlowdownBody(EngineBody):
     factor: float = Field(gt=0, le=1e6, allow_inf_nan=False)
 
 
@@ -221,14 +192,9 @@ def chat_ask(body: Json, model: str) -> Ask:
         name, limit = "max_completion_tokens", chat.max_completion_tokens
     chat.check(limit, name)
     if not chat.messages:
-        raise ApiError(
-            "Cannot apply chat template to an empty conversation. Provide at least one message."
-        )
+        raise refused("no_messages")
     if chat.top_logprobs is not None and not chat.logprobs:
-        raise ApiError(
-            "when using `top_logprobs`, `logprobs` must be set to true. (parameter=top_logprobs)",
-            param="top_logprobs",
-        )
+        raise refused("top_logprobs")
     tool = _called_tool(chat)
     return Ask(
         top_logprobs=_top_logprobs((chat.top_logprobs or 0) if chat.logprobs else None),
@@ -247,7 +213,7 @@ def completion_ask(body: Json) -> Ask:
     """/v1/completions. Raises ApiError."""
     completion = validate(_CompletionBody, body)
     completion.check(completion.max_tokens)
-    prompts, are_ids = _prompts(completion.prompt)
+    prompts, are_ids = prompts_of(completion.prompt)
     return Ask(
         top_logprobs=_top_logprobs(completion.logprobs),
         prompts=prompts,
@@ -259,8 +225,8 @@ def completion_ask(body: Json) -> Ask:
 
 
 def responses_ask(
-    body: Json, model: str, before: Callable[[str], list[tuple[str, str]]]
-) -> tuple[Ask, list[tuple[str, str]]]:
+    body: Json, model: str, before: Callable[[str], Messages]
+) -> tuple[Ask, Messages]:
     """/v1/responses, text in and text out: what is asked, and all messages that it answers.
 
     ``before``: the messages in front of what continues a response. Raises ApiError.
@@ -278,9 +244,7 @@ def responses_ask(
         messages.insert(0, ("system", request.instructions))
     limit = request.max_output_tokens
     if limit is not None and limit < 1:
-        raise bad_value(
-            f"max_output_tokens must be at least 1, got {limit}.", "max_output_tokens", limit
-        )
+        raise refused("too_small", name="max_output_tokens", value=limit)
     ask = Ask(
         prompts=(chat_tokens(messages, request.tools),),
         cache_salt=request.cache_salt,
@@ -296,11 +260,7 @@ def messages_ask(body: Json, model: str) -> Ask:
     """/v1/messages (Anthropic's API), text only. Raises ApiError."""
     request = validate(_MessagesBody, body)
     if request.max_tokens < 1:
-        raise bad_value(
-            f"max_tokens must be at least 1, got {request.max_tokens}.",
-            "max_tokens",
-            request.max_tokens,
-        )
+        raise refused("too_small", name="max_tokens", value=request.max_tokens)
     return Ask(
         prompts=(_messages_prompt(request, model),),
         cache_salt=request.cache_salt,
@@ -326,28 +286,14 @@ def _messages_prompt(request: _MessagesBody | _CountBody, model: str) -> bytes:
 def _top_logprobs(wanted: int | None) -> int | None:
     """How many are named. Raises ApiError: more than vLLM lets."""
     if wanted is not None and wanted > MOST_LOGPROBS:
-        raise bad_value(
-            f"Requested sample logprobs of {wanted}, which is greater than max allowed: "
-            f"{MOST_LOGPROBS}",
-            "logprobs",
-            wanted,
-        )
+        raise refused("too_many_logprobs", value=wanted, most=MOST_LOGPROBS)
     return wanted
 
 
-def embedding_ask(body: Json) -> tuple[Ask, bool]:
-    """/v1/embeddings: one prefill per input; and whether base64 is wanted. Raises ApiError."""
-    request = validate(_EmbeddingBody, body)
-    prompts, are_ids = _prompts(request.input)
-    ask = Ask(prompts=request.cut(prompts), prompts_are_ids=are_ids, max_tokens=1, ignore_eos=True)
-    return ask, request.encoding_format == "base64"
-
-
-def role_texts(messages: list[dict[str, Any]], model: str) -> list[tuple[str, str]]:
+def role_texts(messages: list[dict[str, Any]], model: str) -> Messages:
     """The role and the text of each message.
 
-    Raises:
-        ApiError: a part that is not text: the emulated model reads nothing else.
+    Raises ApiError: a part that is not text: the emulated model reads nothing else.
     """
     return [
         (str(message.get("role")), _content_text(message.get("content"), model))
@@ -364,26 +310,23 @@ def _content_text(content: Json, model: str) -> str:
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind in ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url"):
-            raise ApiError(f"{model} is not a multimodal model")
+            raise refused("not_multimodal", model=model)
         texts.append(str(part.get("text", "")) if isinstance(part, dict) else str(part))
     return "".join(texts)
 
 
-def _prompts(prompt: Json) -> tuple[tuple[bytes, ...], bool]:
+def prompts_of(prompt: Json) -> tuple[tuple[bytes, ...], bool]:
     """Every prompt's tokens, and whether they were given as ids."""
     if isinstance(prompt, str):
         prompt = [prompt]
     elif prompt and isinstance(prompt[0], int):
         prompt = [prompt]
     if not prompt or not all(prompt):
-        raise ApiError(
-            "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)",
-            param="prompt",
-        )
+        raise refused("no_prompt")
     if isinstance(prompt[0], str):
         return tuple(text_tokens(text) for text in prompt), False
     if (lowest := min(min(ids) for ids in prompt)) < 0:
-        raise ApiError(f"Token id {lowest} is out of vocabulary")
+        raise refused("out_of_vocabulary", token=lowest)
     return tuple(id_tokens(ids) for ids in prompt), True
 
 
@@ -396,15 +339,13 @@ def _called_tool(chat: _ChatBody) -> str | None:
     choice = chat.tool_choice
     if not chat.tools:
         if choice not in (None, "none"):
-            raise ApiError("When using `tool_choice`, `tools` must be set.")
+            raise refused("no_tools")
         return None
     names = [str((tool.get("function") or {}).get("name", "")) for tool in chat.tools]
     if isinstance(choice, dict):
         name = str((choice.get("function") or {}).get("name", ""))
         if name not in names:
-            raise ApiError(
-                "The tool specified in `tool_choice` does not match any of the specified `tools`"
-            )
+            raise refused("unknown_tool")
         return name
     if choice == "none":
         return None
@@ -431,11 +372,11 @@ def _forced_json(response_format: Json) -> str | None:
         return _sample_text((response_format.get("json_schema") or {}).get("schema") or {})
     if kind in ("text", "structural_tag"):
         return None
-    raise ApiError(f"Unsupported response_format type: {kind}", param="response_format")
+    raise refused("response_format", kind=kind)
 
 
 def _sample_text(schema: Json) -> str:
     try:
         return msgspec.json.encode(sample_json(schema)).decode()
     except SchemaError as error:
-        raise ApiError(f"Grammar error: {error}") from None
+        raise refused("grammar", error=error) from None

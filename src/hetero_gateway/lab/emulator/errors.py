@@ -1,72 +1,71 @@
-"""vLLM's error bodies, in its own words (observed on vLLM 0.32)."""
+"""vLLM's error bodies, in its own words: ``refusals.csv`` (observed on vLLM 0.32)."""
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from pydantic import BaseModel, ValidationError
+
+from hetero_gateway.engines.vllm import paths
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+with Path(__file__).with_name("refusals.csv").open(encoding="utf-8", newline="") as _file:
+    _REFUSALS = {row["name"]: row for row in csv.DictReader(_file)}
 
-class ApiError(Exception):
-    """A refusal, rendered as vLLM renders it.
+
+class RefusedRequest(Exception):
+    """An error in place of an answer; ``allow``: the method that the path takes."""
+
+    def __init__(self, status: int, document: dict[str, Any], allow: str = "") -> None:
+        super().__init__(document)
+        self.status = status
+        self.document = document
+        self.headers = [(b"allow", allow.encode())] if allow else []
+
+    def document_at(self, path: str) -> dict[str, Any]:
+        """As it is told on this path."""
+        return self.document
+
+
+class ApiError(RefusedRequest):
+    """A refusal in OpenAI's shape, or in that of /v1/messages.
 
     Two names are alike on purpose: ``BadRequestError`` is the engine's refusal of a value,
     ``Bad Request`` (with a space) the web framework's refusal of a shape.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "BadRequestError",
-        param: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.kind = kind
-        self.param = param
+    def __init__(self, message: str, *, status: int, kind: str, param: str | None) -> None:
+        error = {"message": message, "type": kind, "param": param, "code": status}
+        super().__init__(status, {"error": error})
 
-    def body(self, anthropic: bool = False) -> bytes:
-        """OpenAI's shape, or that of /v1/messages."""
-        if anthropic:
-            return msgspec.json.encode(
-                {"type": "error", "error": {"type": self.kind, "message": self.message}}
-            )
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": self.kind,
-                    "param": self.param,
-                    "code": self.status,
-                }
-            }
-        )
+    def document_at(self, path: str) -> dict[str, Any]:
+        if path.startswith(paths.MESSAGES):
+            error = {key: self.document["error"][key] for key in ("type", "message")}
+            return {"type": "error", "error": error}
+        return self.document
 
 
-def bad_value(message: str, param: str, value: Any) -> ApiError:
-    """A value that the engine refuses, named twice as vLLM does."""
-    return ApiError(f"{message} (parameter={param}, value={value})", param=param)
+def refused(reason: str, **values: Any) -> ApiError:
+    """A refusal of ``refusals.csv``, with these values in its words."""
+    row = _REFUSALS[reason]
+    param = row["param"].format(**values) or None
+    message = row["message"].format(**values)
+    return ApiError(message, status=int(row["status"]), kind=row["kind"], param=param)
 
 
-def bad_shape(details: list[dict[str, Any]]) -> ApiError:
+def bad_shape(*details: dict[str, Any]) -> ApiError:
     """What FastAPI's validation found, in vLLM's rendering."""
     count = "1 validation error" if len(details) == 1 else f"{len(details)} validation errors"
     lines = "".join(f"\n  {detail}" for detail in details)
-    return ApiError(f"{count}:{lines}", kind="Bad Request", param=details[0]["loc"])
+    param = details[0]["loc"]
+    return ApiError(f"{count}:{lines}", status=400, kind="Bad Request", param=param)
 
 
 def validate(model: type[ModelT], body: Any) -> ModelT:
-    """``body`` as a pydantic model.
-
-    Raises:
-        ApiError: what is wrong with its shape.
-    """
+    """``body`` as a pydantic model. Raises ApiError: what is wrong with its shape."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -75,11 +74,11 @@ def validate(model: type[ModelT], body: Any) -> ModelT:
                 "type": e["type"],
                 "loc": ".".join(["body", *(str(part) for part in e["loc"] if _is_key(part))]),
                 "msg": e["msg"],
-                "input": _describe(e["input"]),
+                "input": describe(e["input"]),
             }
             for e in error.errors(include_url=False)
         ]
-        raise bad_shape(details) from None
+        raise bad_shape(*details) from None
 
 
 def _is_key(part: int | str) -> bool:
@@ -87,7 +86,8 @@ def _is_key(part: int | str) -> bool:
     return isinstance(part, int) or (part not in ("str", "int", "bool") and "[" not in part)
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """A refused value, in short."""
     if isinstance(value, dict | list):
         return f"<{type(value).__name__} of {len(value)} items>"
     return str(value)

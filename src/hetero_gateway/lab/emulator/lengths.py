@@ -11,22 +11,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Protocol
 
 from hetero_gateway.errors import ConfigError
 
 _NORMAL = NormalDist()
 
 
-class OutputLengths(Protocol):
-    """A distribution of output lengths."""
-
-    def draw(self, u: float) -> int:
-        """The length at quantile ``u`` (0 < u < 1), in tokens, at least 1."""
-
-
 @dataclass(frozen=True, slots=True)
-class LogNormalLengths:
+class LogNormalOutputs:
     """Log-normal with this mean and coefficient of variation (0: always the mean).
 
     The defaults are of the size of public chat traces (a few hundred tokens, spread about as wide
@@ -46,23 +38,23 @@ class LogNormalLengths:
             raise ConfigError(f"--cv-output-tokens: must be 0 or more, not {self.cv}")
 
     def draw(self, u: float) -> int:
+        """The length at quantile ``u`` (0 < u < 1), in tokens, at least 1."""
         variance = math.log1p(self.cv**2)
         mu = math.log(self.mean_tokens) - variance / 2
         return max(1, round(math.exp(mu + math.sqrt(variance) * _NORMAL.inv_cdf(u))))
 
 
 @dataclass(frozen=True, slots=True)
-class TraceLengths:
+class TraceOutputs:
     """Lengths taken from a trace, each as likely as any other."""
 
     tokens: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path) -> TraceLengths:
+    def read(cls, path: Path) -> TraceOutputs:
         """The ``output_tokens`` column of a trace.
 
-        Raises:
-            ConfigError: the file, and the line, that cannot be used.
+        Raises ConfigError: the file, and the line, that cannot be used.
         """
         try:
             with path.open(encoding="utf-8", newline="") as file:
@@ -77,12 +69,15 @@ class TraceLengths:
         return cls(tokens)
 
     def draw(self, u: float) -> int:
+        """The length at quantile ``u`` (0 < u < 1), in tokens, at least 1."""
         return self.tokens[int(u * len(self.tokens))]
+
+
+OutputLengths = LogNormalOutputs | TraceOutputs
 
 
 def _length(text: str | None, path: Path, line: int) -> int:
     try:
-        value = int(float(text or ""))
+        return max(1, int(float(text or "")))
     except (ValueError, OverflowError):
         raise ConfigError(f"{path}: line {line}: output_tokens is {text!r}") from None
-    return max(1, value)

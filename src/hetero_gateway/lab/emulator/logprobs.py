@@ -10,9 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from hetero_gateway.lab.emulator.text import words
+from hetero_gateway.lab.emulator.text import unescape, words
 
 MOST_LOGPROBS = 20  # vLLM's --max-logprobs
 _LEAST = -4.0
@@ -53,7 +51,7 @@ def completion_logprobs(pieces: Sequence[bytes], top: int, offset: int) -> dict[
 
 def _sampled(piece: bytes) -> tuple[str, float, list[tuple[str, float]]]:
     """A token, its log probability, and what else it might have been, the likeliest first."""
-    token: str = msgspec.json.decode(b'"%b"' % piece)
+    token = unescape(piece)
     drawn = int.from_bytes(hashlib.blake2b(piece, digest_size=4).digest(), "big")
     logprob = _LEAST * drawn / 2**32 / 4
     others = dict.fromkeys(word.decode() for word in words(drawn, 2 * MOST_LOGPROBS + 64))

@@ -13,9 +13,9 @@ import time
 from dataclasses import replace
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.lab.emulator.metrics import Metrics
-from hetero_gateway.lab.emulator.reply import Choice, Reply
-from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, Settings
+from hetero_gateway.lab.emulator.metrics import EmulatedMetrics
+from hetero_gateway.lab.emulator.reply import EmulatedReply, ReplyChoice
+from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, EmulatorSettings
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Engine, Step
 
 MAX_LAG_S = 0.25
@@ -23,11 +23,10 @@ MAX_LAG_S = 0.25
 TIMER_RESOLUTION_S = 0.0005
 
 
-def make_engine(settings: Settings) -> Engine[Choice]:
+def make_engine(settings: EmulatorSettings) -> Engine[ReplyChoice]:
     """The engine that the settings describe.
 
-    Raises:
-        ConfigError: sizes that contradict each other.
+    Raises ConfigError: sizes that contradict each other.
     """
     profile = replace(settings.profile, kv_capacity_tokens=settings.capacity_tokens)
     max_num_seqs = settings.max_num_seqs or profile.max_num_seqs
@@ -49,15 +48,15 @@ def make_engine(settings: Settings) -> Engine[Choice]:
 class EngineLoop:
     """Drives one engine; ``run`` is the only task, whatever the number of streams."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EmulatorSettings) -> None:
         self.engine = make_engine(settings)
-        self.metrics = Metrics(settings, self.engine)
+        self.metrics = EmulatedMetrics(settings, self.engine)
         self._time_scale = settings.time_scale
         self._work = asyncio.Event()
         self._submitted_s = 0.0
-        self._open: set[Reply] = set()
+        self._open: set[EmulatedReply] = set()
 
-    def submit(self, reply: Reply) -> None:
+    def submit(self, reply: EmulatedReply) -> None:
         """Queue every sequence of a reply whose response is open."""
         self._open.add(reply)
         for choice in reply.choices:
@@ -66,7 +65,7 @@ class EngineLoop:
             self._submitted_s = time.perf_counter()
             self._work.set()
 
-    def cancel(self, reply: Reply) -> None:
+    def cancel(self, reply: EmulatedReply) -> None:
         """Drop what is left of a reply: its client has gone. Frees its KV at once."""
         self._open.discard(reply)
         for choice in reply.choices:
@@ -97,7 +96,7 @@ class EngineLoop:
             await _sleep_until(planned_s)
             self._deliver(step)
 
-    def _deliver(self, step: Step[Choice]) -> None:
+    def _deliver(self, step: Step[ReplyChoice]) -> None:
         result = self.engine.end_step()
         now_s = time.perf_counter()
         metrics = self.metrics

@@ -10,32 +10,49 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.engines.vllm import DONE
+from hetero_gateway.lab.emulator.bodies import chat_ask, completion_ask
 from hetero_gateway.lab.emulator.logprobs import chat_logprobs, completion_logprobs
-from hetero_gateway.lab.emulator.reply import FINGERPRINT, Choice, Reply
+from hetero_gateway.lab.emulator.reply import FINGERPRINT, EmulatedReply, ReplyChoice, ReplyHead
+from hetero_gateway.lab.emulator.text import Json, unescape
 
 _FINGERPRINT = b',"system_fingerprint":"%b"' % FINGERPRINT.encode()
+_TRANSFERS = b',"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}'
+quoted = msgspec.json.encode  # a JSON string, or null
 
 
-def quoted(text: str | None) -> bytes:
-    """A JSON string, or null."""
-    return msgspec.json.encode(text)
-
-
-class _OpenAIReply(Reply):
+class _OpenAIReply(EmulatedReply):
     """What both endpoints share: ids, usage, the closing chunks."""
 
-    kind = b""  # the chunk's "object"
-    unfinished_tail = b""  # closes the choice of a chunk that is not the last
+    kind = b""  # a body's "object"
+    chunk_kind = b""
+    unfinished_end = b'"finish_reason":null'  # of a choice in a chunk that is not its last
+    body_end = _TRANSFERS
 
-    def _chunk(self, choices: bytes) -> bytes:
-        """The chunk's start, up to and with its choices."""
-        return b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[%b]' % (
+    def part(self, choice: ReplyChoice, piece: bytes, end: bytes) -> bytes:
+        """The choice of a chunk with this piece of text."""
+        raise NotImplementedError
+
+    def whole(self, choice: ReplyChoice, end: bytes) -> bytes:
+        """The choice of a body."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: ReplyChoice, first: int, end: int) -> dict[str, Any]:
+        """Of a choice's tokens from the ``first`` on."""
+        raise NotImplementedError
+
+    def _start(self, kind: bytes, choices: bytes) -> bytes:
+        """A document, up to and with its choices."""
+        return b'{"id":%b,"object":"%b","created":%d,"model":%b,"choices":[%b]' % (
             quoted(self.id),
-            self.kind,
+            kind,
             self.created,
             quoted(self.model),
             choices,
         )
+
+    def chunk(self, choices: bytes) -> bytes:
+        """An event's start, up to and with its choices."""
+        return b"data: " + self._start(self.chunk_kind, choices)
 
     def _usage(self, completion_tokens: int) -> bytes:
         prompt = self.prompt_tokens
@@ -45,26 +62,13 @@ class _OpenAIReply(Reply):
             completion_tokens,
         )
 
-    def _details(self) -> bytes:
-        """What ends the usage of an answer that is not streamed."""
-        details = b"null"
-        if self.says_cached:
-            details = (
-                b'{"cached_tokens":%d,"created_cache_tokens":null,"multimodal_tokens":null}'
-                % self.cached_tokens
-            )
-        return b',"prompt_tokens_details":%b,"completion_tokens_details":null}' % details
-
-    def _continuous(self, completion_tokens: int) -> bytes:
+    def continuous(self, completion_tokens: int) -> bytes:
+        """The usage in a chunk, where every chunk is to have it."""
         if not self.ask.continuous_usage:
             return b""
-        return b",%b%b" % (self._usage(completion_tokens), b',"completion_tokens_details":null}')
+        return b',%b,"completion_tokens_details":null}' % self._usage(completion_tokens)
 
-    def logprobs(self, choice: Choice, first: int, end: int) -> dict[str, Any]:
-        """Of a choice's tokens from the ``first`` on."""
-        raise NotImplementedError
-
-    def _probable(self, choices: bytes, choice: Choice, first: int, end: int) -> bytes:
+    def _probable(self, choices: bytes, choice: ReplyChoice, first: int, end: int) -> bytes:
         """A choice with its probabilities in their place, where they are asked for."""
         if self.ask.top_logprobs is None:
             return choices
@@ -72,23 +76,31 @@ class _OpenAIReply(Reply):
         # The mark cannot stand in a text, whose quotes are escaped.
         return choices.replace(b'"logprobs":null', b'"logprobs":' + told, 1)
 
-    def delta(self, choice: Choice) -> bytes:
-        data = self._delta(choice)
-        return self._probable(data, choice, choice.emitted - 1, choice.emitted)
+    def delta(self, choice: ReplyChoice) -> bytes:
+        emitted = choice.emitted
+        piece = choice.pieces[emitted - 1]
+        if self.ask.tool is not None:
+            data = self.chunk(self.part(choice, piece, self.unfinished_end))
+        else:
+            if not choice.head:
+                template = self.chunk(self.part(choice, b"\0", self.unfinished_end))
+                choice.head, choice.tail = template.split(b"\0")
+                if not self.ask.continuous_usage:
+                    choice.tail += b"}\n\n"
+            data = choice.head + piece + choice.tail
+        if self.ask.continuous_usage or self.ask.tool is not None:
+            data += self.continuous(emitted) + b"}\n\n"
+        return self._probable(data, choice, emitted - 1, emitted)
 
-    def _delta(self, choice: Choice) -> bytes:
-        if not choice.head:
-            choice.head, choice.tail = self._templates(choice)
-        data = choice.head + choice.pieces[choice.emitted - 1] + choice.tail
-        if self.ask.continuous_usage:
-            return data + self._continuous(choice.emitted) + b"}\n\n"
-        return data
-
-    def _templates(self, choice: Choice) -> tuple[bytes, bytes]:
-        """What stands before and after a token's text."""
-        whole = self._chunk(b'{"index":%d,%b' % (choice.index, self.unfinished_tail))
-        head, tail = whole.split(b"\0")
-        return head, tail if self.ask.continuous_usage else tail + b"}\n\n"
+    def last_delta(self, choice: ReplyChoice) -> bytes:
+        count = len(choice.pieces)
+        part = self.part(choice, choice.pieces[-1], _end(choice))
+        data = self.chunk(self._probable(part, choice, count - 1, count))
+        data += self.continuous(choice.emitted)
+        # It stands on the stream's last chunk, which is the usage where there is one.
+        if self.unfinished == 1 and not self.ask.include_usage:
+            data += _FINGERPRINT
+        return data + b"}\n\n"
 
     def closing(self) -> bytes:
         if not self.ask.include_usage:
@@ -96,151 +108,119 @@ class _OpenAIReply(Reply):
         usage = self._usage(self.completion_tokens)
         if self.says_cached:
             usage += b',"prompt_tokens_details":{"cached_tokens":%d}' % self.cached_tokens
-        return b"%b,%b}%b}\n\n%b" % (self._chunk(b""), usage, _FINGERPRINT, DONE)
+        return b"%b,%b}%b}\n\n%b" % (self.chunk(b""), usage, _FINGERPRINT, DONE)
 
-    def _end(self, choice: Choice) -> bytes:
-        """What ends a choice's last chunk: usage where asked, else the fingerprint once."""
-        data = self._continuous(choice.emitted)
-        # It stands on the stream's last chunk, which is the usage where there is one.
-        if self.unfinished == 1 and not self.ask.include_usage:
-            data += _FINGERPRINT
-        return data + b"}\n\n"
+    def body(self) -> bytes:
+        choices = b",".join(
+            self._probable(self.whole(c, _end(c)), c, 0, len(c.pieces)) for c in self.choices
+        )
+        details = b"null"
+        if self.says_cached:
+            details = (
+                b'{"cached_tokens":%d,"created_cache_tokens":null,"multimodal_tokens":null}'
+                % self.cached_tokens
+            )
+        return (
+            b'%b,"service_tier":null%b,%b,"prompt_tokens_details":%b,'
+            b'"completion_tokens_details":null}%b'
+        ) % (
+            self._start(self.kind, choices),
+            _FINGERPRINT,
+            self._usage(self.completion_tokens),
+            details,
+            self.body_end,
+        )
+
+
+def _end(choice: ReplyChoice) -> bytes:
+    """Why a choice ends."""
+    return b'"finish_reason":"%b","stop_reason":%b' % (
+        choice.finish_reason.encode(),
+        quoted(choice.stop_reason),
+    )
 
 
 class CompletionReply(_OpenAIReply):
     """/v1/completions."""
 
-    kind = b"text_completion"
-    unfinished_tail = (
-        b'"text":"\0","logprobs":null,"finish_reason":null,"stop_reason":null,'
-        b'"prompt_token_ids":null,"token_ids":null}'
-    )
+    id_prefix = "cmpl-"
+    kind = chunk_kind = b"text_completion"
+    unfinished_end = b'"finish_reason":null,"stop_reason":null'
 
-    def logprobs(self, choice: Choice, first: int, end: int) -> dict[str, Any]:
-        before = sum(len(msgspec.json.decode(b'"%b"' % p)) for p in choice.pieces[:first])
+    def __init__(self, body: Json, head: ReplyHead) -> None:
+        super().__init__(completion_ask(body), head)
+
+    def logprobs(self, choice: ReplyChoice, first: int, end: int) -> dict[str, Any]:
+        before = sum(len(unescape(piece)) for piece in choice.pieces[:first])
         return completion_logprobs(choice.pieces[first:end], self.ask.top_logprobs or 0, before)
 
-    def last_delta(self, choice: Choice) -> bytes:
-        inner = (
-            b'{"index":%d,"text":"%b","logprobs":null,"finish_reason":"%b","stop_reason":%b,'
-            b'"prompt_token_ids":null,"token_ids":null}'
-        ) % (
-            choice.index,
-            choice.pieces[-1],
-            choice.finish_reason.encode(),
-            quoted(choice.stop_reason),
-        )
-        inner = self._probable(inner, choice, len(choice.pieces) - 1, len(choice.pieces))
-        return self._chunk(inner) + self._end(choice)
-
-    def body(self) -> bytes:
-        choices = b",".join(
-            self._probable(self._choice(c), c, 0, len(c.pieces)) for c in self.choices
-        )
-        return b"%b%b,%b%b%b" % (
-            self._chunk(choices).removeprefix(b"data: "),
-            b',"service_tier":null' + _FINGERPRINT,
-            self._usage(self.completion_tokens),
-            self._details(),
-            b',"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}',
-        )
-
-    def _choice(self, c: Choice) -> bytes:
+    def part(self, choice: ReplyChoice, piece: bytes, end: bytes) -> bytes:
         return (
-            b'{"index":%d,"text":"%b","logprobs":null,"finish_reason":"%b","stop_reason":%b,'
-            b'"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,'
-            b'"routed_experts":null}'
-        ) % (c.index, c.text, c.finish_reason.encode(), quoted(c.stop_reason))
+            b'{"index":%d,"text":"%b","logprobs":null,%b,"prompt_token_ids":null,"token_ids":null}'
+        ) % (choice.index, piece, end)
+
+    def whole(self, choice: ReplyChoice, end: bytes) -> bytes:
+        return (
+            b'{"index":%d,"text":"%b","logprobs":null,%b,"token_ids":null,"prompt_logprobs":null,'
+            b'"prompt_token_ids":null,"routed_experts":null}'
+        ) % (choice.index, choice.text, end)
 
 
 class ChatReply(_OpenAIReply):
     """/v1/chat/completions: a role chunk per choice, then text or one tool call."""
 
-    kind = b"chat.completion.chunk"
-    unfinished_tail = (
-        b'"delta":{"content":"\0"},"logprobs":null,"finish_reason":null,"token_ids":null}'
-    )
+    id_prefix = "chatcmpl-"
+    kind = b"chat.completion"
+    chunk_kind = b"chat.completion.chunk"
+    body_end = b',"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null' + _TRANSFERS
+
+    def __init__(self, body: Json, head: ReplyHead) -> None:
+        super().__init__(chat_ask(body, head.model), head)
 
     def opening(self) -> bytes:
         chunks = []
         for choice in self.choices:
-            inner = (
+            role = (
                 b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
                 b'"finish_reason":null}'
             ) % choice.index
             chunks.append(
                 b'%b%b,"prompt_token_ids":null,"prompt_text":null}\n\n'
-                % (self._chunk(inner), self._continuous(0))
+                % (self.chunk(role), self.continuous(0))
             )
         return b"".join(chunks)
 
-    def logprobs(self, choice: Choice, first: int, end: int) -> dict[str, Any]:
+    def logprobs(self, choice: ReplyChoice, first: int, end: int) -> dict[str, Any]:
         return chat_logprobs(choice.pieces[first:end], self.ask.top_logprobs or 0)
 
-    def _delta(self, choice: Choice) -> bytes:
+    def part(self, choice: ReplyChoice, piece: bytes, end: bytes) -> bytes:
         if self.ask.tool is None:
-            return super()._delta(choice)
-        inner = (
-            b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null,"token_ids":null}'
-        ) % (choice.index, self._tool_delta(choice, choice.pieces[choice.emitted - 1]))
-        return b"%b%b}\n\n" % (self._chunk(inner), self._continuous(choice.emitted))
-
-    def last_delta(self, choice: Choice) -> bytes:
-        inner = (
-            b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":"%b","stop_reason":%b,'
-            b'"token_ids":null}'
-        ) % (
+            delta = b'{"content":"%b"}' % piece
+        elif choice.emitted > 1:
+            delta = b'{"tool_calls":[{"index":0,"function":{"arguments":"%b"}}]}' % piece
+        else:
+            delta = b'{"tool_calls":[%b]}' % self._tool_call(choice, piece, b'"index":0,')
+        return b'{"index":%d,"delta":%b,"logprobs":null,%b,"token_ids":null}' % (
             choice.index,
-            self._tool_delta(choice, choice.pieces[-1])
-            if self.ask.tool is not None
-            else b'{"content":"%b"}' % choice.pieces[-1],
-            choice.finish_reason.encode(),
-            quoted(choice.stop_reason),
-        )
-        inner = self._probable(inner, choice, len(choice.pieces) - 1, len(choice.pieces))
-        return self._chunk(inner) + self._end(choice)
-
-    def body(self) -> bytes:
-        choices = b",".join(
-            self._probable(self._choice(c), c, 0, len(c.pieces)) for c in self.choices
-        )
-        start = self._chunk(choices).removeprefix(b"data: ")
-        return b"%b%b,%b%b%b" % (
-            start.replace(b'"chat.completion.chunk"', b'"chat.completion"', 1),
-            b',"service_tier":null' + _FINGERPRINT,
-            self._usage(self.completion_tokens),
-            self._details(),
-            b',"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,'
-            b'"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}',
+            delta,
+            end,
         )
 
-    def _choice(self, choice: Choice) -> bytes:
+    def whole(self, choice: ReplyChoice, end: bytes) -> bytes:
+        content, calls = b'"%b"' % choice.text, b""
+        if self.ask.tool:
+            content, calls = b"null", b',"tool_calls":[%b]' % self._tool_call(choice, choice.text)
         return (
-            b'{"index":%d,"message":{"role":"assistant",%b,"refusal":null,"annotations":null,'
-            b'"audio":null,"function_call":null%b,"reasoning":null},"logprobs":null,'
-            b'"finish_reason":"%b","stop_reason":%b,"token_ids":null,"routed_experts":null}'
-        ) % (
-            choice.index,
-            b'"content":null' if self.ask.tool else b'"content":"%b"' % choice.text,
-            b',"tool_calls":[%b]' % self._tool_call(choice) if self.ask.tool else b"",
-            choice.finish_reason.encode(),
-            quoted(choice.stop_reason),
-        )
+            b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null,'
+            b'"annotations":null,"audio":null,"function_call":null%b,"reasoning":null},'
+            b'"logprobs":null,%b,"token_ids":null,"routed_experts":null}'
+        ) % (choice.index, content, calls, end)
 
-    def _call_id(self, choice: Choice) -> str:
-        return f"chatcmpl-tool-{self.id.removeprefix('chatcmpl-')}-{choice.index}"
-
-    def _tool_call(self, choice: Choice) -> bytes:
-        return b'{"id":%b,"type":"function","function":{"name":%b,"arguments":"%b"}}' % (
-            quoted(self._call_id(choice)),
+    def _tool_call(self, choice: ReplyChoice, text: bytes, place: bytes = b"") -> bytes:
+        call_id = f"chatcmpl-tool-{self.id.removeprefix(self.id_prefix)}-{choice.index}"
+        return b'{"id":%b,"type":"function",%b"function":{"name":%b,"arguments":"%b"}}' % (
+            quoted(call_id),
+            place,
             quoted(self.ask.tool),
-            choice.text,
+            text,
         )
-
-    def _tool_delta(self, choice: Choice, piece: bytes) -> bytes:
-        if choice.emitted > 1:
-            return b'{"tool_calls":[{"index":0,"function":{"arguments":"%b"}}]}' % piece
-        return (
-            b'{"tool_calls":[{"id":%b,"type":"function","index":0,'
-            b'"function":{"name":%b,"arguments":"%b"}}]}'
-        ) % (quoted(self._call_id(choice)), quoted(self.ask.tool), piece)

@@ -1,49 +1,56 @@
-"""/v1/responses, /v1/messages and /v1/embeddings: small, and right in shape."""
+"""/v1/responses and /v1/messages: small, and right in shape."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import struct
 from typing import Any
 
 import msgspec
 
-from hetero_gateway.lab.emulator.bodies import Ask
-from hetero_gateway.lab.emulator.reply import Choice, Reply
+from hetero_gateway.lab.emulator.bodies import messages_ask, responses_ask
+from hetero_gateway.lab.emulator.errors import refused
+from hetero_gateway.lab.emulator.reply import DOCUMENTS, EmulatedReply, ReplyHead, Send, Spawn
+from hetero_gateway.lab.emulator.text import Json, Messages, unescape
 
-EMBEDDING_DIMENSIONS = 8
+_MOST_RESPONSES = 4096
 
 
 def _event(data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), msgspec.json.encode(data))
 
 
-def _plain(escaped: bytes) -> str:
-    text: str = msgspec.json.decode(b'"%b"' % escaped)
-    return text
-
-
-class ResponsesReply(Reply):
+class ResponsesReply(EmulatedReply):
     """/v1/responses: one message of text, in OpenAI's numbered events when streamed."""
 
+    id_prefix = "resp_"
     _sequence_number = -1
-    previous_id: str | None = None
+
+    def __init__(self, store: ResponseStore, body: Json, head: ReplyHead) -> None:
+        ask, self.messages = responses_ask(body, head.model, store.before)
+        super().__init__(ask, head)
+        self._previous_id = body.get("previous_response_id")
+        self._place = {
+            "content_index": 0,
+            "item_id": self.id.replace("resp_", "msg_", 1),
+            "output_index": 0,
+        }
+        self._store = store if body.get("store") is not False else None
+
+    def open(self, send: Send, spawn: Spawn) -> None:
+        if self._store is not None:
+            self._store.keep(self)
+        super().open(send, spawn)
 
     def _numbered(self, kind: str, **fields: Any) -> bytes:
         self._sequence_number += 1
+        kind = f"response.{kind}"
         return _event({**fields, "sequence_number": self._sequence_number, "type": kind})
-
-    @property
-    def _item_id(self) -> str:
-        return self.id.replace("resp_", "msg_", 1)
 
     def _part(self, text: str, logprobs: list[Any] | None = None) -> dict[str, Any]:
         return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._item_id,
+            "id": self._place["item_id"],
             "content": content,
             "role": "assistant",
             "status": status,
@@ -54,105 +61,120 @@ class ResponsesReply(Reply):
     @property
     def text(self) -> str:
         """Its whole answer."""
-        return _plain(self.choices[0].text)
+        return unescape(self.choices[0].text)
 
     def response(self, *, complete: bool) -> dict[str, Any]:
         """The document, as it is at the beginning or at the end."""
+        document = {
+            **DOCUMENTS["response"],
+            "id": self.id,
+            "created_at": self.created,
+            "model": self.model,
+            "max_output_tokens": self.ask.max_tokens,
+            "previous_response_id": self._previous_id,
+        }
+        if not complete:
+            return document
         (choice,) = self.choices
-        cut = complete and choice.finish_reason == "length"
-        usage = {
+        document |= {"output": self._output(), "status": "completed"}
+        if choice.finish_reason == "length":
+            details = {"reason": "max_output_tokens"}
+            document |= {"incomplete_details": details, "status": "incomplete"}
+        document["usage"] = {
             "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": self.cached_tokens,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": choice.emitted,
             "output_tokens_details": {"reasoning_tokens": 0, "tool_output_tokens": 0},
             "total_tokens": self.prompt_tokens + choice.emitted,
         }
-        part = self._part(self.text)
-        return {
-            "id": self.id,
-            "created_at": self.created,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": None,
-            "metadata": None,
-            "model": self.model,
-            "object": "response",
-            "output": [self._item("completed", [part])] if complete else [],
-            "parallel_tool_calls": True,
-            "temperature": 1.0,
-            "tool_choice": "none",
-            "tools": [],
-            "top_p": 1.0,
-            "background": False,
-            "max_output_tokens": self.ask.max_tokens,
-            "max_tool_calls": None,
-            "previous_response_id": self.previous_id,
-            "prompt": None,
-            "reasoning": None,
-            "service_tier": "auto",
-            "status": ("incomplete" if cut else "completed") if complete else "in_progress",
-            "text": None,
-            "top_logprobs": None,
-            "truncation": "disabled",
-            "usage": usage if complete else None,
-            "user": None,
-        }
+        return document
+
+    def _output(self) -> list[dict[str, Any]]:
+        return [self._item("completed", [self._part(self.text)])]
 
     def opening(self) -> bytes:
         response = self.response(complete=False)
+        item = self._item("in_progress", [])
         return (
-            self._numbered("response.created", response=response)
-            + self._numbered("response.in_progress", response=response)
-            + self._numbered(
-                "response.output_item.added", item=self._item("in_progress", []), output_index=0
-            )
-            + self._numbered(
-                "response.content_part.added",
-                content_index=0,
-                item_id=self._item_id,
-                output_index=0,
-                part=self._part("", []),
-            )
+            self._numbered("created", response=response)
+            + self._numbered("in_progress", response=response)
+            + self._numbered("output_item.added", item=item, output_index=0)
+            + self._numbered("content_part.added", **self._place, part=self._part("", []))
         )
 
-    def delta(self, choice: Choice) -> bytes:
-        return self._text_delta(choice.pieces[choice.emitted - 1])
-
-    def last_delta(self, choice: Choice) -> bytes:
-        return self._text_delta(choice.pieces[-1])
-
-    def _text_delta(self, piece: bytes) -> bytes:
+    def text_delta(self, piece: bytes) -> bytes:
         return self._numbered(
-            "response.output_text.delta",
+            "output_text.delta",
             content_index=0,
-            delta=_plain(piece),
-            item_id=self._item_id,
+            delta=unescape(piece),
+            item_id=self._place["item_id"],
             logprobs=[],
             output_index=0,
         )
 
     def closing(self) -> bytes:
-        text = _plain(self.choices[0].text)
-        place = {"content_index": 0, "item_id": self._item_id, "output_index": 0}
+        text, (item,) = self.text, self._output()
         return (
-            self._numbered("response.output_text.done", **place, logprobs=[], text=text)
-            + self._numbered("response.content_part.done", **place, part=self._part(text))
-            + self._numbered(
-                "response.output_item.done",
-                item=self._item("completed", [self._part(text)]),
-                output_index=0,
-            )
-            + self._numbered("response.completed", response=self.response(complete=True))
+            self._numbered("output_text.done", **self._place, logprobs=[], text=text)
+            + self._numbered("content_part.done", **self._place, part=self._part(text))
+            + self._numbered("output_item.done", item=item, output_index=0)
+            + self._numbered("completed", response=self.response(complete=True))
         )
 
     def body(self) -> bytes:
         return msgspec.json.encode(self.response(complete=True))
 
 
-class MessagesReply(Reply):
+class ResponseStore:
+    """What /v1/responses keeps, by its id, so that others continue it or ask for it.
+
+    As in vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1, in the server's memory; not as there, the
+    oldest go when there are many. ``keeps``: False: it forgets all at once, as vLLM by default.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._kept: dict[str, ResponsesReply] = {}
+
+    def keep(self, reply: ResponsesReply) -> None:
+        """A response begins, its sequences in it."""
+        if self._keeps:
+            self._kept[reply.id] = reply
+            if len(self._kept) > _MOST_RESPONSES:
+                del self._kept[next(iter(self._kept))]
+
+    def before(self, previous_id: str) -> Messages:
+        """What is in front of a response that continues this one, its answer included.
+
+        Instructions are not: each response has its own. Raises ApiError: 404.
+        """
+        reply = self._found(previous_id)
+        said = [message for message in reply.messages if message[0] != "system"]
+        return [*said, ("assistant", reply.text)]
+
+    def document(self, response_id: str) -> dict[str, Any]:
+        """A response as it was answered. Raises ApiError: 404."""
+        return self._found(response_id).response(complete=True)
+
+    def cancel(self, response_id: str) -> dict[str, Any]:
+        """Raises ApiError: none of them runs in the background."""
+        self._found(response_id)
+        raise refused("not_cancelled")
+
+    def _found(self, response_id: str) -> ResponsesReply:
+        reply = self._kept.get(response_id)
+        if reply is None or reply.unfinished:
+            raise refused("no_response", name=response_id)
+        return reply
+
+
+class MessagesReply(EmulatedReply):
     """/v1/messages: Anthropic's API, one block of text; a stream ends without ``[DONE]``."""
+
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, body: Json, head: ReplyHead) -> None:
+        super().__init__(messages_ask(body, head.model), head)
 
     @property
     def _stop(self) -> dict[str, Any]:
@@ -184,13 +206,7 @@ class MessagesReply(Reply):
             {"type": "content_block_start", "content_block": block, "index": 0}
         )
 
-    def delta(self, choice: Choice) -> bytes:
-        return self._text_delta(choice.pieces[choice.emitted - 1])
-
-    def last_delta(self, choice: Choice) -> bytes:
-        return self._text_delta(choice.pieces[-1])
-
-    def _text_delta(self, piece: bytes) -> bytes:
+    def text_delta(self, piece: bytes) -> bytes:
         return (
             b"event: content_block_delta\n"
             b'data: {"type":"content_block_delta","delta":{"type":"text_delta","text":"%b"},'
@@ -205,44 +221,5 @@ class MessagesReply(Reply):
         )
 
     def body(self) -> bytes:
-        content = [{"type": "text", "text": _plain(self.choices[0].text)}]
+        content = [{"type": "text", "text": unescape(self.choices[0].text)}]
         return msgspec.json.encode(self._message(content, **self._stop, usage=self._usage))
-
-
-class EmbeddingsReply(Reply):
-    """/v1/embeddings: a unit-free vector that depends on the input alone.
-
-    Args:
-        inputs: what to embed, in the client's order.
-        as_base64: little-endian float32 in base64, as the ``openai`` package asks for.
-    """
-
-    def __init__(
-        self,
-        ask: Ask,
-        request_id: str,
-        model: str,
-        created: int,
-        arrived_s: float,
-        inputs: list[Any],
-        as_base64: bool,
-    ) -> None:
-        super().__init__(ask, request_id, model, created, arrived_s)
-        self.inputs = inputs
-        self.as_base64 = as_base64
-
-    def body(self) -> bytes:
-        data = [
-            {"index": i, "object": "embedding", "embedding": self._embedding(item)}
-            for i, item in enumerate(self.inputs)
-        ]
-        return self.listed(data)
-
-    def _embedding(self, item: Any) -> list[float] | str:
-        digest = hashlib.blake2b(
-            msgspec.json.encode(item), digest_size=4 * EMBEDDING_DIMENSIONS
-        ).digest()
-        values = [n / 2**31 - 1 for n in struct.unpack(f"<{EMBEDDING_DIMENSIONS}I", digest)]
-        if not self.as_base64:
-            return values
-        return base64.b64encode(struct.pack(f"<{EMBEDDING_DIMENSIONS}f", *values)).decode()

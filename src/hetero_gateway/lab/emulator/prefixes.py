@@ -8,7 +8,7 @@ that are cached. A block's key is a hash of its tokens and of the key in front o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 
 import msgspec
 
@@ -17,7 +17,9 @@ from hetero_gateway.lab.emulator.text import (
     BYTES_PER_TOKEN,
     TEMPLATE_HEADER_TOKENS,
     Json,
+    Messages,
     token_text,
+    unescape,
 )
 
 _FILL = b"\xff"
@@ -44,8 +46,8 @@ def id_tokens(ids: Iterable[int]) -> bytes:
     return b"".join(parts)
 
 
-def chat_tokens(messages: Sequence[tuple[str, str]], tools: Json = None) -> bytes:
-    """The tokens of a chat of these (role, text), as its template puts them."""
+def chat_tokens(messages: Messages, tools: Json = None) -> bytes:
+    """The tokens of a chat, as its template puts them."""
     parts = [text_tokens(msgspec.json.encode(tools).decode())] if tools else []
     for role, text in messages:
         parts += (_header(role), text_tokens(text), _END)
@@ -63,8 +65,8 @@ def answer_tokens(pieces: Iterable[bytes]) -> bytes:
     parts = []
     for piece in pieces:
         if len(piece) != BYTES_PER_TOKEN or b"\\" in piece:
-            text: str = msgspec.json.decode(b'"%b"' % piece)
-            piece = text.encode("utf-8", "replace")[:BYTES_PER_TOKEN].ljust(BYTES_PER_TOKEN, _FILL)
+            data = unescape(piece).encode("utf-8", "replace")
+            piece = data[:BYTES_PER_TOKEN].ljust(BYTES_PER_TOKEN, _FILL)
         parts.append(piece)
     return b"".join(parts)
 

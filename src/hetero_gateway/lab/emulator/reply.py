@@ -8,41 +8,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from pathlib import Path
 from types import coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from hetero_gateway.engines.vllm import ABORT
-from hetero_gateway.lab.emulator.answer import Answer
+from hetero_gateway.lab.emulator.answer import Script
 from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.sim.engine import Sequence
 
 FINGERPRINT = "vllm-0.32.0-emulated"
 SSE = b"text/event-stream; charset=utf-8"
 JSON = b"application/json"
+# Documents of vLLM's, with all of their keys in order, and the values that never change.
+DOCUMENTS = msgspec.json.decode(Path(__file__).with_name("documents.json").read_bytes())
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
-class Choice(Sequence):
+class ReplyChoice(Sequence):
     """One sequence of a reply."""
 
     __slots__ = (
-        "emitted",
-        "finish_reason",
-        "first_token_s",
-        "head",
-        "index",
-        "pieces",
-        "reply",
-        "stop_reason",
-        "tail",
+        *("emitted", "finish_reason", "first_token_s", "head", "index"),
+        *("pieces", "reply", "stop_reason", "tail"),
     )
 
     def __init__(
-        self, reply: Reply, index: int, prompt_tokens: int, answer: Answer, keys: list[int]
+        self, reply: EmulatedReply, index: int, prompt_tokens: int, answer: Script, keys: list[int]
     ) -> None:
         super().__init__(prompt_tokens, len(answer.pieces), keys)
         self.reply = reply
@@ -108,35 +104,43 @@ def _resume(sending: Generator[Any, Any, None], waiting_for: Any) -> Generator[A
     yield from sending
 
 
-class Reply:
-    """What every endpoint's reply shares.
+class ReplyHead(NamedTuple):
+    """What an answer tells of its request beside the body.
 
     Args:
-        ask: what was asked.
-        request_id: the whole id, prefix included.
+        suffix: of the answer's id.
         model: the name to answer under.
         created: Unix time, s.
         arrived_s: wall clock of the arrival.
     """
 
-    def __init__(
-        self, ask: Ask, request_id: str, model: str, created: int, arrived_s: float
-    ) -> None:
+    suffix: str
+    model: str
+    created: int
+    arrived_s: float
+
+
+class EmulatedReply:
+    """What every endpoint's reply shares."""
+
+    id_prefix = ""
+    outlet: Outlet
+
+    def __init__(self, ask: Ask, head: ReplyHead) -> None:
         self.ask = ask
-        self.id = request_id
-        self.model = model
-        self.created = created
-        self.arrived_s = arrived_s
+        self.id = self.id_prefix + head.suffix
+        self.model = head.model
+        self.created = head.created
+        self.arrived_s = head.arrived_s
         self.streamed = ask.stream
-        self.choices: list[Choice] = []
+        self.choices: list[ReplyChoice] = []
         self.unfinished = 0
         self.says_cached = False  # whether its usage says how many prompt tokens were cached
         self._opened = False
-        self.outlet: Outlet | None = None
 
-    def add(self, prompt_tokens: int, answer: Answer, keys: list[int]) -> None:
+    def add(self, prompt_tokens: int, answer: Script, keys: list[int]) -> None:
         """One more sequence; ``keys`` of its blocks, none where there is no prefix cache."""
-        self.choices.append(Choice(self, len(self.choices), prompt_tokens, answer, keys))
+        self.choices.append(ReplyChoice(self, len(self.choices), prompt_tokens, answer, keys))
         self.unfinished += 1
 
     @property
@@ -159,13 +163,15 @@ class Reply:
         if self.streamed:
             self.outlet.start(200, SSE)
 
+    def _opening(self) -> bytes:
+        opened, self._opened = self._opened, True
+        return b"" if opened else self.opening()
+
     # -- called by the step loop
 
-    def on_token(self, choice: Choice) -> None:
+    def on_token(self, choice: ReplyChoice) -> None:
         """A streamed choice has one more token (``choice.emitted`` counts it)."""
-        assert self.outlet is not None
-        opening = b"" if self._opened else self.opening()
-        self._opened = True
+        opening = self._opening()
         if choice.emitted < choice.output_tokens:
             self.outlet.write(opening + self.delta(choice))
             return
@@ -178,7 +184,6 @@ class Reply:
 
     def on_finished(self) -> None:
         """A choice of a reply that is not streamed is complete."""
-        assert self.outlet is not None
         self.unfinished -= 1
         if not self.unfinished:
             body = self.body()
@@ -188,10 +193,8 @@ class Reply:
     def abort(self) -> None:
         """End every unfinished choice here, as a vLLM that is asked to stop does: finish_reason
         "abort" and a ``[DONE]`` that proves nothing."""
-        assert self.outlet is not None
         unfinished = [c for c in self.choices if c.emitted < c.output_tokens]
-        data = b"" if self._opened else self.opening()
-        self._opened = True
+        data = self._opening()
         for choice in unfinished:
             choice.pieces = [*choice.pieces[: choice.emitted], b""]
             choice.finish_reason = ABORT
@@ -210,12 +213,16 @@ class Reply:
         """What precedes the first token of a stream."""
         return b""
 
-    def delta(self, choice: Choice) -> bytes:
+    def delta(self, choice: ReplyChoice) -> bytes:
         """The chunk of a token that is not the choice's last."""
-        raise NotImplementedError
+        return self.text_delta(choice.pieces[choice.emitted - 1])
 
-    def last_delta(self, choice: Choice) -> bytes:
+    def last_delta(self, choice: ReplyChoice) -> bytes:
         """The chunk of the choice's last token."""
+        return self.text_delta(choice.pieces[-1])
+
+    def text_delta(self, piece: bytes) -> bytes:
+        """The chunk of any token, where they are all alike."""
         raise NotImplementedError
 
     def closing(self) -> bytes:
@@ -225,22 +232,3 @@ class Reply:
     def body(self) -> bytes:
         """The whole answer when it is not streamed."""
         raise NotImplementedError
-
-    def listed(self, data: list[dict[str, Any]]) -> bytes:
-        """vLLM's list of what was made of prompts alone: embeddings, scores."""
-        tokens = self.prompt_tokens
-        return msgspec.json.encode(
-            {
-                "id": self.id,
-                "object": "list",
-                "created": self.created,
-                "model": self.model,
-                "data": data,
-                "usage": {
-                    "prompt_tokens": tokens,
-                    "total_tokens": tokens,
-                    "completion_tokens": 0,
-                    "prompt_tokens_details": None,
-                },
-            }
-        )

@@ -14,7 +14,7 @@ from hetero_gateway.lab.emulator.app import EmulatedVLLM
 _BACKLOG = 4096  # a burst of clients must not see refused connections
 
 
-class Server(uvicorn.Server):
+class EmulatedServer(uvicorn.Server):
     """uvicorn, with an address of its own, and saying when it is ready.
 
     Args:
@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
         self.emulated = emulated
         super().__init__(
             uvicorn.Config(
-                self.emulated,
+                emulated,
                 http="httptools",
                 loop="uvloop",
                 ws="none",
@@ -71,8 +71,7 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one.
 
-    Raises:
-        ConfigError: the address cannot be used.
+    Raises ConfigError: the address cannot be used.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port: must be 0 to 65535, not {port}")

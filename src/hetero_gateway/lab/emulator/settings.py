@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.lab.emulator.lengths import LogNormalLengths, OutputLengths
+from hetero_gateway.lab.emulator.lengths import LogNormalOutputs, OutputLengths
 from hetero_gateway.sim.engine import Scheduling
 
 BLOCK_TOKENS = 16
@@ -15,7 +15,7 @@ DEFAULT_MAX_MODEL_LEN = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EmulatorSettings:
     """Everything but the address it listens on.
 
     Args:
@@ -49,7 +49,7 @@ class Settings:
     num_gpu_blocks: int | None = None
     max_num_queued_reqs: int | None = None
     api_key: str | None = None
-    lengths: OutputLengths = field(default_factory=LogNormalLengths)
+    lengths: OutputLengths = field(default_factory=LogNormalOutputs)
     seed: int = 0
     slowdown: float = 1.0
     prefix_caching: bool = True
@@ -62,11 +62,8 @@ class Settings:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')}: must be above 0")
         for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_gpu_blocks",
-            "max_num_queued_reqs",
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+            *("num_gpu_blocks", "max_num_queued_reqs"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

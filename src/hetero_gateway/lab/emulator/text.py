@@ -31,6 +31,7 @@ _TABLE_SIZE = 4096
 _TABLE = [f" {word}".encode() for word in Random(0).choices(_WORDS, k=_TABLE_SIZE)]
 
 Json = Any  # a decoded JSON value
+Messages = list[tuple[str, str]]  # the role and the text of each
 
 
 def count_tokens(text: str) -> int:
@@ -49,6 +50,12 @@ def words(offset: int, count: int) -> list[bytes]:
 def escape(text: str) -> bytes:
     """``text`` as it stands between the quotes of a JSON string."""
     return msgspec.json.encode(text)[1:-1]
+
+
+def unescape(piece: bytes) -> str:
+    """The text of what stands between the quotes of a JSON string."""
+    text: str = msgspec.json.decode(b'"%b"' % piece)
+    return text
 
 
 def tokenize(text: str) -> list[int]:
@@ -74,8 +81,7 @@ class SchemaError(ValueError):
 def sample_json(schema: Json, root: Json = None, depth: int = 0) -> Json:
     """A small value that matches a JSON schema's types, required keys and enumerations.
 
-    Raises:
-        SchemaError: an unknown type.
+    Raises SchemaError: an unknown type.
     """
     root = schema if root is None else root
     if not isinstance(schema, Mapping) or depth > 16:

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from hetero_gateway.errors import HeteroGatewayError
 
@@ -45,8 +44,7 @@ class Child:
     async def url(self) -> str:
         """The address that it says it serves on, as soon as it says so.
 
-        Raises:
-            HeteroGatewayError: it ended, or said nothing within ``START_TIMEOUT_S``.
+        Raises HeteroGatewayError: it ended, or said nothing within ``START_TIMEOUT_S``.
         """
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while (match := _URL.search(self._output())) is None:
@@ -116,10 +114,5 @@ class Children:
     def __enter__(self) -> Children:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

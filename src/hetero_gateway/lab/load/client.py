@@ -9,11 +9,13 @@ what it means is ``judge``'s to say.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -34,7 +36,7 @@ _INSTANCE_HEADER = b"x-hetero-gateway-instance"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """Where to send. ``path_prefix`` has no trailing slash; ``api_key`` None sends none."""
 
     host: str
@@ -44,16 +46,19 @@ class Target:
     api_key: str | None = None
 
     @property
+    def address(self) -> str:
+        """Host and port, as in a URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def base_url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.path_prefix}"
+        return f"{'https' if self.tls else 'http'}://{self.address}{self.path_prefix}"
 
 
-def parse_target(url: str, api_key: str | None = None) -> Target:
+def parse_target(url: str, api_key: str | None = None) -> LoadTarget:
     """``http://HOST[:PORT][/PREFIX]``, with or without the closing ``/v1``.
 
-    Raises:
-        ConfigError: no such URL.
+    Raises ConfigError: no such URL.
     """
     try:
         parts = urlsplit(url)
@@ -63,7 +68,7 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{url}: must be http://HOST[:PORT] or https://HOST[:PORT]")
     tls = parts.scheme == "https"
-    return Target(
+    return LoadTarget(
         host=parts.hostname,
         port=port or (443 if tls else 80),
         tls=tls,
@@ -192,7 +197,7 @@ class _Connection(asyncio.Protocol):
 class LoadClient:
     """Sends POSTs to one target over as many connections as there are requests at a time."""
 
-    def __init__(self, target: Target, path: str, *, stream: bool, timeout_s: float) -> None:
+    def __init__(self, target: LoadTarget, path: str, *, stream: bool, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._target = target
         self._stream = stream
@@ -200,11 +205,10 @@ class LoadClient:
         self._tls = ssl.create_default_context() if target.tls else None
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
-        host = f"[{target.host}]" if ":" in target.host else target.host
         authorization = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
         self._head = (
             f"POST {target.path_prefix}{path} HTTP/1.1\r\n"
-            f"host: {host}:{target.port}\r\n"
+            f"host: {target.address}\r\n"
             "content-type: application/json\r\n"
             f"{authorization}"
             "content-length: "
@@ -212,8 +216,12 @@ class LoadClient:
 
     async def warm(self, connections: int) -> None:
         """Have this many open connections ready; silent when it cannot: ``post`` reports it."""
-        have = [await self._fresh_or_none() for _ in range(connections)]
-        self._idle.extend(connection for connection in have if connection is not None)
+        have = []
+        for _ in range(connections):
+            with contextlib.suppress(OSError, TimeoutError):
+                have.append(await self._connection())
+                have[-1].idle_since_s = time.perf_counter()
+        self._idle += have
 
     async def post(self, body: bytes, reply: Reply | None = None) -> Reply:
         """Send one body and wait for the whole answer; never raises for what the server does.
@@ -252,14 +260,6 @@ class LoadClient:
             connection.abort("reset")
         await asyncio.gather(*(connection.closed for connection in self._open))
 
-    async def _fresh_or_none(self) -> _Connection | None:
-        try:
-            connection = await self._connection()
-        except (OSError, TimeoutError):
-            return None
-        connection.idle_since_s = time.perf_counter()
-        return connection
-
     async def _connection(self) -> _Connection:
         fresh_after_s = time.perf_counter() - _REUSE_WITHIN_S
         while self._idle:
@@ -279,15 +279,29 @@ class LoadClient:
         return connection
 
 
-def judge(reply: Reply, *, stream: bool) -> tuple[str | None, int | None, int | None]:
-    """The error kind (see ``RequestRecord``), prompt tokens and output tokens by ``usage``."""
+class Judgement(NamedTuple):
+    """What a reply means.
+
+    Args:
+        error: its kind (see ``RequestRecord``), or None.
+        prompt_tokens, output_tokens: by ``usage``; None where it does not say.
+        cached_tokens: of the prompt, what the engine had cached, likewise.
+    """
+
+    error: str | None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+def judge(reply: Reply, *, stream: bool) -> Judgement:
+    """What came of a request, by its status and the end of its answer."""
     if reply.failure is not None:
-        return reply.failure, None, None
+        return Judgement(reply.failure)
     if reply.status != 200:
-        return f"http_{reply.status}", None, None
-    documents = _stream_documents(reply.tail) if stream else [reply.tail]
-    usage: tuple[int | None, int | None] = (None, None)
-    error: str | None = None
+        return Judgement(f"http_{reply.status}")
+    usage, cached, error = _Usage(), None, None
+    documents = stream_documents(reply.tail.splitlines()[-12:]) if stream else [reply.tail]
     for text in documents:
         try:
             document = msgspec.json.decode(text, type=_Answer)
@@ -300,22 +314,12 @@ def judge(reply: Reply, *, stream: bool) -> tuple[str | None, int | None, int | 
         elif any(choice.finish_reason == ABORT for choice in document.choices):
             error = error or "aborted"
         if document.usage is not None:
-            usage = (document.usage.prompt_tokens, document.usage.completion_tokens)
+            usage = document.usage
+            if usage.prompt_tokens_details is not None:
+                cached = usage.prompt_tokens_details.cached_tokens
     if error is None and stream and DONE.rstrip() not in reply.tail[-256:]:
         error = "incomplete"
-    return error, usage[0], usage[1]
-
-
-def cached_tokens(reply: Reply, *, stream: bool) -> int | None:
-    """Prompt tokens that the engine had cached, by ``usage``; None where it does not say."""
-    for text in reversed(_stream_documents(reply.tail) if stream else [reply.tail]):
-        try:
-            usage = msgspec.json.decode(text, type=_Answer).usage
-        except msgspec.MsgspecError:
-            continue
-        if usage is not None and usage.prompt_tokens_details is not None:
-            return usage.prompt_tokens_details.cached_tokens
-    return None
+    return Judgement(error, usage.prompt_tokens, usage.completion_tokens, cached)
 
 
 class _Details(msgspec.Struct):
@@ -340,7 +344,6 @@ class _Answer(msgspec.Struct):
     error: object = None
 
 
-def _stream_documents(tail: bytes) -> list[bytes]:
-    """The JSON of a stream's last events; [DONE] is not among them."""
-    lines = tail.splitlines()[-12:]
+def stream_documents(lines: Iterable[bytes]) -> list[bytes]:
+    """The JSON of a stream's events; [DONE] is not among them."""
     return [line[5:].strip() for line in lines if line.startswith(b"data:") and b"{" in line]

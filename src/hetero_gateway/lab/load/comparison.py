@@ -27,10 +27,8 @@ class PolicyResult:
 
     def instance(self, instance_id: str) -> InstanceShare:
         """What the instance did; nothing, where it got no request."""
-        for share in self.summary.instances:
-            if share.instance_id == instance_id:
-                return share
-        return InstanceShare(instance_id, 0, 0.0)
+        shares = (share for share in self.summary.instances if share.instance_id == instance_id)
+        return next(shares, InstanceShare(instance_id, 0, 0.0))
 
 
 def table_rows(

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from hetero_gateway.files.prefix_trace import TracedText
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.lab.load.client import Reply
+from hetero_gateway.lab.load.client import Reply, stream_documents
 
 # What a chat template takes of a message, about.
 _MESSAGE_TOKENS = 4
@@ -26,17 +27,17 @@ _MESSAGE_TOKENS = 4
 Message = dict[str, str]
 
 
+@dataclass(slots=True)
 class _Turn:
     """One request, and what the next turn of its session needs of it."""
 
-    def __init__(self, request: LoadRequest, text: TracedText, continues: _Turn | None) -> None:
-        self.request = request
-        self.text = text
-        self.continues = continues
-        self.messages: list[Message] = []
-        self.answer: str | None = None
-        self.over = asyncio.Event()
-        self.is_continued = False
+    request: LoadRequest
+    text: TracedText
+    continues: _Turn | None
+    messages: list[Message] = field(default_factory=list)
+    answer: str | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    is_continued: bool = False
 
 
 class Conversations:
@@ -100,8 +101,7 @@ class Conversations:
 
     def _opening(self, turn: _Turn, index: int) -> list[Message]:
         request, text = turn.request, turn.text
-        ids = [i for first, count in text.runs for i in range(first, first + count)]
-        ids = ids[: request.input_tokens // text.block_tokens]
+        ids = _blocks_of(text)[: request.input_tokens // text.block_tokens]
         cut = next((i + 1 for i, block in enumerate(ids) if block in self._part_ends), 0)
         system, rest = ids[:cut], ids[cut:]
         own = request.input_tokens - len(ids) * text.block_tokens - 2 * _MESSAGE_TOKENS
@@ -127,10 +127,12 @@ class Conversations:
 
 def _goes_on(previous: _Turn, text: TracedText) -> bool:
     """Whether a text begins with the whole of the session's last one."""
-    before = previous.text.runs
-    blocks = [i for first, count in before for i in range(first, first + count)]
-    now = [i for first, count in text.runs for i in range(first, first + count)]
-    return text.turn == previous.text.turn + 1 and now[: len(blocks)] == blocks
+    blocks = _blocks_of(previous.text)
+    return text.turn == previous.text.turn + 1 and _blocks_of(text)[: len(blocks)] == blocks
+
+
+def _blocks_of(text: TracedText) -> list[int]:
+    return [i for first, count in text.runs for i in range(first, first + count)]
 
 
 def answer_text(reply: Reply, *, stream: bool) -> str | None:
@@ -138,10 +140,7 @@ def answer_text(reply: Reply, *, stream: bool) -> str | None:
     if reply.failure is not None or reply.status != 200:
         return None
     body = b"".join(part for _, part in reply.parts) if reply.parts else reply.tail
-    documents: list[bytes] = [body]
-    if stream:
-        lines = body.splitlines()
-        documents = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+    documents = stream_documents(body.splitlines()) if stream else [body]
     texts = []
     for document in documents:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class EmulatedInstance:
     believed: Profile | None = None
 
 
+@dataclass
 class EmulatedCluster:
     """Starts the processes; whoever made ``children`` ends them.
 
@@ -54,39 +55,23 @@ class EmulatedCluster:
             what serves them, finds nothing cached.
     """
 
-    def __init__(
-        self,
-        instances: Sequence[EmulatedInstance],
-        model: str,
-        time_scale: float,
-        port: int,
-        folder: Path,
-        children: Children,
-        *,
-        instance_options: Sequence[str] = (),
-        gateway_config: Mapping[str, Any] | None = None,
-        described: bool = True,
-        prefix_caching: bool = False,
-    ) -> None:
-        self._instances = tuple(instances)
-        self._model = model
-        self._time_scale = time_scale
-        self._port = port
-        self._url = ""
-        self._folder = folder
-        self._children = children
-        caching = "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"
-        self._instance_options = (caching, *instance_options)
-        self._gateway_config = dict(gateway_config or {})
-        self._described = described
+    members: Sequence[EmulatedInstance]
+    model: str
+    time_scale: float
+    port: int
+    folder: Path
+    children: Children
+    _: KW_ONLY
+    instance_options: Sequence[str] = ()
+    gateway_config: Mapping[str, Any] | None = None
+    described: bool = True
+    prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        self.url = ""  # of the gateway that was started last
         self.instance_urls: dict[str, str] = {}
         self._emulators: list[Child] = []
         self._gateway: Child | None = None
-
-    @property
-    def url(self) -> str:
-        """Of the gateway that was started last."""
-        return self._url
 
     @property
     def emulator_pids(self) -> list[int]:
@@ -100,14 +85,15 @@ class EmulatedCluster:
 
     async def start_instances(self) -> None:
         """Start the emulated instances, and write the gateway's configuration."""
+        caching = "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"
         self._emulators = [
-            self._children.start(
+            self.children.start(
                 instance.instance_id,
-                *("emulate", "--profile", instance.profile, "--model", self._model),
-                *("--port", "0", "--time-scale", f"{self._time_scale:g}"),
-                *self._instance_options,
+                *("emulate", "--profile", instance.profile, "--model", self.model),
+                *("--port", "0", "--time-scale", f"{self.time_scale:g}"),
+                *(caching, *self.instance_options),
             )
-            for instance in self._instances
+            for instance in self.members
         ]
         for child in self._emulators:
             self.instance_urls[child.name] = await child.url()
@@ -119,21 +105,21 @@ class EmulatedCluster:
         ``scheduler``: of this one's configuration, in place of what all have.
         """
         if self._gateway is not None:
-            self._children.stop(self._gateway)
+            self.children.stop(self._gateway)
         self._write_config(scheduler)
-        self._gateway = self._children.start(
+        self._gateway = self.children.start(
             "the gateway",
-            *("serve", "-c", str(self._folder / "gateway.yaml"), "--host", "127.0.0.1"),
-            *("--port", str(self._port), "--policy", policy, "--log-level", "warning"),
+            *("serve", "-c", str(self.folder / "gateway.yaml"), "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--policy", policy, "--log-level", "warning"),
         )
-        self._url = await self._gateway.url()
+        self.url = await self._gateway.url()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not all(i["up"] for i in await self.instances()):
-                    self._children.check()
+                    self.children.check()
                     await asyncio.sleep(_POLL_S)
         except (TimeoutError, httpx.HTTPError) as error:
-            self._children.check()
+            self.children.check()
             raise HeteroGatewayError(
                 f"the gateway does not see the instances: {error!r}"
             ) from error
@@ -141,8 +127,8 @@ class EmulatedCluster:
     @property
     def admin_key(self) -> str:
         """Of the gateway that was started last. Raises HeteroGatewayError."""
-        if (found := find(self._url)) is None:
-            raise HeteroGatewayError(f"{self._url}: the gateway's admin key cannot be read")
+        if (found := find(self.url)) is None:
+            raise HeteroGatewayError(f"{self.url}: the gateway's admin key cannot be read")
         return found.key
 
     async def instances(self) -> list[dict[str, Any]]:
@@ -172,24 +158,24 @@ class EmulatedCluster:
     def _write_config(self, scheduler: Mapping[str, Any] | None = None) -> None:
         """Write the gateway's configuration, its profiles on the emulators' clock."""
         instances = []
-        for instance in self._instances:
+        for instance in self.members:
             url = self.instance_urls[instance.instance_id]
             entry = {"id": instance.instance_id, "base_url": url}
-            if self._described:
+            if self.described:
                 name = f"{instance.instance_id}.believed.yaml"
                 profile = instance.believed or load_profile(instance.profile)
-                write_profile(profile, self._folder / name, speed=self._time_scale)
-                entry |= {"model": self._model, "profile": name}
+                write_profile(profile, self.folder / name, speed=self.time_scale)
+                entry |= {"model": self.model, "profile": name}
             instances.append(entry)
         config = {
             # An emulated instance that takes long to answer is on a busy machine, and not down.
             "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
-            **self._gateway_config,
+            **(self.gateway_config or {}),
             **({} if scheduler is None else {"scheduler": dict(scheduler)}),
             "server": {"shutdown_timeout_s": 1},
             "instances": instances,
         }
-        (self._folder / "gateway.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        (self.folder / "gateway.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def write_profile(profile: Profile, path: Path, *, speed: float = 1.0) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.files.trace import LoadRequest
-from hetero_gateway.lab.load.client import LoadClient, Reply, Target, cached_tokens, judge
+from hetero_gateway.lab.load.client import LoadClient, LoadTarget, Reply, judge
 from hetero_gateway.lab.load.conversations import Conversations
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind
 from hetero_gateway.lab.load.result import RequestRecord
@@ -25,16 +25,12 @@ class ReplayOptions:
     timeout_s: float = 600.0
 
 
-def _ignore(_record: RequestRecord) -> None:
-    pass
-
-
 async def replay(
-    target: Target,
+    target: LoadTarget,
     requests: Sequence[LoadRequest],
     maker: BodyMaker,
     options: ReplayOptions,
-    on_record: Callable[[RequestRecord], None] = _ignore,
+    on_record: Callable[[RequestRecord], None] = lambda _: None,
 ) -> list[RequestRecord]:
     """Send every request when it is due and return the records in order of sending.
 
@@ -44,12 +40,7 @@ async def replay(
     Open loop: a slow server does not slow the sending, unless ``concurrency`` is reached; then
     requests are sent late, which the records show (``sent_s`` after ``due_s``).
 
-    Args:
-        target: where to.
-        requests: sorted by ``due_s``.
-        maker: makes the bodies.
-        options: bounds.
-        on_record: called with each record as it is made.
+    ``requests`` are sorted by ``due_s``; ``on_record`` is called with each record as it is made.
     """
     raise_file_limit()
     client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=options.timeout_s)
@@ -97,7 +88,7 @@ def _record(
     index: int, request: LoadRequest, reply: Reply, due_s: float, start_s: float, maker: BodyMaker
 ) -> RequestRecord:
     """What came of one request; ``start_s``: what a record's times count from."""
-    error, prompt_tokens, output_tokens = judge(reply, stream=maker.stream)
+    judged = judge(reply, stream=maker.stream)
     counted = tokens_of_events(maker.kind.path, reply.events)  # where there is no usage
     return RequestRecord(
         index=index,
@@ -105,12 +96,12 @@ def _record(
         sent_s=reply.sent_s - start_s,
         first_s=None if reply.first_s is None else reply.first_s - start_s,
         end_s=reply.end_s - start_s,
-        input_tokens=request.input_tokens if prompt_tokens is None else prompt_tokens,
-        output_tokens=counted if output_tokens is None else output_tokens,
+        input_tokens=request.input_tokens if judged.prompt_tokens is None else judged.prompt_tokens,
+        output_tokens=counted if judged.output_tokens is None else judged.output_tokens,
         instance=reply.instance,
-        error=error,
+        error=judged.error,
         streamed=maker.stream,
-        cached_tokens=cached_tokens(reply, stream=maker.stream) if error is None else None,
+        cached_tokens=judged.cached_tokens if judged.error is None else None,
     )
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.figures import Distribution
+
+_DISTRIBUTIONS = ("latency_s", "ttft_s", "tpot_s", "send_delay_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +111,13 @@ class Summary:
 
     def scaled(self, factor: float) -> Summary:
         """The same run on a clock that ticks ``factor`` times as many seconds."""
-        return Summary(
-            requests=self.requests,
-            errors=self.errors,
+        return replace(
+            self,
             duration_s=self.duration_s * factor,
-            input_tokens=self.input_tokens,
-            output_tokens=self.output_tokens,
-            latency_s=self.latency_s.scaled(factor),
-            ttft_s=self.ttft_s.scaled(factor),
-            tpot_s=self.tpot_s.scaled(factor),
-            send_delay_s=self.send_delay_s.scaled(factor),
+            **{name: getattr(self, name).scaled(factor) for name in _DISTRIBUTIONS},
             instances=tuple(
-                InstanceShare(i.instance_id, i.requests, i.completion_s * factor)
-                for i in self.instances
+                replace(share, completion_s=share.completion_s * factor) for share in self.instances
             ),
-            errors_by_kind=self.errors_by_kind,
-            cached_share=self.cached_share,
-            slo_share=self.slo_share,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,10 +133,7 @@ class Summary:
             "output_tokens": self.output_tokens,
             "cached_share": self.cached_share,
             "slo_share": self.slo_share,
-            "latency_s": self.latency_s.to_dict(),
-            "ttft_s": self.ttft_s.to_dict(),
-            "tpot_s": self.tpot_s.to_dict(),
-            "send_delay_s": self.send_delay_s.to_dict(),
+            **{name: getattr(self, name).to_dict() for name in _DISTRIBUTIONS},
             "instances": [
                 {"id": i.instance_id, "requests": i.requests, "completion_s": i.completion_s}
                 for i in self.instances
@@ -166,7 +155,15 @@ def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
     start_s = min((r.sent_s for r in records), default=0.0)
     says = [r for r in good if r.cached_tokens is not None]
     prompt_tokens = sum(r.input_tokens for r in says)
-    counts = Counter(r.instance for r in good if r.instance is not None)
+    cached_share = slo_share = None
+    if prompt_tokens:
+        cached_share = sum(r.cached_tokens or 0 for r in says) / prompt_tokens
+    if slo is not None and records:
+        slo_share = sum(within(r, slo) for r in records) / len(records)
+    ends_s: dict[str, list[float]] = {}
+    for r in good:
+        if r.instance is not None:
+            ends_s.setdefault(r.instance, []).append(r.end_s - start_s)
     return Summary(
         requests=len(records),
         errors=len(records) - len(good),
@@ -178,18 +175,9 @@ def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         tpot_s=Distribution.of([r.tpot_s for r in good if r.tpot_s is not None]),
         send_delay_s=Distribution.of([max(0.0, r.sent_s - r.due_s) for r in records]),
         instances=tuple(
-            InstanceShare(
-                instance,
-                counts[instance],
-                max(r.end_s for r in good if r.instance == instance) - start_s,
-            )
-            for instance in sorted(counts)
+            InstanceShare(name, len(ends), max(ends)) for name, ends in sorted(ends_s.items())
         ),
         errors_by_kind=dict(Counter(r.error for r in records if r.error is not None)),
-        cached_share=sum(r.cached_tokens or 0 for r in says) / prompt_tokens
-        if prompt_tokens
-        else None,
-        slo_share=None
-        if slo is None or not records
-        else sum(within(r, slo) for r in records) / len(records),
+        cached_share=cached_share,
+        slo_share=slo_share,
     )

@@ -23,7 +23,7 @@ import numpy as np
 
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.lab.load.client import LoadClient, Reply
-from hetero_gateway.lab.profiler.grid import Cell
+from hetero_gateway.lab.profiler.grid import GridCell
 from hetero_gateway.lab.profiler.tracks import Reading, Track, read_batch, track
 
 # Ids that vocabularies have, clear of the special tokens at the low end: from the widest to what
@@ -54,16 +54,14 @@ class Shot:
         gate_margin_s: from the last sending to the gate's token; at most 0: it came too late.
         client_cpu: this process's CPU seconds per second while the batch ran.
         prompt_tokens, output_tokens: of all its requests and the gate, as the engine counts them.
-        took_s: the whole.
     """
 
-    failure: str | None
-    reading: Reading | None
-    gate_margin_s: float
-    client_cpu: float
-    prompt_tokens: int
-    output_tokens: int
-    took_s: float
+    failure: str | None = None
+    reading: Reading | None = None
+    gate_margin_s: float = 0.0
+    client_cpu: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 class BatchSender:
@@ -75,17 +73,15 @@ class BatchSender:
         self._rng = np.random.default_rng()  # fresh prompts in every run, also of the same seed
         self.dialect = Dialect()
 
-    async def agree(self, prompt_tokens: int, output_tokens: int) -> Shot:
+    async def agree(self, prompt_tokens: int, output_tokens: int) -> Reading:
         """One small request; what the engine refuses of the optional fields is left out from now.
 
         Raises:
             ConfigError: the engine refuses the request for another reason.
             HeteroGatewayError: it does not answer it.
         """
-        cell = Cell(1, prompt_tokens, output_tokens, one_step=True)
         while True:
             reply = _traced()
-            began_s = time.perf_counter()
             await self._client.post(self._body(prompt_tokens, output_tokens), reply)
             if reply.status == 400:
                 self.dialect = self._without(reply.tail.decode("utf-8", "replace"))
@@ -93,37 +89,42 @@ class BatchSender:
             found = _refused(reply) or track(reply, prompt_tokens)
             if isinstance(found, str):
                 raise HeteroGatewayError(f"the engine does not complete a small request: {found}")
-            return _shot(cell, [found], reply.sent_s, began_s, (0.0, 0.0), None)
+            return read_batch([found], reply.sent_s)
 
-    async def measure(self, cell: Cell, gate_tokens: int) -> Shot:
+    async def measure(self, cell: GridCell, gate_tokens: int) -> Shot:
         """Send the gate, then the batch, and wait for all of it."""
         gate_body = self._body(gate_tokens, 1)
         bodies = [
             self._body(cell.prompt_tokens, cell.output_tokens) for _ in range(cell.batch_size)
         ]
         await self._client.warm(cell.batch_size + 1)
-        began_s = time.perf_counter()
         gate = _traced()
         replies = [_traced() for _ in bodies]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._client.post(gate_body, gate))
             await _in_its_step(gate)
-            began_cpu_s, cpu_began_s = time.process_time(), time.perf_counter()
+            began_cpu_s, began_s = time.process_time(), time.perf_counter()
             for body, reply in zip(bodies, replies, strict=True):
                 tasks.create_task(self._client.post(body, reply))
-        cpu = (time.process_time() - began_cpu_s, time.perf_counter() - cpu_began_s)
+        cpu_s, span_s = time.process_time() - began_cpu_s, time.perf_counter() - began_s
         if (failure := next(filter(None, map(_refused, (gate, *replies))), None)) is not None:
-            return Shot(failure, None, 0.0, 0.0, 0, 0, time.perf_counter() - began_s)
-        tracks = [
+            return Shot(failure)
+        tracks: list[Track] = []
+        for found in (
             track(gate, gate_tokens),
             *(track(reply, cell.prompt_tokens) for reply in replies),
-        ]
-        if (failure := next((t for t in tracks if isinstance(t, str)), None)) is not None:
-            return Shot(failure, None, 0.0, 0.0, 0, 0, time.perf_counter() - began_s)
-        good = [t for t in tracks if isinstance(t, Track)]
-        margin_s = good[0].first_s - max(reply.sent_s for reply in replies)
-        shot = _shot(cell, good[1:], good[0].first_s, began_s, cpu, good[0])
-        return replace(shot, gate_margin_s=margin_s)
+        ):
+            if isinstance(found, str):
+                return Shot(found)
+            tracks.append(found)
+        start_s = tracks[0].first_s
+        return Shot(
+            reading=read_batch(tracks[1:], start_s),
+            gate_margin_s=start_s - max(reply.sent_s for reply in replies),
+            client_cpu=cpu_s / span_s if span_s else 0.0,
+            prompt_tokens=sum(t.prompt_tokens for t in tracks),
+            output_tokens=sum(t.output_tokens for t in tracks),
+        )
 
     def _body(self, prompt_tokens: int, output_tokens: int) -> bytes:
         low, high = _TOKEN_RANGES[self.dialect.token_range]
@@ -189,24 +190,3 @@ def _message(text: str) -> str:
     except (msgspec.DecodeError, KeyError, TypeError):
         pass
     return " ".join(text.split())[:200]
-
-
-def _shot(
-    cell: Cell,
-    tracks: list[Track],
-    start_s: float,
-    began_s: float,
-    cpu: tuple[float, float],
-    gate: Track | None,
-) -> Shot:
-    every = [*tracks, gate] if gate else tracks
-    cpu_s, span_s = cpu
-    return Shot(
-        failure=None,
-        reading=read_batch(tracks, start_s),
-        gate_margin_s=0.0,
-        client_cpu=cpu_s / span_s if span_s else 0.0,
-        prompt_tokens=sum(t.prompt_tokens or cell.prompt_tokens for t in every),
-        output_tokens=sum(t.output_tokens for t in every),
-        took_s=time.perf_counter() - began_s,
-    )

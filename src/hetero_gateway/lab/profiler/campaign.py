@@ -17,27 +17,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetero_gateway.core.costs.fitting import Sample, decode_terms, eq_3_terms, fit_rows
 from hetero_gateway.engines.vllm import EngineMetrics, paths
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.lab.load.client import LoadClient, Target
+from hetero_gateway.lab.load.client import LoadClient, LoadTarget
 from hetero_gateway.lab.load.replay import raise_file_limit
 from hetero_gateway.lab.profiler.batch import BatchSender, Shot
 from hetero_gateway.lab.profiler.chunked import KEY, record
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts
-from hetero_gateway.lab.profiler.grid import GRID_VERSION, Cell, Limits, cost_s, plan_cells
-from hetero_gateway.lab.profiler.samples import append, record_of, sample_of
+from hetero_gateway.lab.profiler.grid import GRID_VERSION, BatchLimits, GridCell, cost_s, plan_cells
+from hetero_gateway.lab.profiler.samples import append, kept_samples, record_of
 from hetero_gateway.lab.profiler.verdicts import (
     BUSY_CLIENT,
     ENGINE_ERROR,
     FOREIGN,
     NO_WINDOW,
     UNEQUAL,
-    Verdict,
+    BatchVerdict,
     disturbance,
     grown,
     one_step,
@@ -53,10 +53,21 @@ TRIES = 3
 _IDLE_WITHIN_S = 10.0
 _COUNTERS_WITHIN_S = 1.0
 _POLL_S = 0.1
-# In a row; a single failure or visitor is only a batch to repeat.
-_FOREIGN_STOP = 6
-_FAILURE_STOP = 3
-_UNEQUAL_STOP = 4
+# How many in a row end it, and what is said then; a single failure or visitor is only a batch to
+# repeat.
+_HOPELESS = {
+    ENGINE_ERROR: (3, "{} batches in a row failed: {}"),
+    FOREIGN: (
+        6,
+        "the engine serves others: {} batches in a row were not alone; "
+        "profile it while nobody else uses it",
+    ),
+    UNEQUAL: (
+        4,
+        "the output lengths are not as asked: the engine ignores min_tokens and ignore_eos, so "
+        "batches cannot be measured",
+    ),
+}
 # Until something has been measured; every engine does this in a second or two.
 _WARM_UP = (256, 16)
 # A gate lasts at least this long, and this much longer for each request and each prompt token
@@ -65,7 +76,7 @@ _GATE_S, _GATE_S_PER_REQUEST, _GATE_S_PER_TOKEN = 0.03, 0.0006, 1.5e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CampaignPlan:
     """What the user asks for.
 
     Args:
@@ -86,7 +97,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Progress:
+class CampaignProgress:
     """How far it is; what a progress bar shows."""
 
     done: int = 0
@@ -97,7 +108,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Outcome:
+class CampaignOutcome:
     """How it ended. ``stopped``: why before its end, a line, or None."""
 
     stopped: str | None = None
@@ -121,22 +132,25 @@ class Campaign:
 
     def __init__(
         self,
-        target: Target,
+        target: LoadTarget,
         facts: EngineFacts,
-        plan: Plan,
+        plan: CampaignPlan,
         path: Path,
         records: Sequence[Mapping[str, Any]],
-        watch: Callable[[Progress], None],
+        watch: Callable[[CampaignProgress], None],
     ) -> None:
-        self._target = target
-        self._facts = facts
-        self._plan = plan
+        self.facts = facts
+        self.plan = plan
         self._path = path
         self.records: list[Mapping[str, Any]] = list(records)
         self._watch = watch
-        self.progress = Progress()
-        self.outcome = Outcome(max_num_seqs=facts.max_num_seqs)
+        self._client = LoadClient(target, paths.COMPLETIONS, stream=True, timeout_s=plan.timeout_s)
+        self._sender = BatchSender(self._client, facts.model)
+        self._engine = EngineClient(target)
+        self.progress = CampaignProgress()
+        self.outcome = CampaignOutcome(max_num_seqs=facts.max_num_seqs)
         self._identity = identity(facts, plan)
+        self._waiting: list[_Item] = []
         self._spent_s = sum(float(r.get("took_s", 0.0)) for r in records)
         self._gate_factor = 1.0
         self._in_a_row: Counter[str] = Counter()
@@ -144,50 +158,48 @@ class Campaign:
         self._decode = np.zeros(4)
         self._warm: Sample | None = None
 
-    async def run(self) -> Outcome:
+    async def run(self) -> CampaignOutcome:
         """Measure until every cell has its samples or the budget is spent, or it cannot go on.
 
         Cancelling it is safe at any time.
         """
         raise_file_limit()
-        client = LoadClient(
-            self._target, paths.COMPLETIONS, stream=True, timeout_s=self._plan.timeout_s
-        )
-        engine = EngineClient(self._target)
-        sender = BatchSender(client, self._facts.model)
         try:
-            await self._run(sender, engine)
+            await self._run()
         except _Stop as stop:
             self.outcome.stopped = str(stop)
         finally:
-            await client.aclose()
-            await engine.aclose()
+            await self._client.aclose()
+            await self._engine.aclose()
         return self.outcome
 
-    async def _run(self, sender: BatchSender, engine: EngineClient) -> None:
-        await self._idle(engine)
-        prompt, output = (min(n, self._facts.max_model_len // 2) for n in _WARM_UP)
+    async def _run(self) -> None:
+        await self._idle()
+        prompt, output = (min(n, self.facts.max_model_len // 2) for n in _WARM_UP)
         for _ in range(2):  # the first one compiles
-            shot = await sender.agree(prompt, output)
-        reading = shot.reading
-        assert reading is not None
+            reading = await self._sender.agree(prompt, output)
         decode_s = reading.decode.decode_s if reading.decode else None
         self._warm = Sample(1, prompt, reading.output_tokens, reading.prefill_s, decode_s)
-        waiting = self._items()
-        self.progress.total = len(waiting) + self.progress.done
-        while waiting:
+        self._waiting = self._items()
+        self.progress.total = len(self._waiting) + self.progress.done
+        while self._waiting:
             self._estimate()
-            item = self._next(waiting)
+            item = self._next()
             if item is None:
                 return
-            await self._measure(sender, engine, item, waiting)
-            self._show(waiting)
+            await self._measure(item)
+            self._show()
 
     # -- what to measure
 
     def _items(self) -> list[_Item]:
         """What is left to measure, first passes first."""
-        cells = plan_cells(limits(self._facts, self._plan), self._plan.seed)
+        facts, plan = self.facts, self.plan
+        limits = BatchLimits(
+            *(facts.max_model_len, facts.kv_capacity_tokens, facts.block_tokens),
+            *(facts.max_num_seqs, plan.max_batched_tokens),
+        )
+        cells = plan_cells(limits, plan.seed)
         have: Counter[str] = Counter()
         for line in self.records:
             if line["discarded"] is None and line.get("closes"):
@@ -196,57 +208,55 @@ class Campaign:
             if most is not None:
                 self.outcome.max_num_seqs = min(self.outcome.max_num_seqs, int(most))
         items = []
-        for number in range(self._plan.passes):
+        for number in range(plan.passes):
             items += [_Item(cell) for cell in cells if have[cell.key] <= number]
-        self.progress.done = self._plan.passes * len(cells) - len(items)
+        self.progress.done = plan.passes * len(cells) - len(items)
         return items
 
-    def _next(self, waiting: list[_Item]) -> _Item | None:
+    def _next(self) -> _Item | None:
         """The next that can be afforded, taken out; those that never can are dropped."""
-        left_s = self._plan.budget_s - self._spent_s
-        while waiting:
-            item = waiting.pop(0)
+        left_s = self.plan.budget_s - self._spent_s
+        while self._waiting:
+            item = self._waiting.pop(0)
             if item.cell.batch_size > self.outcome.max_num_seqs:
                 self.progress.total -= 1
                 continue
             needs_s = self._cost_s(item.cell)
             first_single = item.cell.batch_size == 1 and not self._measured(item.cell)
             share = MAX_SINGLE_SHARE if first_single else MAX_SHARE
-            if needs_s <= min(left_s, share * self._plan.budget_s):
+            if needs_s <= min(left_s, share * self.plan.budget_s):
                 return item
             self.progress.total -= 1
             if not self._measured(item.cell) and item.cell.key not in self.outcome.unaffordable:
                 self.outcome.unaffordable.append(item.cell.key)
         return None
 
-    def _measured(self, cell: Cell) -> bool:
+    def _measured(self, cell: GridCell) -> bool:
         return any(r.get("cell") == cell.key and r["discarded"] is None for r in self.records)
 
     def _estimate(self) -> None:
         """A rough fit of what is there, to know what the rest will take."""
-        samples = [sample_of(r) for r in self.records if r["discarded"] is None]
+        samples = kept_samples(self.records)
         if self._warm is not None:
             samples.append(self._warm)
-        prefill = [s for s in samples if s.prefill_s]
-        decode = [s for s in samples if s.decode_s]
-        if prefill:
+        if prefill := [s for s in samples if s.prefill_s]:
             times = np.array([s.prefill_s for s in prefill], dtype=float)
             self._prefill = fit_rows(eq_3_terms(prefill), times)
-        if decode:
+        if decode := [s for s in samples if s.decode_s]:
             times = np.array([s.decode_s for s in decode], dtype=float)
             self._decode = fit_rows(decode_terms(decode), times)
 
-    def _cost_s(self, cell: Cell) -> float:
+    def _cost_s(self, cell: GridCell) -> float:
         return cost_s(cell, self._prefill, self._decode) + self._gate_s(cell) + 0.05
 
-    def _gate_s(self, cell: Cell) -> float:
+    def _gate_s(self, cell: GridCell) -> float:
         tokens = cell.batch_size * cell.prompt_tokens
         needed_s = _GATE_S + _GATE_S_PER_REQUEST * cell.batch_size + _GATE_S_PER_TOKEN * tokens
         return needed_s * self._gate_factor
 
-    def _gate_tokens(self, cell: Cell) -> int:
+    def _gate_tokens(self, cell: GridCell) -> int:
         """A prompt that takes long enough, within one step of the engine."""
-        most = min(self._plan.max_batched_tokens, self._facts.max_model_len - 1)
+        most = min(self.plan.max_batched_tokens, self.facts.max_model_len - 1)
         one, none = self._prefill_s(1.0), self._prefill_s(0.0)
         per_token_s = max(one - none, 1e-9)
         return max(16, min(most, int((self._gate_s(cell) - none) / per_token_s)))
@@ -257,26 +267,18 @@ class Campaign:
 
     # -- one batch
 
-    async def _measure(
-        self, sender: BatchSender, engine: EngineClient, item: _Item, waiting: list[_Item]
-    ) -> None:
+    async def _measure(self, item: _Item) -> None:
         cell = item.cell
         self.progress.cell = f"{cell.batch_size} × {cell.prompt_tokens} + {cell.output_tokens}"
-        self._show(waiting)
+        self._show()
         began_s = time.perf_counter()
-        before = await self._idle(engine)
+        before = await self._idle()
         gate_tokens = self._gate_tokens(cell)
-        shot = await sender.measure(cell, gate_tokens)
-        verdicts = await self._judge(engine, cell, shot, before)
+        shot = await self._sender.measure(cell, gate_tokens)
+        verdicts = await self._judge(cell, shot, before)
         took_s = time.perf_counter() - began_s
         self._spent_s += took_s
-        for verdict in verdicts:
-            sample, reason, closes, beyond = (
-                verdict.sample,
-                verdict.reason,
-                verdict.closes,
-                verdict.beyond,
-            )
+        for sample, reason, closes, beyond in verdicts:
             more: dict[str, Any] = {"cell": cell.key, "closes": closes, "took_s": round(took_s, 4)}
             took_s = 0.0  # counted once
             if reason == NO_WINDOW:
@@ -291,34 +293,34 @@ class Campaign:
         if any(v.reason is None and v.closes for v in verdicts):
             self.progress.done += 1
         elif item.tries + 1 < TRIES:
-            waiting.append(_Item(cell, item.tries + 1))
+            self._waiting.append(_Item(cell, item.tries + 1))
         else:
             self.progress.total -= 1
-        await self._stop_if_hopeless(engine, verdicts)
+        await self._stop_if_hopeless(verdicts)
 
     async def _judge(
-        self, engine: EngineClient, cell: Cell, shot: Shot, before: EngineMetrics | None
-    ) -> list[Verdict]:
+        self, cell: GridCell, shot: Shot, before: EngineMetrics | None
+    ) -> list[BatchVerdict]:
         """The samples of a batch, each with None or the reason why it must not be fitted."""
         asked = Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)
         reading = shot.reading
         if reading is None:
-            return [Verdict(asked, f"{ENGINE_ERROR}: {shot.failure}")]
+            return [BatchVerdict(asked, f"{ENGINE_ERROR}: {shot.failure}")]
         whole = Sample(
             cell.batch_size, reading.prompt_tokens, reading.output_tokens, reading.prefill_s, None
         )
         reason = None
         if before is not None:
-            reason = disturbance(before, await self._settled(engine, before, shot), shot)
+            reason = disturbance(before, await self._settled(before, shot), shot)
         if reason is None and shot.client_cpu > MAX_CLIENT_CPU:
             reason = BUSY_CLIENT
         if reason is None and not reading.equal:
             reason = UNEQUAL
         if reason is not None:
-            return [Verdict(whole, reason)]
+            return [BatchVerdict(whole, reason)]
         if reading.most_running < cell.batch_size:
             self._saturated(reading.most_running)
-            return [Verdict(whole, NO_WINDOW)]
+            return [BatchVerdict(whole, NO_WINDOW)]
         ragged = cell.one_step and (not reading.together or shot.gate_margin_s <= 0)
         if ragged:
             self._gate_factor = min(self._gate_factor * 1.5, 64.0)
@@ -326,13 +328,11 @@ class Campaign:
             return one_step(whole, reading.decode, ragged)
         return several_steps(whole, reading.decode)
 
-    async def _settled(
-        self, engine: EngineClient, before: EngineMetrics, shot: Shot
-    ) -> EngineMetrics:
+    async def _settled(self, before: EngineMetrics, shot: Shot) -> EngineMetrics:
         """The counters once they include the whole batch: they lag behind the stream."""
         give_up_s = time.perf_counter() + _COUNTERS_WITHIN_S
         while True:
-            after = await self._counters(engine)
+            after = await self._counters()
             emitted = grown(before.generation_tokens, after.generation_tokens)
             over = after.running in (None, 0.0)
             if (emitted >= shot.output_tokens and over) or time.perf_counter() > give_up_s:
@@ -341,7 +341,7 @@ class Campaign:
 
     def _saturated(self, most_running: int) -> None:
         """The engine ran fewer sequences than were sent: that is its max_num_seqs."""
-        if self._facts.max_num_seqs_known:
+        if self.facts.max_num_seqs_known:
             return
         most = max(1, most_running)
         if most < self.outcome.max_num_seqs:
@@ -350,19 +350,19 @@ class Campaign:
 
     # -- the engine's state
 
-    async def _counters(self, engine: EngineClient) -> EngineMetrics:
+    async def _counters(self) -> EngineMetrics:
         try:
-            return await engine.counters()
+            return await self._engine.counters()
         except HeteroGatewayError as error:
             raise _Stop(f"the engine is gone: {error}") from error
 
-    async def _idle(self, engine: EngineClient) -> EngineMetrics | None:
+    async def _idle(self) -> EngineMetrics | None:
         """Wait until nothing runs there; None without metrics."""
-        if not self._facts.has_metrics:
+        if not self.facts.has_metrics:
             return None
         give_up_s = time.perf_counter() + _IDLE_WITHIN_S
         while True:
-            counters = await self._counters(engine)
+            counters = await self._counters()
             busy = (counters.running or 0.0) + (counters.waiting or 0.0)
             if not busy:
                 return counters
@@ -373,64 +373,41 @@ class Campaign:
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _stop_if_hopeless(self, engine: EngineClient, verdicts: list[Verdict]) -> None:
-        reasons = {_kind(v.reason) for v in verdicts}
-        for kind, limit, text in (
-            (
-                ENGINE_ERROR,
-                _FAILURE_STOP,
-                f"{_FAILURE_STOP} batches in a row failed: {verdicts[0].reason}",
-            ),
-            (
-                FOREIGN,
-                _FOREIGN_STOP,
-                f"the engine serves others: {_FOREIGN_STOP} batches in a row were not alone; "
-                "profile it while nobody else uses it",
-            ),
-            (
-                UNEQUAL,
-                _UNEQUAL_STOP,
-                "the output lengths are not as asked: the engine ignores min_tokens and "
-                "ignore_eos, so batches cannot be measured",
-            ),
-        ):
+    async def _stop_if_hopeless(self, verdicts: list[BatchVerdict]) -> None:
+        reasons = {(v.reason or "").split(":")[0] for v in verdicts}
+        for kind, (limit, text) in _HOPELESS.items():
             if kind not in reasons:
                 # A batch of one is always equal; it says nothing about the others.
                 if kind != UNEQUAL or verdicts[0].sample.batch_size > 1:
                     self._in_a_row[kind] = 0
                 continue
             self._in_a_row[kind] += 1
-            if kind == ENGINE_ERROR and not await _comes_back(engine):
+            if kind == ENGINE_ERROR and not await self._comes_back():
                 raise _Stop(f"the engine is gone: {verdicts[0].reason}")
             if self._in_a_row[kind] >= limit:
-                raise _Stop(text)
+                raise _Stop(text.format(limit, verdicts[0].reason))
 
-    def _show(self, waiting: list[_Item]) -> None:
-        needs_s = sum(self._cost_s(item.cell) for item in waiting)
-        self.progress.left_s = max(0.0, min(self._plan.budget_s - self._spent_s, needs_s))
+    async def _comes_back(self) -> bool:
+        for _ in range(5):
+            if await self._engine.alive():
+                return True
+            await asyncio.sleep(0.5)
+        return False
+
+    def _show(self) -> None:
+        needs_s = sum(self._cost_s(item.cell) for item in self._waiting)
+        self.progress.left_s = max(0.0, min(self.plan.budget_s - self._spent_s, needs_s))
         self._watch(self.progress)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """A cell to measure once; ``tries`` were in vain."""
 
-    cell: Cell
+    cell: GridCell
     tries: int = 0
 
 
-def limits(facts: EngineFacts, plan: Plan) -> Limits:
-    """What the grid needs to know."""
-    return Limits(
-        max_model_len=facts.max_model_len,
-        kv_capacity_tokens=facts.kv_capacity_tokens,
-        block_tokens=facts.block_tokens,
-        max_num_seqs=facts.max_num_seqs,
-        max_batched_tokens=plan.max_batched_tokens,
-    )
-
-
-def identity(facts: EngineFacts, plan: Plan) -> dict[str, Any]:
+def identity(facts: EngineFacts, plan: CampaignPlan) -> dict[str, Any]:
     """What must be the same for samples to be of one measurement."""
     return {
         "model": facts.model,
@@ -442,15 +419,3 @@ def identity(facts: EngineFacts, plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "grid": GRID_VERSION,
     }
-
-
-def _kind(reason: str | None) -> str:
-    return (reason or "").split(":")[0]
-
-
-async def _comes_back(engine: EngineClient) -> bool:
-    for _ in range(5):
-        if await engine.alive():
-            return True
-        await asyncio.sleep(0.5)
-    return False

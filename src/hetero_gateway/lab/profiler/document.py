@@ -9,52 +9,74 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from hetero_gateway.core.costs.fitting import DECODE_NAMES, PREFILL_NAMES, Fit, PartFit
+from hetero_gateway.core.costs.fitting import DECODE_NAMES, PREFILL_NAMES, Fit, PartFit, Sample
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files import profile_file
-
-# Four figures: the fit is good for two, and what is printed should not look better than it is.
-_DIGITS = 4
+from hetero_gateway.lab.profiler.plot import write_plot
 
 _T = TypeVar("_T")
 
 
-def profile_document(
+class ProfiledInstance(NamedTuple):
+    """What a profile says that samples do not tell; as in the file."""
+
+    gpu: str
+    model: str
+    tensor_parallel: int
+    kv_capacity_tokens: int
+    max_num_seqs: int
+
+    def profile(self, constants: Constants) -> Profile:
+        """Its profile with these constants, rounded."""
+        values = Constants(*map(rounded, astuple(constants)))
+        sizes = (self.kv_capacity_tokens, self.max_num_seqs)
+        return Profile(self.gpu, self.model, self.tensor_parallel, values, *sizes)
+
+
+def write_fit(
     fit: Fit,
-    *,
-    gpu: str,
-    model: str,
-    tensor_parallel: int,
-    kv_capacity_tokens: int,
-    max_num_seqs: int,
+    samples: Sequence[Sample],
+    instance: ProfiledInstance,
     source: Mapping[str, Any],
+    output: Path,
+    plot: Path | None,
+) -> dict[str, Any]:
+    """Write what was fitted to these samples, with a plot if asked for; returns the document.
+
+    Raises ConfigError: a file cannot be written.
+    """
+    document = profile_document(fit, instance, source)
+    profile_file.write_profile_file(output, document)
+    if plot is not None:
+        write_plot(plot, samples, fit)
+    return document
+
+
+def profile_document(
+    fit: Fit, instance: ProfiledInstance, source: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The profile file as a mapping, in the order in which it is written.
 
-    Args:
-        fit: the constants and their errors.
-        gpu, model, tensor_parallel, kv_capacity_tokens, max_num_seqs: as in the file.
-        source: more for ``source``, such as ``note``, ``engine``, ``block_size``, ``discarded``;
-            ``how`` is measured and ``date`` today's (UTC) unless given. None values are left out.
+    ``source``: more for the file's, such as ``note``, ``engine``, ``block_size``, ``discarded``;
+    ``how`` is measured and ``date`` today's (UTC) unless given. None values are left out.
     """
     given = {key: value for key, value in source.items() if value is not None}
-    constants = Constants(*(_rounded(value) for value in astuple(fit.constants)))
-    profile = Profile(gpu, model, tensor_parallel, constants, kv_capacity_tokens, max_num_seqs)
     return profile_file.profile_document(
-        profile,
+        instance.profile(fit.constants),
         {
             "how": "measured",
             "date": datetime.now(UTC).date(),
             **given,
             "error": {
-                "prefill": _rounded(fit.prefill.mean_error),
-                "decode": _rounded(fit.decode.mean_error),
+                "prefill": rounded(fit.prefill.mean_error),
+                "decode": rounded(fit.decode.mean_error),
             },
             "fit": {"prefill": _quality(fit.prefill), "decode": _quality(fit.decode)},
             "intervals": {
-                name: [_rounded(low), _rounded(high)]
+                name: [rounded(low), rounded(high)]
                 for name, (low, high) in _by_name(fit.prefill.intervals, fit.decode.intervals)
             },
             "unidentified": unidentified(fit),
@@ -74,19 +96,19 @@ def _by_name(prefill: Sequence[_T], decode: Sequence[_T]) -> list[tuple[str, _T]
     return sorted(zip(names, (*prefill, *decode), strict=True), key=lambda pair: pair[0])
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
+def rounded(value: float) -> float:
+    """To four figures: the fit is good for two, and should not look better than it is."""
+    return float(f"{value:.4g}")
 
 
 def _quality(part: PartFit) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "r2": _rounded(part.r2) if math.isfinite(part.r2) else None,
-        "median_error": _rounded(part.median_error),
-        "worst_error": _rounded(part.worst_error),
+    result = {
+        "r2": rounded(part.r2) if math.isfinite(part.r2) else None,
+        "median_error": rounded(part.median_error),
+        "worst_error": rounded(part.worst_error),
         "validation": part.validation,
         "samples": part.used,
         "outliers": part.outliers,
+        "eq_3_error": None if part.eq_3_error is None else rounded(part.eq_3_error),
     }
-    if part.eq_3_error is not None:
-        result["eq_3_error"] = _rounded(part.eq_3_error)
     return {key: value for key, value in result.items() if value is not None}

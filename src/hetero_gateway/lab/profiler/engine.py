@@ -16,7 +16,8 @@ from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
 from hetero_gateway.engines.vllm import CacheFacts, EngineMetrics, paths, read_metrics, read_models
 from hetero_gateway.engines.vllm.metrics import PREFIX
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
-from hetero_gateway.lab.load.client import Target
+from hetero_gateway.lab.load.admin import bearer
+from hetero_gateway.lab.load.client import LoadTarget
 from hetero_gateway.plain_httpx import httpx
 
 _TIMEOUT_S = 30.0
@@ -45,7 +46,7 @@ class EngineFacts:
     """What limits a batch here, and whose times they are.
 
     Args:
-        model: the name to ask for; ``served`` are all that it lists.
+        model: the name to ask for.
         kv_capacity_tokens: of all its data-parallel ranks together.
         max_num_seqs: given, or vLLM's default: no API has it. ``max_num_seqs_known`` says which.
         version: what /version answers, or "unknown".
@@ -55,7 +56,6 @@ class EngineFacts:
     """
 
     model: str
-    served: tuple[str, ...]
     max_model_len: int
     kv_capacity_tokens: int
     block_tokens: int
@@ -90,14 +90,12 @@ class EngineClient:
         HeteroGatewayError: no answer.
     """
 
-    def __init__(self, target: Target) -> None:
-        headers = {"accept-encoding": "identity"}
-        if target.api_key:
-            headers["authorization"] = f"Bearer {target.api_key}"
-        self._base_url = target.base_url
-        self._client = httpx.AsyncClient(
-            base_url=target.base_url, headers=headers, timeout=_TIMEOUT_S
-        )
+    def __init__(self, target: LoadTarget) -> None:
+        headers = bearer(target.api_key) if target.api_key else {}
+        headers["accept-encoding"] = "identity"
+        self.target = target
+        self.url = target.base_url
+        self._client = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S)
 
     async def get(self, path: str) -> httpx.Response:
         try:
@@ -105,7 +103,7 @@ class EngineClient:
                 return await self._get(path)
         except (httpx.HTTPError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
-            raise HeteroGatewayError(f"{self._base_url}{path}: no answer: {reason}") from error
+            raise HeteroGatewayError(f"{self.url}{path}: no answer: {reason}") from error
 
     async def _get(self, path: str) -> httpx.Response:
         """An answer with its body, neither of which is trusted to end."""
@@ -126,8 +124,7 @@ class EngineClient:
         response = await self.get(paths.METRICS)
         if response.status_code != 200:
             raise HeteroGatewayError(
-                f"{self._base_url}{paths.METRICS}: answered {response.status_code} where it had "
-                "metrics"
+                f"{self.url}{paths.METRICS}: answered {response.status_code} where it had metrics"
             )
         return read_metrics(response.text)
 
@@ -146,40 +143,43 @@ class EngineClient:
         await self._client.aclose()
 
 
-async def look_at(client: EngineClient, target: Target) -> EngineLook:
+async def look_at(client: EngineClient) -> EngineLook:
     """Ask the engine for its models, its metrics and its version.
 
     Raises:
         ConfigError: it wants another key.
         HeteroGatewayError: no engine answers there.
     """
-    served = await _served(client, target)
+    served = await _served(client)
     metrics = await client.get(paths.METRICS)
     has_metrics = metrics.status_code == 200 and PREFIX in metrics.text
     cache = read_metrics(metrics.text if has_metrics else "").cache
     return EngineLook(served, await _version(client), has_metrics, cache)
 
 
-async def read_engine(client: EngineClient, target: Target, given: Overrides) -> EngineFacts:
+async def read_engine(client: EngineClient, given: Overrides) -> EngineFacts:
     """Ask the engine for what was not given.
 
     Raises:
         ConfigError: a wrong model name or key, or a limit that it does not tell and no flag gives.
         HeteroGatewayError: no engine answers there.
     """
-    look = await look_at(client, target)
+    look = await look_at(client)
     served, cache = look.served, look.cache
-    model = _chosen(given.model, tuple(served), target)
+    model = given.model or next(iter(served))
+    if model not in served:
+        raise ConfigError(
+            f"--model: {client.url} does not serve {model!r}; it serves {', '.join(served)}"
+        )
     capacity = given.kv_capacity_tokens or cache.capacity_tokens
     if capacity is None:
         what = "does not report the KV capacity" if look.has_metrics else "has no vLLM metrics"
         raise ConfigError(
-            f"{target.base_url}{paths.METRICS} {what}: give --kv-capacity-tokens (vLLM logs it "
+            f"{client.url}{paths.METRICS} {what}: give --kv-capacity-tokens (vLLM logs it "
             'when it starts, as "GPU KV cache size: N tokens")'
         )
     return EngineFacts(
         model=model,
-        served=tuple(served),
         max_model_len=given.max_model_len or served[model] or min(capacity, _UNKNOWN_MODEL_LEN),
         kv_capacity_tokens=capacity,
         block_tokens=given.block_tokens or cache.block_tokens or _DEFAULT_BLOCK_TOKENS,
@@ -192,12 +192,14 @@ async def read_engine(client: EngineClient, target: Target, given: Overrides) ->
     )
 
 
-async def _served(client: EngineClient, target: Target) -> dict[str, int | None]:
+async def _served(client: EngineClient) -> dict[str, int | None]:
     """The served models, in the engine's order, with their context windows."""
     response = await client.get(paths.MODELS)
-    url = f"{target.base_url}{paths.MODELS}"
+    url = f"{client.url}{paths.MODELS}"
     if response.status_code in (401, 403):
-        given = "the key that it holds was refused" if target.api_key else "it wants an API key"
+        given = (
+            "the key that it holds was refused" if client.target.api_key else "it wants an API key"
+        )
         raise ConfigError(
             f"{url}: {response.status_code}: {given}: name the environment variable that holds "
             "the key with --api-key-env"
@@ -213,24 +215,14 @@ async def _served(client: EngineClient, target: Target) -> dict[str, int | None]
     return {name: card.max_model_len for name, card in models.items()}
 
 
-def _chosen(wanted: str | None, served: tuple[str, ...], target: Target) -> str:
-    if wanted is None:
-        return served[0]
-    if wanted not in served:
-        raise ConfigError(
-            f"--model: {target.base_url} does not serve {wanted!r}; it serves {', '.join(served)}"
-        )
-    return wanted
-
-
 async def _version(client: EngineClient) -> str:
     response = await client.get(paths.VERSION)
     try:
         version = msgspec.json.decode(response.content, type=_Version).version
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return "unknown"
-    known = 0 < len(version) <= _LONGEST_VERSION and version.isprintable()
-    return version if known else "unknown"
+    usable = 0 < len(version) <= _LONGEST_VERSION and version.isprintable()
+    return version if usable else "unknown"
 
 
 class _Version(msgspec.Struct):

@@ -37,7 +37,7 @@ GRID_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """What bounds a batch, in tokens and sequences; ``max_batched_tokens`` is of one step."""
 
     max_model_len: int
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GridCell:
     """A batch of equal requests; ``one_step``: its prefill fits into one step."""
 
     batch_size: int
@@ -61,11 +61,10 @@ class Cell:
         return f"{self.batch_size}x{self.prompt_tokens}+{self.output_tokens}"
 
 
-def plan_cells(limits: Limits, seed: int) -> list[Cell]:
+def plan_cells(limits: BatchLimits, seed: int) -> list[GridCell]:
     """The cells of one pass, in the order of measuring.
 
-    Raises:
-        ConfigError: the limits leave no room for a batch.
+    Raises ConfigError: the limits leave no room for a batch.
     """
     rng = np.random.default_rng(seed)
     columns = [_column(limits, b, rng) for b in _batch_sizes(limits)]
@@ -77,8 +76,7 @@ def plan_cells(limits: Limits, seed: int) -> list[Cell]:
             f"{MIN_PROMPT_TOKENS} + {MIN_OUTPUT_TOKENS} tokens"
         )
     order = []
-    rounds = max(len(column) for column in columns)
-    for r in range(rounds):
+    for r in range(max(map(len, columns))):
         # The first round goes up, so that the engine's own limit of sequences, where no flag gives
         # it, is met with a batch that is a little too large, not with a queue of hundreds.
         for i in _spread(len(columns)) if r else range(len(columns)):
@@ -89,40 +87,36 @@ def plan_cells(limits: Limits, seed: int) -> list[Cell]:
     return order
 
 
-def _batch_sizes(limits: Limits) -> list[int]:
+def _batch_sizes(limits: BatchLimits) -> list[int]:
     """Powers of two, and the largest batch that can run when it is well above the last of them."""
-    shortest = _rounded_up(MIN_PROMPT_TOKENS + MIN_OUTPUT_TOKENS, limits.block_tokens)
+    blocks = -(-(MIN_PROMPT_TOKENS + MIN_OUTPUT_TOKENS) // limits.block_tokens)
     largest = min(
         limits.max_num_seqs,
-        int(KV_SHARE * limits.kv_capacity_tokens) // shortest,
+        int(KV_SHARE * limits.kv_capacity_tokens) // (blocks * limits.block_tokens),
         limits.max_batched_tokens,
     )
-    sizes = []
-    b = 1
-    while b <= largest:
-        sizes.append(b)
-        b *= 2
+    sizes = [1 << k for k in range(max(0, largest).bit_length())]
     if sizes and largest >= 1.25 * sizes[-1]:
         sizes.append(largest)
     return sizes
 
 
-def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
+def _column(limits: BatchLimits, b: int, rng: np.random.Generator) -> list[GridCell]:
     """The cells of one batch size, in an order drawn at random, deep ones spread among them."""
     one_step_most = limits.max_batched_tokens // b
-    kv_most = _rounded_down(int(KV_SHARE * limits.kv_capacity_tokens) // b, limits.block_tokens)
-    most = min(limits.max_model_len, kv_most)
+    kv_blocks = int(KV_SHARE * limits.kv_capacity_tokens) // b // limits.block_tokens
+    most = min(limits.max_model_len, kv_blocks * limits.block_tokens)
     # One range for every batch size, so that no length goes with a size.
     deep = DEEP_CELLS if b > 1 else 2 * DEEP_CELLS
     outputs = rng.permutation(
         np.geomspace(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, ONE_STEP_CELLS + deep)
     )
-    cells: list[Cell] = []
+    cells: list[GridCell] = []
     low = min(MIN_PROMPT_TOKENS, one_step_most)
     high = min(one_step_most, most - MIN_OUTPUT_TOKENS)
     for prompt in _strata(low, high, ONE_STEP_CELLS, rng):
         output = min(int(outputs[len(cells)]), most - prompt)
-        cells.append(Cell(b, prompt, output, one_step=True))
+        cells.append(GridCell(b, prompt, output, one_step=True))
     # Early starters must still run when the last prompt's last chunk is done.
     deep_high = (most - MIN_OUTPUT_TOKENS) * limits.max_batched_tokens
     deep_high //= limits.max_batched_tokens + 2 * b
@@ -131,7 +125,7 @@ def _column(limits: Limits, b: int, rng: np.random.Generator) -> list[Cell]:
     for prompt in _strata(deep_low, deep_high, deep, rng, ends=False):
         chunks = math.ceil(b * prompt / limits.max_batched_tokens)
         output = min(int(outputs[len(cells)]) + math.ceil(1.25 * chunks), most - prompt)
-        cells.append(Cell(b, prompt, output, one_step=False))
+        cells.append(GridCell(b, prompt, output, one_step=False))
     return [cells[i] for i in rng.permutation(len(cells))]
 
 
@@ -158,15 +152,7 @@ def _spread(count: int) -> list[int]:
     return [i for i in reversed_bits if i < count]
 
 
-def _rounded_up(tokens: int, block_tokens: int) -> int:
-    return -(-tokens // block_tokens) * block_tokens
-
-
-def _rounded_down(tokens: int, block_tokens: int) -> int:
-    return tokens // block_tokens * block_tokens
-
-
-def cost_s(cell: Cell, prefill: np.ndarray, decode: np.ndarray) -> float:
+def cost_s(cell: GridCell, prefill: np.ndarray, decode: np.ndarray) -> float:
     """What a cell takes by a rough fit of p1..p4 and p5..p8, in seconds."""
     sample = [Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)]
     return float((eq_3_terms(sample) @ prefill + decode_terms(sample) @ decode)[0])

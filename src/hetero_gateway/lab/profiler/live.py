@@ -13,13 +13,18 @@ import numpy as np
 
 from hetero_gateway.core.costs.fitting import Fit, Sample, fit
 from hetero_gateway.errors import ConfigError, ProfileError
-from hetero_gateway.files.profile_file import write_profile_file
-from hetero_gateway.lab.load.client import Target
-from hetero_gateway.lab.profiler.campaign import Campaign, Outcome, Plan, Progress, identity
+from hetero_gateway.lab.load.client import LoadTarget
+from hetero_gateway.lab.profiler.campaign import (
+    Campaign,
+    CampaignOutcome,
+    CampaignPlan,
+    CampaignProgress,
+    identity,
+)
 from hetero_gateway.lab.profiler.chunked import chunked_prefills
-from hetero_gateway.lab.profiler.document import profile_document
+from hetero_gateway.lab.profiler.document import ProfiledInstance, write_fit
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts, Overrides, read_engine
-from hetero_gateway.lab.profiler.plot import check_can_plot, write_plot
+from hetero_gateway.lab.profiler.plot import check_can_plot
 from hetero_gateway.lab.profiler.samples import discarded_counts, kept_samples, read_json_lines
 
 
@@ -33,7 +38,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredProfile:
     """What came of it.
 
     Args:
@@ -49,7 +54,7 @@ class Measured:
     missing: str | None
     samples: list[Sample]
     discarded: dict[str, int]
-    outcome: Outcome
+    outcome: CampaignOutcome
     signal_number: int | None
 
 
@@ -61,8 +66,7 @@ def samples_path(output: Path) -> Path:
 def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
     """Find out before ten minutes of measuring what would fail after them.
 
-    Raises:
-        ConfigError: the file could not be written or used, or would overwrite samples.
+    Raises ConfigError: the file could not be written or used, or would overwrite samples.
     """
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"-o {output}: a profile file ends in .yaml")
@@ -79,17 +83,17 @@ def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
 
 
 async def measure(
-    target: Target,
+    target: LoadTarget,
     output: Path,
     hardware: Hardware,
     given: Overrides,
-    plan: Plan,
+    plan: CampaignPlan,
     *,
     plot: Path | None = None,
     resume: bool = False,
-    watch: Callable[[Progress], None] = lambda _: None,
+    watch: Callable[[CampaignProgress], None] = lambda _: None,
     on_start: Callable[[EngineFacts], None] = lambda _: None,
-) -> Measured:
+) -> MeasuredProfile:
     """Measure until done, stopped by the engine, or asked to end by SIGINT or SIGTERM.
 
     Raises:
@@ -99,7 +103,7 @@ async def measure(
     check_output(output, plot, resume=resume)
     client = EngineClient(target)
     try:
-        facts = await read_engine(client, target, given)
+        facts = await read_engine(client, given)
     finally:
         await client.aclose()
     path = samples_path(output)
@@ -108,7 +112,7 @@ async def measure(
     on_start(facts)
     campaign = Campaign(target, facts, plan, path, records, watch)
     number = await _until_signalled(campaign)
-    return _conclude(campaign, facts, hardware, plan, output, plot, number)
+    return _conclude(campaign, hardware, output, plot, number)
 
 
 async def _until_signalled(campaign: Campaign) -> int | None:
@@ -154,19 +158,17 @@ def _check_same(records: list[dict[str, Any]], now: Mapping[str, Any], path: Pat
 
 def _conclude(
     campaign: Campaign,
-    facts: EngineFacts,
     hardware: Hardware,
-    plan: Plan,
     output: Path,
     plot: Path | None,
     signal_number: int | None,
-) -> Measured:
+) -> MeasuredProfile:
     """Fit what there is and write it."""
+    facts, plan, outcome = campaign.facts, campaign.plan, campaign.outcome
     chunked = chunked_prefills(campaign.records, plan.max_batched_tokens)
     samples = kept_samples(campaign.records)
     samples += chunked.measured if plan.deep_prefills else chunked.singles
     discarded = discarded_counts(campaign.records)
-    outcome = campaign.outcome
     fitted, document, missing = None, None, None
     try:
         fitted = fit(samples, rng=np.random.default_rng(plan.seed))
@@ -174,43 +176,32 @@ def _conclude(
         missing = str(error)
     if fitted is not None:
         if (off := chunked.error(fitted.prefill.constants)) is not None:
+            whether = "fitted too" if plan.deep_prefills else "not fitted (--deep-prefills does)"
             outcome.notes.append(
                 f"p1 to p4 and p9 are off by {off:.0%} on average for the {len(chunked.batches)} "
-                "batches measured whose prefill takes several steps; they are"
-                f"{_fitted_or_not(plan)}"
+                f"batches measured whose prefill takes several steps; they are {whether}"
             )
-        document = profile_document(
-            fitted,
-            gpu=hardware.gpu,
-            model=facts.model,
-            tensor_parallel=hardware.tensor_parallel,
-            kv_capacity_tokens=facts.kv_capacity_tokens,
-            max_num_seqs=outcome.max_num_seqs,
-            source={
-                "note": _note(facts, plan, outcome, len(samples), signal_number),
-                "engine": facts.version,
-                "block_size": facts.block_tokens,
-                "max_model_len": facts.max_model_len,
-                "gpu_memory_utilization": facts.utilisation,
-                "kv_cache_dtype": facts.kv_dtype,
-                "quantization": hardware.quantization,
-                "discarded": discarded,
-            },
+        instance = ProfiledInstance(
+            *(hardware.gpu, facts.model, hardware.tensor_parallel),
+            *(facts.kv_capacity_tokens, outcome.max_num_seqs),
         )
-        write_profile_file(output, document)
-        if plot is not None:
-            write_plot(plot, samples, fitted)
-    return Measured(document, fitted, missing, samples, discarded, outcome, signal_number)
+        source = {
+            "note": _note(campaign, len(samples), signal_number),
+            "engine": facts.version,
+            "block_size": facts.block_tokens,
+            "max_model_len": facts.max_model_len,
+            "gpu_memory_utilization": facts.utilisation,
+            "kv_cache_dtype": facts.kv_dtype,
+            "quantization": hardware.quantization,
+            "discarded": discarded,
+        }
+        document = write_fit(fitted, samples, instance, source, output, plot)
+    return MeasuredProfile(document, fitted, missing, samples, discarded, outcome, signal_number)
 
 
-def _fitted_or_not(plan: Plan) -> str:
-    return " fitted too" if plan.deep_prefills else " not fitted (--deep-prefills does)"
-
-
-def _note(
-    facts: EngineFacts, plan: Plan, outcome: Outcome, samples: int, signal_number: int | None
-) -> str:
+def _note(campaign: Campaign, samples: int, signal_number: int | None) -> str:
     """How it was measured, for whoever reads the file."""
+    facts, plan, outcome = campaign.facts, campaign.plan, campaign.outcome
     parts = [
         f"hetero-gateway profile: {samples} samples of a live engine over HTTP, "
         f"{plan.passes} passes, seed {plan.seed}, budget {plan.budget_s:g} s, "

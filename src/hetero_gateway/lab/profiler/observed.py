@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants
 from hetero_gateway.core.instances.calibration import LEAST_ROWS, NAMES, Errors, Refit, refit
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 from hetero_gateway.files.profile_file import ProfileModel, profile_document, write_profile_file
 from hetero_gateway.files.yaml_file import parse_model
-
-_DIGITS = 4
+from hetero_gateway.lab.profiler.document import ProfiledInstance, rounded
 
 
 def write_observed(
@@ -56,16 +55,14 @@ def write_observed(
             f"{seen['instance']} tells it"
         )
     models: Sequence[str] = seen["models"] or ["unknown"]
-    rounded = (_rounded(value) for value in astuple(fit.constants))
-    profile = Profile(
+    instance = ProfiledInstance(
         gpu or present.get("gpu", "unknown"),
         present.get("model", models[0]),
         tensor_parallel or present.get("tensor_parallel", 1),
-        Constants(*rounded),
         capacity,
         max_num_seqs or present.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
     )
-    document = profile_document(profile, _source(fit, seen))
+    document = profile_document(instance.profile(fit.constants), _source(fit, seen))
     parse_model(ProfileModel, document, str(output)).to_core()  # what we write, we must accept
     write_profile_file(output, document)
     return report(fit, seen)
@@ -91,20 +88,20 @@ def fit_observed(seen: Mapping[str, Any]) -> Refit:
             f"the gateway's observations cannot be read, it may be of another version: {error!r}"
         ) from error
     fit = refit(steps, first_tokens, present)
-    if fit is None:
-        busy = sum(row.steps > 0 for row in steps)
-        if busy >= LEAST_ROWS:
-            raise ProfileError(
-                f"the gateway has {busy} rows of streams of instance {seen['instance']}, and it "
-                f"is not known how much of their prompts was prefilled and how much cached: have "
-                "the engine tell (--enable-prompt-tokens-details, or its /metrics), or turn its "
-                "prefix cache off meanwhile"
-            )
+    if fit is not None:
+        return fit
+    busy = sum(row.steps > 0 for row in steps)
+    has = f"the gateway has {busy} rows of streams of instance {seen['instance']}"
+    if busy >= LEAST_ROWS:
         raise ProfileError(
-            f"the gateway has {busy} rows of streams of instance {seen['instance']}, about one a "
-            f"second, and {LEAST_ROWS} are needed: let it serve for longer; only streams are seen"
+            f"{has}, and it is not known how much of their prompts was prefilled and how much "
+            "cached: have the engine tell (--enable-prompt-tokens-details, or its /metrics), or "
+            "turn its prefix cache off meanwhile"
         )
-    return fit
+    raise ProfileError(
+        f"{has}, about one a second, and {LEAST_ROWS} are needed: let it serve for longer; only "
+        "streams are seen"
+    )
 
 
 def report(fit: Refit, seen: Mapping[str, Any]) -> str:
@@ -133,7 +130,7 @@ def _source(fit: Refit, seen: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.now(UTC).date(),
         "note": f"from live traffic: {fit.step_rows} rows of streams, {fit.first_token_rows} first "
         "tokens; errors are medians over held-out rows, noise of the network included",
-        "error": {name: _rounded(e) for name, e in errors.items() if e is not None},
+        "error": {name: rounded(e) for name, e in errors.items() if e is not None},
         "unidentified": [name for name in NAMES if name not in fit.identified],
     }
 
@@ -150,18 +147,13 @@ def _rows(
     """Older rows have no ``hit_tokens``: known to be 0 where there is no prefix cache, or no
     prompt.
     """
-    known = kind._fields
-    if tuple(fields) not in (known, known[:-1]):
+    if tuple(fields) not in (kind._fields, kind._fields[:-1]):
         raise ValueError(f"fields {fields}")
     result = []
     for row in rows:
-        *values, hits = row if len(fields) == len(known) else (*row, None)
-        made = kind(*(float(v) for v in (*values, math.nan if hits is None else hits)))
+        *values, hits = row if len(fields) == len(kind._fields) else (*row, None)
+        made = kind(*map(float, values), math.nan if hits is None else float(hits))
         if hits is None and (caching is False or made.prompt_tokens == 0):
             made = made._replace(hit_tokens=0.0)
         result.append(made)
     return result
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")

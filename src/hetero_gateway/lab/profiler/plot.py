@@ -25,8 +25,7 @@ _MANY_SIZES = 10
 def check_can_plot(path: Path) -> None:
     """Find out before minutes of measuring what would fail after them.
 
-    Raises:
-        ConfigError: the suffix is neither PNG nor SVG, matplotlib is missing, or the folder is.
+    Raises ConfigError: the suffix is neither PNG nor SVG, matplotlib is missing, or the folder is.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot: {path} must end in {' or '.join(SUFFIXES)}")
@@ -40,15 +39,9 @@ def check_can_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, samples: Sequence[Sample], fit: Fit) -> None:
-    """A PNG or SVG file, by the suffix.
+    """A PNG or SVG file, by the suffix, of a fit and the samples that it is of, outliers included.
 
-    Args:
-        path: where to write.
-        samples: those that were fitted, outliers included: they are what the picture is to show.
-        fit: of the same samples.
-
-    Raises:
-        ConfigError: as ``check_can_plot``, or the file cannot be written.
+    Raises ConfigError: as ``check_can_plot``, or the file cannot be written.
     """
     check_can_plot(path)
     from matplotlib.figure import Figure  # no pyplot: it looks for a display
@@ -73,6 +66,7 @@ def _panel(
     constants: Sequence[float],
     time_of: Callable[[Sample], float | None],
 ) -> None:
+    from matplotlib import colormaps
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     measured = np.array([time_of(s) for s in samples], dtype=float)
@@ -82,7 +76,12 @@ def _panel(
     )
     axes.fill_between(ends, ends * (1 - BAND), ends * (1 + BAND), color="0.9", label="±10 %")
     axes.plot(ends, ends, color="0.5", linewidth=1)
-    _scatter(axes, measured, fitted, size_classes(samples))
+    classes = size_classes(samples)
+    sizes = np.unique(classes)
+    for i, size in enumerate(sizes):  # a colour for each
+        chosen = classes == size
+        colour = colormaps["viridis"](i / max(1, len(sizes) - 1))
+        axes.scatter(measured[chosen], fitted[chosen], s=18, color=colour, label=f"{size:g}")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
     axes.set(xlabel="measured, s", ylabel="fitted, s")
     for axis in (axes.xaxis, axes.yaxis):
@@ -91,17 +90,6 @@ def _panel(
         axis.set_minor_formatter(NullFormatter())
     axes.set_aspect("equal")
     axes.legend(title="batch size", fontsize="small", loc="upper left")
-
-
-def _scatter(axes: Any, measured: FloatArray, fitted: FloatArray, classes: FloatArray) -> None:
-    """A colour per class of batch sizes."""
-    from matplotlib import colormaps
-
-    sizes = np.unique(classes)
-    for i, size in enumerate(sizes):
-        chosen = classes == size
-        colour = colormaps["viridis"](i / max(1, len(sizes) - 1))
-        axes.scatter(measured[chosen], fitted[chosen], s=18, color=colour, label=f"{size:g}")
 
 
 def size_classes(samples: Sequence[Sample]) -> FloatArray:

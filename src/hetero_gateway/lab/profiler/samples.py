@@ -10,11 +10,12 @@ Every error is a ``ConfigError`` that names the file, the line and the column.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,60 +44,42 @@ def read_samples(path: Path) -> tuple[list[Sample], dict[str, int]]:
 def read_csv(path: Path) -> list[Sample]:
     """The samples of a CSV file.
 
-    Raises:
-        ConfigError: one line with the file, the line (the header is line 1) and the column.
+    Raises ConfigError: one line with the file, the line (the header is line 1) and the column.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            return _parse_csv(lines, str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
-    except csv.Error as error:
-        raise ConfigError(f"{path}: not a CSV file: {error}") from error
+    with _named(path, "read"), path.open(encoding="utf-8-sig", newline="") as lines:
+        return _parse_csv(lines, str(path))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file that ``append`` wrote, without a torn last one.
 
-    Raises:
-        ConfigError: the file cannot be read, or a line other than the last is broken.
+    Raises ConfigError: the file cannot be read, or a line other than the last is broken.
     """
-    try:
+    with _named(path, "read"):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    last = max((i for i, line in enumerate(lines) if line.strip()), default=-1)
-    records = []
-    for i, line in enumerate(lines[: last + 1]):
-        if not line.strip():
-            continue
-        torn_allowed = i == len(lines) - 1  # a whole line ends with a line break
-        record = _record(line, f"{path}: line {i + 1}", torn_allowed)
-        if record is not None:
-            records.append(record)
-    return records
+    # A whole line ends with a line break, so the last of these is empty or torn.
+    records = [
+        _record(line, f"{path}: line {number}", torn_allowed=number == len(lines))
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    return [record for record in records if record is not None]
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add one record, and leave the file whole: a torn last line is cut off first.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Raises ConfigError: the file cannot be written.
     """
     line = json.dumps(dict(record), allow_nan=False).encode() + b"\n"
-    try:
-        with path.open("ab+") as file:
-            end = file.tell()
-            if end:
-                file.seek(end - 1)
-                if file.read(1) != b"\n":
-                    file.seek(0)
-                    line = _mend(file.read(), file.truncate) + line
-            file.write(line)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    with _named(path, "written"), path.open("ab+") as file:
+        end = file.tell()
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                line = _mend(file.read(), file.truncate) + line
+        file.write(line)
 
 
 def record_of(sample: Sample, *, discarded: str | None = None, **more: Any) -> dict[str, Any]:
@@ -121,20 +104,26 @@ def discarded_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def write_csv(path: Path, samples: Sequence[Sample]) -> None:
-    """The file that ``read_csv`` reads.
+    """The file that ``read_csv`` reads. Raises ConfigError: it cannot be written."""
+    with _named(path, "written"), path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for sample in samples:
+            values = [getattr(sample, column) for column in COLUMNS]
+            writer.writerow(["" if value is None else f"{value:.9g}" for value in values])
 
-    Raises:
-        ConfigError: it cannot be written.
-    """
+
+@contextlib.contextmanager
+def _named(path: Path, done: str) -> Iterator[None]:
+    """Name the file that could not be ``done``, read or written."""
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            for sample in samples:
-                values = [getattr(sample, column) for column in COLUMNS]
-                writer.writerow(["" if value is None else f"{value:.9g}" for value in values])
+        yield
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be {done}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path}: not a CSV file: {error}") from error
 
 
 def _mend(content: bytes, truncate: Callable[[int], int]) -> bytes:

@@ -34,7 +34,7 @@ _MOST_ERROR = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenGateway:
     """What the gateway told.
 
     Args:
@@ -49,7 +49,7 @@ class Seen:
     queued: int = 0
     arrived_unix_s: tuple[float, ...] = ()
 
-    def of_models(self, names: Collection[str]) -> Seen:
+    def of_models(self, names: Collection[str]) -> SeenGateway:
         """Without the requests of other models."""
         own = [not row.model or row.model in names for row in self.rows]
         return dataclasses.replace(
@@ -78,7 +78,7 @@ class Seen:
         return Traffic(self.url, self.policy, len(self.rows), self.span_s, self.rate_per_s)
 
 
-def ask(url: str, admin_key_env: str | None) -> Seen:
+def ask(url: str, admin_key_env: str | None) -> SeenGateway:
     """Everything that the gateway reports.
 
     Raises:
@@ -97,9 +97,9 @@ def ask(url: str, admin_key_env: str | None) -> Seen:
     # None is no error.
     text = fetch_csv(url, admin_key_env, "/admin/requests")
     if len(text.splitlines()) < 2:
-        return Seen(url, policy, running, (), queued)
+        return SeenGateway(url, policy, running, (), queued)
     rows = tuple(parse_trace(text, f"{url}/admin/requests"))
-    return Seen(url, policy, running, rows, queued, _arrived_unix_s(text))
+    return SeenGateway(url, policy, running, rows, queued, _arrived_unix_s(text))
 
 
 def _arrived_unix_s(text: str) -> tuple[float, ...]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
 
 from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.engines.vllm import completion_counts_in, deltas_in
@@ -30,12 +32,12 @@ class Track:
 
     Args:
         times_s, tokens: tokens received in all by each time; the same length, at least 1.
-        prompt_tokens: by the engine's count; None where it does not say.
+        prompt_tokens: by the engine's count, or as asked for.
     """
 
     times_s: tuple[float, ...]
     tokens: tuple[int, ...]
-    prompt_tokens: int | None
+    prompt_tokens: int
 
     @property
     def first_s(self) -> float:
@@ -75,7 +77,7 @@ class Reading:
 
 def track(reply: Reply, asked_prompt_tokens: int) -> Track | str:
     """The tokens of one streamed reply, or what is wrong with it."""
-    error, prompt_tokens, total = judge(reply, stream=True)
+    error, prompt_tokens, total, _ = judge(reply, stream=True)
     if error is not None:
         return error
     times_s, tokens, counted = _marks(reply.parts or [])
@@ -84,9 +86,7 @@ def track(reply: Reply, asked_prompt_tokens: int) -> Track | str:
     # Deltas may have merged: without counts in the stream, spread the closing count evenly.
     if not counted and total is not None and total != tokens[-1]:
         tokens = [max(1, round(t * total / tokens[-1])) for t in tokens]
-    if prompt_tokens is None:
-        prompt_tokens = asked_prompt_tokens
-    return Track(tuple(times_s), tuple(tokens), prompt_tokens)
+    return Track(tuple(times_s), tuple(tokens), prompt_tokens or asked_prompt_tokens)
 
 
 def _marks(parts: Sequence[tuple[float, bytes]]) -> tuple[list[float], list[int], bool]:
@@ -127,7 +127,7 @@ def read_batch(tracks: Sequence[Track], start_s: float) -> Reading:
     step_s = (late.times_s[-1] - begin_s) / span if span else 0.0
     leads = _leads(tracks, late, step_s)
     emitted = [max(1, first + lead) for lead in leads]
-    prompts = [t.prompt_tokens or 1 for t in tracks]
+    prompt_tokens = fmean(t.prompt_tokens for t in tracks)
     room = min(t.output_tokens - e for t, e in zip(tracks, emitted, strict=True))
     decode = None
     end = bisect_right(late.tokens, first + room) - 1
@@ -135,14 +135,14 @@ def read_batch(tracks: Sequence[Track], start_s: float) -> Reading:
         steps = late.tokens[end] - first
         decode = Sample(
             batch_size=len(tracks),
-            prompt_tokens=_mean(prompts) + _mean(emitted) - 1,
+            prompt_tokens=prompt_tokens + fmean(emitted) - 1,
             output_tokens=steps + 1,
             prefill_s=None,
             decode_s=late.times_s[end] - begin_s,
         )
     return Reading(
-        prompt_tokens=_mean(prompts),
-        output_tokens=_mean([t.output_tokens for t in tracks]),
+        prompt_tokens=prompt_tokens,
+        output_tokens=fmean(t.output_tokens for t in tracks),
         prefill_s=begin_s - start_s,
         decode=decode,
         together=not any(leads),
@@ -175,16 +175,5 @@ def _most_running(tracks: Sequence[Track]) -> int:
 
     One that starts as another ends counts as after it: the step that ends one can start no other.
     """
-    events = sorted(
-        [(t.first_s, 1) for t in tracks] + [(t.times_s[-1], -1) for t in tracks],
-        key=lambda event: (event[0], event[1]),
-    )
-    running = most = 0
-    for _, change in events:
-        running += change
-        most = max(most, running)
-    return max(1, most)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    events = sorted([(t.first_s, 1) for t in tracks] + [(t.times_s[-1], -1) for t in tracks])
+    return max(1, *accumulate(change for _, change in events))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.engines.vllm import EngineMetrics
@@ -24,8 +25,7 @@ HURRIED = "sooner than a step can end"
 _SOONEST = 0.75
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class BatchVerdict(NamedTuple):
     """A sample, and why it must not be fitted, if so.
 
     ``closes``: its cell has been measured. ``beyond``: the prefill of a batch of several steps.
@@ -37,16 +37,16 @@ class Verdict:
     beyond: Sample | None = None
 
 
-def one_step(whole: Sample, decode: Sample | None, ragged: bool) -> list[Verdict]:
+def one_step(whole: Sample, decode: Sample | None, ragged: bool) -> list[BatchVerdict]:
     """A batch's accepted parts: one sample when both are of the same lengths, else one each."""
     reason = RAGGED if ragged else None
     if decode is None:
-        return [Verdict(whole, reason, closes=not ragged)]
+        return [BatchVerdict(whole, reason, closes=not ragged)]
     if not ragged and _hurried(whole, decode):
         reason = HURRIED
     if reason is None and decode.prompt_tokens == whole.prompt_tokens:
-        return [Verdict(replace(decode, prefill_s=whole.prefill_s), None, closes=True)]
-    return [Verdict(whole, reason, closes=reason is None), Verdict(decode, None)]
+        return [BatchVerdict(replace(decode, prefill_s=whole.prefill_s), None, closes=True)]
+    return [BatchVerdict(whole, reason, closes=reason is None), BatchVerdict(decode, None)]
 
 
 def _hurried(whole: Sample, decode: Sample) -> bool:
@@ -56,10 +56,10 @@ def _hurried(whole: Sample, decode: Sample) -> bool:
     return whole.prefill_s * (decode.output_tokens - 1) < _SOONEST * decode.decode_s
 
 
-def several_steps(whole: Sample, decode: Sample | None) -> list[Verdict]:
+def several_steps(whole: Sample, decode: Sample | None) -> list[BatchVerdict]:
     """The decode part; the prefill is kept beside it, for ``chunked``."""
     sample = decode or replace(whole, prefill_s=None)
-    return [Verdict(sample, None, closes=True, beyond=whole)]
+    return [BatchVerdict(sample, None, closes=True, beyond=whole)]
 
 
 def disturbance(before: EngineMetrics, after: EngineMetrics, shot: Shot) -> str | None:

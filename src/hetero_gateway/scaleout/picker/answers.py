@@ -102,20 +102,14 @@ def with_ticket(answer: bytes, ticket: bytes) -> bytes:
     return message(answer[MESSAGE_HEAD_BYTES:] + _TICKET_PREFIX + ticket)
 
 
-def with_path(answer: bytes, path: bytes) -> bytes:
-    """A destination's answer that changes the request's path, too."""
-    changed = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
-    part = getattr(changed, changed.WhichOneof("response") or "")
-    part.response.header_mutation.set_headers.append(_header(":path", path))
-    return _message(changed)
-
-
-def without(answer: bytes, names: Iterable[str]) -> bytes:
-    """A destination's answer that has some of the request's header fields removed, too."""
-    changed = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
-    part = getattr(changed, changed.WhichOneof("response") or "")
-    part.response.header_mutation.remove_headers.extend(names)
-    return _message(changed)
+def changed(answer: bytes, path: bytes | None, removed: Iterable[str]) -> bytes:
+    """A destination's answer that changes the request's path, too, or removes header fields."""
+    whole = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
+    mutation = getattr(whole, whole.WhichOneof("response") or "").response.header_mutation
+    if path is not None:
+        mutation.set_headers.append(_header(":path", path))
+    mutation.remove_headers.extend(removed)
+    return _message(whole)
 
 
 def streamed(body: bytes, *, ends: bool, of_request: bool) -> Iterator[bytes]:

@@ -78,7 +78,6 @@ class Endpoints:
         return frozenset(each for each in found if each is not None)
 
     def outside(self, allowed: frozenset[InstanceId]) -> tuple[InstanceId, ...]:
-        """The other instances."""
         return tuple(i for i in self._fleet.instances if i not in allowed)
 
     async def follow(self) -> None:

@@ -8,7 +8,7 @@ from hetero_gateway.engines.vllm import names_an_address, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.headers import CREDENTIALS, Withheld
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker import answers
 from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     HttpHeaders,

@@ -27,7 +27,7 @@ _GRACE_S = 10
 _log = logging.getLogger(__name__)
 
 
-class Served(Serving, Protocol):
+class PickerGateway(Serving, Protocol):
     """The gateway behind a picker."""
 
     draining: bool
@@ -46,7 +46,7 @@ class Resources:
         stream_timeout_s: the longest that one may take, whole seconds.
     """
 
-    def __init__(self, gateway: Served, config: PickerConfig, endpoints: Endpoints) -> None:
+    def __init__(self, gateway: PickerGateway, config: PickerConfig, endpoints: Endpoints) -> None:
         dataplane = gateway.dataplane
         self._gateway = gateway
         self._logged_s: dict[str, float] = {}  # when each misconfiguration was logged last
@@ -55,7 +55,7 @@ class Resources:
         self.dispatcher = dataplane.dispatcher
         self.metrics = gateway.metrics
         self.reading = dataplane.rooms.reading
-        self.name = dataplane.name
+        self.name = dataplane.rooms.ids.name
         self.total_timeout_s = dataplane.rooms.total_timeout_s
         self.stream_timeout_s = math.ceil(self.total_timeout_s) + _GRACE_S
         self.extends_timeout = config.extend_timeouts

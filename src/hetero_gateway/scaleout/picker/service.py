@@ -13,13 +13,13 @@ from hetero_gateway.http.tls import ServerTls
 from hetero_gateway.scaleout.picker.endpoints import Endpoints
 from hetero_gateway.scaleout.picker.http2.calls import Call, Methods
 from hetero_gateway.scaleout.picker.http2.frames import Status, message
-from hetero_gateway.scaleout.picker.http2.server import Server
+from hetero_gateway.scaleout.picker.http2.server import GrpcServer
 from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
 from hetero_gateway.scaleout.picker.reports import ReportCall
-from hetero_gateway.scaleout.picker.resources import Resources, Served
+from hetero_gateway.scaleout.picker.resources import PickerGateway, Resources
 from hetero_gateway.scaleout.picker.stream import Stream
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -43,11 +43,11 @@ class Picker:
         config: where to listen.
     """
 
-    def __init__(self, gateway: Served, config: PickerConfig, base_dir: Path = Path()) -> None:
+    def __init__(self, gateway: PickerGateway, config: PickerConfig, base_dir: Path) -> None:
         self._gateway = gateway
         self._config = config
         self._tls = _tls(config, base_dir)  # of ext_proc
-        self._servers: list[Server] = []
+        self._servers: list[GrpcServer] = []
         self.resources: Resources
         self._following: asyncio.Task[None] | None = None
         self._serving = False
@@ -70,12 +70,17 @@ class Picker:
         resources = self.resources = Resources(self._gateway, config, self.endpoints)
         await self.endpoints.look()
         self._following = asyncio.get_running_loop().create_task(self.endpoints.follow())
+
+        def process(call: Call) -> Stream:
+            resources.open += 1
+            return Stream(resources, call)
+
         health: Methods = {
             f"/{HEALTH}/Check": lambda call: HealthCall(self, call, watches=False),
             f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, watches=True),
         }
         requests: Methods = {
-            f"/{EXT_PROC}/Process": lambda call: Stream(resources, call),
+            f"/{EXT_PROC}/Process": process,
             f"/{REPORTS}/Report": lambda call: ReportCall(resources.tickets, call),
         }
         main = self._server({**requests, **health})
@@ -86,9 +91,9 @@ class Picker:
             await self._server(health).listen(config.host, config.health_port)
         self._serving = True
 
-    def _server(self, methods: Methods) -> Server:
+    def _server(self, methods: Methods) -> GrpcServer:
         limits, on_bug = self._gateway.dataplane.body_limits, self.resources.count_bug
-        server = Server(methods, limits, _MESSAGE_MARGIN_BYTES, on_bug)
+        server = GrpcServer(methods, limits, _MESSAGE_MARGIN_BYTES, on_bug)
         self._servers.append(server)
         return server
 
@@ -165,7 +170,6 @@ class HealthCall:
             self._call.finish()
 
     def look(self) -> None:
-        """Say how it is, where that is news."""
         assert self._service is not None
         status = self._picker.health(self._service)
         if status != self._last:

@@ -31,7 +31,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -42,13 +42,12 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
 from hetero_gateway.gateway.dataplane.dispatcher import Placed
-from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
 from hetero_gateway.gateway.dataplane.placement import SleeperGone
-from hetero_gateway.gateway.dataplane.understanding import Understanding
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
 from hetero_gateway.http.failures import Failure, InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker import answers
 from hetero_gateway.scaleout.picker.http2.calls import LINGER_S, Call
 from hetero_gateway.scaleout.picker.http2.frames import Status
@@ -112,64 +111,39 @@ class SeenAnswer(NamedTuple):
         return self.told
 
 
-class Stream(Understanding):
-    """The life of one request: a ``Receiver`` of its call, and a ``Sleeper``."""
+@dataclass(slots=True, eq=False, repr=False)
+class Stream(RequestReader):
+    """The life of one request: a ``Receiver`` of its call, and a ``Sleeper``.
 
-    __slots__ = (
-        "_body_mode",
-        "_buffer",
-        "_call",
-        "_ended",
-        "_error",
-        "_events",
-        "_first_s",
-        "_gives_back",
-        "_has_body",
-        "_head_bytes",
-        "_inbound",
-        "_job",
-        "_placed",
-        "_removed",
-        "_resources",
-        "_response_mode",
-        "_state",
-        "_status",
-        "_subset",
-        "_ticket",
-        "_told",
-        "_waited",
-        "_woken",
-        "gone",
-    )
+    Whoever makes one counts it among the resources' ``open`` ones.
+    """
 
-    def __init__(self, resources: Resources, call: Call) -> None:
-        self._resources = resources
-        self._call = call
-        self._state = _HEAD
-        self._inbound: Inbound | None = None
-        self._removed: tuple[str, ...] = ()  # of its header fields
-        self._client: Client | None = None
-        self._buffer: BodyBuffer | None = None
-        self._subset: frozenset[InstanceId] | None = None
-        self._head_bytes = 0  # of its message, if that is a long one
-        self._has_body = True
-        self._gives_back = False  # the body, at present
-        self._ended = True  # the body; no trailers follow
-        self._job: Job | None = None
-        self._placed: Placed | None = None  # and not settled
-        self._task = None
-        self._woken: asyncio.Event | None = None
-        self._waited = False
-        self._body_mode = _BUFFERED
-        self._response_mode = 0
-        self._status = 0
-        self._error: InstanceError | None = None
-        self._ticket = b""  # of reports on its response
-        self._first_s: float | None = None
-        self._told: Usage | None = None
-        self._events = 0
-        self.gone = False
-        resources.open += 1
+    _resources: Resources
+    _call: Call
+    _state: _State = _HEAD
+    _inbound: Inbound | None = None
+    _removed: tuple[str, ...] = ()  # of its header fields
+    _client: Client | None = None
+    _buffer: BodyBuffer | None = None
+    _subset: frozenset[InstanceId] | None = None
+    _head_bytes: int = 0  # of its message, if that is a long one
+    _has_body: bool = True
+    _gives_back: bool = False  # the body, at present
+    _ended: bool = True  # the body; no trailers follow
+    _job: Job | None = None
+    _placed: Placed | None = None  # and not settled
+    _task: asyncio.Task[None] | None = None
+    _woken: asyncio.Event | None = None
+    _waited: bool = False
+    _body_mode: int = _BUFFERED
+    _response_mode: int = 0
+    _status: int = 0
+    _error: InstanceError | None = None
+    _ticket: bytes = b""  # of reports on its response
+    _first_s: float | None = None
+    _told: Usage | None = None
+    _events: int = 0
+    gone: bool = False
 
     def __repr__(self) -> str:
         where = self._placed and self._placed.instance.id
@@ -177,7 +151,6 @@ class Stream(Understanding):
 
     @property
     def address(self) -> str:
-        """Of the data plane that asks."""
         return self._call.peer.address
 
     # A Receiver
@@ -388,7 +361,6 @@ class Stream(Understanding):
         raise rejection(place, None, job.inbound.path)
 
     def _send_there(self, placed: Placed) -> None:
-        """Say where the request goes."""
         resources, instance = self._resources, placed.instance
         inbound, job, call = self._inbound, self._job, self._call
         assert inbound is not None
@@ -406,23 +378,21 @@ class Stream(Understanding):
         self._state = _ANSWERING
         buffered = self._has_body and self._body_mode == _BUFFERED
         answer = destination.in_body if buffered else destination.in_headers
-        if prefix := resources.endpoints.path_prefix(instance):
-            answer = answers.with_path(answer, prefix + inbound.target)
-        if self._removed:
-            answer = answers.without(answer, self._removed)
+        prefix = resources.endpoints.path_prefix(instance)
+        if prefix or self._removed:
+            path = prefix + inbound.target if prefix else None
+            answer = answers.changed(answer, path, self._removed)
         overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
         resources.metrics.overhead_s.note(overhead_s)
         self._ticket = resources.tickets.issue(self)
         call.send(answers.with_ticket(answer, self._ticket))
         if self._has_body and not buffered:
             self._gives_back = True
-            call.send_each(self._given_back(inbound.body), self._has_given_back)
+            pieces = answers.streamed(inbound.body, ends=self._ended, of_request=True)
+            call.send_each(pieces, self._has_given_back)
             if not self._ended:
                 call.send(answers.REQUEST_TRAILERS)
         self._let_go_of_body()
-
-    def _given_back(self, body: bytes) -> Iterator[bytes]:
-        return answers.streamed(body, ends=self._ended, of_request=True)
 
     def _has_given_back(self) -> None:
         self._gives_back = False
@@ -515,7 +485,6 @@ class Stream(Understanding):
     # Reports
 
     def first_bytes(self) -> None:
-        """The first bytes of a streamed body have passed."""
         placed = self._placed
         if self._first_s is not None or placed is None:
             return
@@ -527,7 +496,6 @@ class Stream(Understanding):
             dispatch.predicted_s = (placed.placed_s, ttft_s)
 
     def told(self, usage: Usage, events: int) -> None:
-        """The body has passed, and this is what its end said."""
         self._told, self._events = usage, events
         if self._first_s is None:
             self._first_s = time.monotonic()
@@ -574,7 +542,6 @@ class Stream(Understanding):
         resources.dispatcher.settle(job, placed, seen, outcome, final=final)
 
     def _note(self, outcome: str) -> None:
-        """Count a request that reached no instance."""
         assert self._job is not None
         self._resources.dispatcher.note(self._job, outcome)
 

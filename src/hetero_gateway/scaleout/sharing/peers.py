@@ -351,7 +351,6 @@ class Sharing:
         return self._exchange.age_s(time.monotonic())
 
     def describe(self) -> dict[str, Any]:
-        """As /admin shows it."""
         return {
             "mode": self.mode.value,
             "replica": self.name,

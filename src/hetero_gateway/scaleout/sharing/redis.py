@@ -141,25 +141,18 @@ class ReplyReader:
         return value
 
 
-class Login(NamedTuple):
+def login(username: str | None, password: str | None, database: int) -> list[tuple[bytes, ...]]:
     """What a connection begins with. ``password``: None: none is asked for."""
-
-    username: str | None = None
-    password: str | None = None
-    database: int = 0
-
-    def commands(self) -> list[tuple[bytes, ...]]:
-        """To be sent before all others."""
-        result: list[tuple[bytes, ...]] = []
-        if self.password is not None:
-            user = () if self.username is None else (self.username.encode(),)
-            result.append((b"AUTH", *user, self.password.encode()))
-        if self.database:
-            result.append((b"SELECT", b"%d" % self.database))
-        return result
+    commands: list[tuple[bytes, ...]] = []
+    if password is not None:
+        user = () if username is None else (username.encode(),)
+        commands.append((b"AUTH", *user, password.encode()))
+    if database:
+        commands.append((b"SELECT", b"%d" % database))
+    return commands
 
 
-class Connection:
+class RedisConnection:
     """One connection; made by ``connect``. After any exception it has to be closed."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -203,25 +196,26 @@ class Connection:
         return data
 
     def close(self) -> None:
-        """At once, and without a farewell."""
         self._writer.transport.abort()
 
 
 async def connect(
-    address: tuple[str, int], login: Login, context: ssl.SSLContext | None
-) -> Connection:
-    """Connect and log in. Raises OSError, ReplyError; PermissionError: it refuses the login."""
+    address: tuple[str, int], commands: list[tuple[bytes, ...]], context: ssl.SSLContext | None
+) -> RedisConnection:
+    """Connect, and begin with these commands (``login``).
+
+    Raises OSError, ReplyError; PermissionError: it refuses the login.
+    """
     reader, writer = await asyncio.open_connection(*address, ssl=context)
-    connection = Connection(reader, writer)
+    connection = RedisConnection(reader, writer)
     try:
         raw: socket.socket | None = writer.get_extra_info("socket")
         if raw is not None:
             with contextlib.suppress(OSError):
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if commands := login.commands():
-            for reply in await connection.ask(commands):
-                if isinstance(reply, ServerError):
-                    raise PermissionError(str(reply))
+        for reply in await connection.ask(commands):
+            if isinstance(reply, ServerError):
+                raise PermissionError(str(reply))
     except BaseException:
         connection.close()
         raise

@@ -38,12 +38,12 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.files.secrets import password
 from hetero_gateway.scaleout.sharing.redis import (
-    Connection,
-    Login,
+    RedisConnection,
     Reply,
     ReplyError,
     ServerError,
     connect,
+    login,
 )
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class RedisStore:
         sharing = config.sharing
         parts = urlsplit(config.shared)
         self._home = self._address = (parts.hostname or "localhost", parts.port or _DEFAULT_PORT)
-        self._login = Login(
+        self._login = login(
             parts.username,
             password(sharing.password_env, "scheduler.sharing.password_env"),
             int(parts.path.strip("/") or 0),
@@ -124,7 +124,7 @@ class RedisStore:
         self._prefix = f"{tag}:".encode()
         self._channel = f"{tag}:news".encode()
         self._may_tell = True
-        self._connection: Connection | None = None
+        self._connection: RedisConnection | None = None
         self._known: tuple[bytes, ...] = ()  # that had a message at the last turn
         self._begins_anew = False  # the set of names could not be read
 
@@ -135,7 +135,7 @@ class RedisStore:
         if self._may_tell:
             await self._in_time(lambda to: self._publish(to, self._name + news))
 
-    async def _in_time(self, work: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+    async def _in_time(self, work: Callable[[RedisConnection], Coroutine[Any, Any, T]]) -> T:
         """Do this in time, on the node that it is for; or drop the connection: StoreError."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -164,7 +164,7 @@ class RedisStore:
         if connection is not None:
             connection.close()
 
-    async def _publish(self, connection: Connection, news: bytes) -> None:
+    async def _publish(self, connection: RedisConnection, news: bytes) -> None:
         (reply,) = await connection.ask([(b"PUBLISH", self._channel, news)])
         if isinstance(reply, ServerError) and reply.code == "NOPERM":
             self._may_tell = False
@@ -177,7 +177,7 @@ class RedisStore:
         _check(reply)
 
     async def listen(self, hear: Callable[[str, bytes], None]) -> None:
-        connection: Connection | None = None
+        connection: RedisConnection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 # A connection of its own, since one that listens can do nothing else.
@@ -221,7 +221,7 @@ class RedisStore:
             if name != self._name and _NAME.fullmatch(name):
                 hear(name.decode(), data)
 
-    async def _turn(self, connection: Connection, value: bytes | None) -> Mapping[str, bytes]:
+    async def _turn(self, connection: RedisConnection, value: bytes | None) -> Mapping[str, bytes]:
         known = self._known
         commands: list[tuple[bytes, ...]] = []
         if self._begins_anew:
@@ -262,7 +262,7 @@ class RedisStore:
         last = b"%d" % (most_bytes - 1)
         return ((b"GETRANGE", self._prefix + name, b"0", last) for name in names)
 
-    async def _read_long(self, connection: Connection, values: dict[bytes, bytes]) -> None:
+    async def _read_long(self, connection: RedisConnection, values: dict[bytes, bytes]) -> None:
         """Put in whole what was read in part; those that are too many count for nothing."""
         # Those that were known before come first.
         for number, name in enumerate([n for n, v in values.items() if len(v) == _SHORT_BYTES]):

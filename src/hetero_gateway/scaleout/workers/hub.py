@@ -1,8 +1,8 @@
 """The scheduler process's end: what its workers ask and report, and what they are told.
 
-Each worker has a ``Session``. Its requests go to the same ``LocalDispatcher`` as those of a gateway
-of one process, so that policies, queue, ledger, records and predictors are none of this module's
-business. A session that ends, however it ends, leaves nothing on any instance.
+Each worker has a ``WorkerSession``. Its requests go to the same ``LocalDispatcher`` as those of a
+gateway of one process, so that policies, queue, ledger, records and predictors are none of this
+module's business. A session that ends, however it ends, leaves nothing on any instance.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hetero_gateway import __version__
-from hetero_gateway.core.types import InstanceId, Reject, Usage
+from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.engines.vllm import REALTIME, Work, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
@@ -29,9 +30,9 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
-from hetero_gateway.scaleout.workers.channel import Channel
+from hetero_gateway.scaleout.workers.messages import Channel
 
 VIEW_INTERVAL_S = 1.0
 # By which the supervisor gives all of its processes one secret: for the keys of prompts, and
@@ -43,47 +44,17 @@ _Describe = Callable[[Inbound, Client, ParsedRequest, int | None], Job]
 _log = logging.getLogger(__name__)
 
 
-class SeenElsewhere:
-    """A response as a worker reports it: ``dispatcher.Seen``."""
-
-    __slots__ = ("_usage", "body_bytes", "complete", "congested", "empty", "error", "events",
-                 "first_body_at_s", "status")  # fmt: skip
-
-    def __init__(self, report: messages.Report) -> None:
-        self.status = report.status
-        self.error = error_of(report.error)
-        self.first_body_at_s = report.first_body_at_s
-        self.events = report.events
-        self.body_bytes = report.body_bytes
-        self.empty = report.empty
-        self.complete = report.complete
-        self.congested = False
-        self._usage = report.usage
-
-    def usage(self) -> Usage:
-        return self._usage
-
-
-def error_of(said: messages.Error | None) -> InstanceError | None:
-    """The error that a worker says an attempt met."""
-    if said is None:
-        return None
-    return InstanceError(said.failure, said.message, said.retry_after_s)
-
-
+@dataclass(slots=True, eq=False)
 class _Request:
     """A worker's request: the ``Owner`` of its place."""
 
-    __slots__ = ("deadline_s", "job", "key", "place", "session", "settled", "wait")
-
-    def __init__(self, session: Session, key: int, job: Job, deadline_s: float) -> None:
-        self.session = session
-        self.key = key
-        self.job = job
-        self.deadline_s = deadline_s
-        self.wait: Waiting | None = None
-        self.place: Place | None = None  # and not settled
-        self.settled: Place | None = None  # the last one
+    session: WorkerSession
+    key: int
+    job: Job
+    deadline_s: float
+    wait: Waiting | None = None
+    place: Place | None = None  # and not settled
+    settled: Place | None = None  # the last one
 
     def submit(self, tried: list[InstanceId], failure: InstanceError | None) -> None:
         try:
@@ -106,20 +77,20 @@ class _Request:
             return
         assert isinstance(place, Placed)
         self.place = place
-        request, standing = place.dispatch.request, self.job.standing
-        lengths = messages.Lengths(
-            request.prompt_tokens,
-            request.predicted_output_tokens,
-            request.sequences,
-            request.streams,
+        send(
+            messages.PlacedAt(
+                self.key,
+                place.instance.id,
+                messages.PlacedLengths(*place.dispatch.request[1:5]),
+                place.placed_s,
+                place.waited_s,
+                self.job.standing,
+            )
         )
-        instance_id = place.instance.id
-        placed_s, waited_s = place.placed_s, place.waited_s
-        send(messages.Placed(self.key, instance_id, lengths, placed_s, waited_s, standing))
 
     def turned_away(self, refusal: Refusal) -> None:
         self.wait = None
-        self.session.channel.send(_refused(self.key, refusal))
+        self.session.channel.send(messages.Refused.of(self.key, refusal))
 
     def broke(self, error: Exception) -> None:
         self.wait = None
@@ -138,25 +109,11 @@ class _Request:
         self.close()
 
     def close(self) -> None:
-        """It is over."""
         if self.job.charge is not None:
             self.job.charge.end()
 
 
-def _refused(key: int, refusal: Refusal) -> messages.Refused:
-    return messages.Refused(
-        key,
-        refusal.status,
-        refusal.code,
-        refusal.message,
-        refusal.param,
-        refusal.kind,
-        refusal.retry_after_s,
-        list(refusal.headers),
-    )
-
-
-class Session:
+class WorkerSession:
     """One worker, for as long as its connection lasts."""
 
     def __init__(self, hub: Hub, channel: Channel) -> None:
@@ -171,30 +128,37 @@ class Session:
             messages.Hello: self._hello,
             messages.Outstanding: self._outstanding,
             messages.Submit: self._submit,
-            messages.Again: self._again,
+            messages.Resubmit: self._again,
+            messages.Spend: self._spend,
+            messages.Known: self._known,
+            messages.Speed: self._speed,
+            messages.Counts: self._counts,
+        }
+        # Of requests that are not over; what comes of others is not heard.
+        self._events: dict[type, Callable[[_Request, Any], None]] = {
             messages.Leave: self._leave,
             messages.Began: self._began,
             messages.Made: self._made,
-            messages.Spend: self._spend,
-            messages.Known: self._known,
             messages.Settle: self._settle,
-            messages.Outside: self._outside,
+            messages.SettleOutside: self._outside,
             messages.PassOn: self._pass_on,
             messages.Over: self._over,
-            messages.Speed: self._speed,
-            messages.Counts: self._counts,
         }
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __repr__(self) -> str:
-        return f"<Session {self.name}: {len(self._requests)} requests>"
+        return f"<WorkerSession {self.name}: {len(self._requests)} requests>"
 
     def received(self, received: list[Any]) -> None:
         for message in received:
             try:
-                self._handlers[type(message)](message)
+                event = self._events.get(type(message))
+                if event is None:
+                    self._handlers[type(message)](message)
+                elif (request := self._requests.get(message.key)) is not None:
+                    event(request, message)
             except Exception as error:
                 self._broke(message, error)
 
@@ -207,11 +171,11 @@ class Session:
         request = self._requests.pop(key, None)
         if request is not None:
             request.end()
-        if isinstance(message, messages.Submit | messages.Again):
+        if isinstance(message, messages.Submit | messages.Resubmit):
             self.channel.send(messages.Failed(key))
 
     def unsent(self, message: Any, error: Exception) -> None:
-        if isinstance(message, messages.Placed):
+        if isinstance(message, messages.PlacedAt):
             self._broke(message, error)
             self.channel.send(messages.Failed(message.key))
 
@@ -236,22 +200,15 @@ class Session:
             _log.error("%s is of version %s and this is %s", self.name, said.version, __version__)
             self.channel.abort()
             return
-        if self._hub.config is not None:
-            self.channel.send(self._hub.config)
-        self.channel.send(self._hub.served())
-        self.channel.send(self._hub.members())
-        self._hub.greet_with_keys(self)
+        hub = self._hub
+        for message in (hub.config, hub.listed(), hub.instances(), hub.keys):
+            if message is not None:
+                self.channel.send(message)
 
     def _outstanding(self, said: messages.Outstanding) -> None:
         for carried in said.requests:
             job = self._job_of(carried.facts, self.dispatcher.adopt)
-            lengths = carried.lengths
-            job.request = job.request._replace(
-                prompt_tokens=lengths.prompt_tokens,
-                predicted_output_tokens=lengths.output_tokens,
-                sequences=lengths.sequences,
-                streams=lengths.streams,
-            )
+            job.request = job.request._replace(**carried.lengths._asdict())
             request = _Request(self, carried.key, job, carried.facts.deadline_s)
             self._requests[carried.key] = request
             request.place = self._hub.placement.adopt(
@@ -284,44 +241,35 @@ class Session:
             job = self._job_of(said.facts, self.dispatcher.describe)
         except Refusal as refusal:
             self.dispatcher.note(None, "rejected")
-            self.channel.send(_refused(said.key, refusal))
+            self.channel.send(messages.Refused.of(said.key, refusal))
             return
         request = _Request(self, said.key, job, said.facts.deadline_s)
         self._requests[said.key] = request
-        request.submit(said.tried, error_of(said.failure))
+        request.submit(said.tried, messages.error_of(said.failure))
 
-    def _again(self, said: messages.Again) -> None:
+    def _again(self, said: messages.Resubmit) -> None:
         request = self._requests[said.key]
         if said.model:
             self.dispatcher.fall_back(request.job, said.model)
-        request.submit(said.tried, error_of(said.failure))
+        request.submit(said.tried, messages.error_of(said.failure))
 
-    def _leave(self, said: messages.Leave) -> None:
-        request = self._requests.pop(said.key, None)
-        if request is not None:
-            request.end()
+    def _leave(self, request: _Request, said: messages.Leave) -> None:
+        del self._requests[said.key]
+        request.end()
 
-    def _began(self, said: messages.Began) -> None:
-        request = self._requests.get(said.key)
-        if request is not None and request.place is not None:
+    def _began(self, request: _Request, said: messages.Began) -> None:
+        if request.place is not None:
             self.dispatcher.stream_began(request.job, request.place, None)
 
-    def _made(self, said: messages.Made) -> None:
-        request = self._requests.get(said.key)
-        if request is not None and request.place is not None:
+    def _made(self, request: _Request, said: messages.Made) -> None:
+        if request.place is not None:
             self.dispatcher.made(request.job, request.place, said.name)
 
     def _known(self, said: messages.Known) -> None:
         now_s, responses = time.monotonic(), self.dispatcher.responses
-        for each in said.responses:
-            if responses.find(each.name, now_s) is None:
-                responses.note(
-                    Response(
-                        *(each.name, each.instance, each.tokens, None, 0, each.model),
-                        owner=each.owner,
-                    ),
-                    now_s,
-                )
+        for name, instance_id, tokens, model, owner in said.responses:
+            if responses.find(name, now_s) is None:
+                responses.note(Response(name, instance_id, tokens, None, 0, model, owner), now_s)
 
     def _spend(self, said: messages.Spend) -> None:
         request = self._requests.get(said.key)
@@ -329,14 +277,11 @@ class Session:
             if request is not None:
                 self.dispatcher.extend(request.job, said.tokens)
         except Refusal as refusal:
-            self.channel.send(_refused(said.key, refusal))
+            self.channel.send(messages.Refused.of(said.key, refusal))
         else:
             self.channel.send(messages.Spent(said.key))
 
-    def _settle(self, said: messages.Settle) -> None:
-        request = self._requests.get(said.key)
-        if request is None:
-            return
+    def _settle(self, request: _Request, said: messages.Settle) -> None:
         if said.final:
             del self._requests[said.key]
         place, request.place = request.place, None
@@ -346,36 +291,26 @@ class Session:
         request.settled = place
         job = request.job
         job.inbound.body = said.report.mark
-        seen = SeenElsewhere(said.report)
-        self.dispatcher.settle(job, place, seen, said.outcome, final=said.final)
+        self.dispatcher.settle(job, place, said.report, said.outcome, final=said.final)
         if said.final:
             request.close()
 
-    def _outside(self, said: messages.Outside) -> None:
-        request = self._requests.get(said.key)
-        if request is None:
-            return
-        seen = SeenElsewhere(said.report)
+    def _outside(self, request: _Request, said: messages.SettleOutside) -> None:
         self.dispatcher.settle_outside(
-            request.job, said.label, seen, said.outcome, final=said.final
+            request.job, said.label, said.report, said.outcome, final=said.final
         )
         if said.final:
             del self._requests[said.key]
             request.end()
 
-    def _pass_on(self, said: messages.PassOn) -> None:
-        request = self._requests.pop(said.key, None)
-        if request is None:
-            return
+    def _pass_on(self, request: _Request, said: messages.PassOn) -> None:
+        del self._requests[said.key]
         request.end()
         if request.settled is not None:
-            seen = SeenElsewhere(said.report)
-            self.dispatcher.pass_on(request.job, request.settled, seen)
+            self.dispatcher.pass_on(request.job, request.settled, said.report)
 
-    def _over(self, said: messages.Over) -> None:
-        request = self._requests.pop(said.key, None)
-        if request is None:
-            return
+    def _over(self, request: _Request, said: messages.Over) -> None:
+        del self._requests[said.key]
         request.end()
         if said.outcome:
             self.dispatcher.note(request.job, said.outcome)
@@ -431,15 +366,15 @@ class Hub:
         self._fleet = fleet
         self._listener = listener
         self.on_draining = on_draining
-        self._sessions: set[Session] = set()
+        self._sessions: set[WorkerSession] = set()
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.Handle | None = None
-        self._told: messages.Members | None = None
-        self._told_served: messages.Served | None = None
+        self._told: messages.Instances | None = None
+        self._told_listed: messages.Listed | None = None
         self.config: messages.Configuration | None = None  # None: as when the processes started
-        self._keys: messages.Keys | None = None  # None: as when the processes started
+        self.keys: messages.Keys | None = None  # the same
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
         metrics.workers = self.__len__
         metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
@@ -458,16 +393,9 @@ class Hub:
         return sum(session.pools.get(instance_id, 0) for session in self._sessions)
 
     def tell_keys(self) -> None:
-        """Clients' keys have changed."""
         if (keys := self.admission.keys) is not None:
-            self._keys = messages.Keys(keys.model_dump_json(by_alias=True).encode())
-            for session in self._sessions:
-                self.greet_with_keys(session)
-
-    def greet_with_keys(self, session: Session) -> None:
-        """Those that there are now, where they are not the ones that a worker began with."""
-        if self._keys is not None:
-            session.channel.send(self._keys)
+            self.keys = messages.Keys(keys.model_dump_json(by_alias=True).encode())
+            self._send(self.keys)
 
     async def start(self) -> None:
         """Let workers in."""
@@ -489,17 +417,17 @@ class Hub:
 
     def _channel(self) -> Channel:
         channel = Channel(messages.FromWorker)
-        session = Session(self, channel)
+        session = WorkerSession(self, channel)
         channel.listener = session
         self._sessions.add(session)
         return channel
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: WorkerSession) -> None:
         self._sessions.discard(session)
 
     # The instances
 
-    def members(self) -> messages.Members:
+    def instances(self) -> messages.Instances:
         """The instances, as workers need to know them."""
         instances = []
         for instance in self._fleet.instances.values():
@@ -508,7 +436,7 @@ class Hub:
                 known = (instance.config, instance.config.model_dump_json().encode())
                 self._configs[instance.id] = known
             instances.append(
-                messages.Member(
+                messages.InstanceNow(
                     known[1],
                     sorted(instance.models),
                     instance.max_model_len,
@@ -520,17 +448,19 @@ class Hub:
             )
         for gone in self._configs.keys() - self._fleet.instances.keys():
             del self._configs[gone]
-        return messages.Members(instances)
+        return messages.Instances(instances)
 
-    def served(self) -> messages.Served:
-        """What workers answer /readyz and /v1/models by."""
-        return messages.Served(self._fleet.ready(), dict(self._fleet.models()))
+    def listed(self) -> messages.Listed:
+        return messages.Listed(self._fleet.ready(), dict(self._fleet.models()))
 
     def tell_settings(self, config: GatewayConfig) -> None:
-        """Another configuration is in effect, here and in all workers."""
         self.config = messages.Configuration(config.model_dump_json().encode())
+        self._send(self.config)
+
+    def _send(self, message: Any) -> None:
+        """To all workers."""
         for session in self._sessions:
-            session.channel.send(self.config)
+            session.channel.send(message)
 
     def _tell_soon(self) -> None:
         if self._soon is None:
@@ -538,32 +468,27 @@ class Hub:
 
     def _tell(self) -> None:
         self._soon = None
-        members = self.members()
-        if members != self._told:
-            self._told = members
-            self._tell_served()
-            for session in self._sessions:
-                session.channel.send(members)
+        instances = self.instances()
+        if instances != self._told:
+            self._told = instances
+            self._tell_listed()
+            self._send(instances)
 
-    def _tell_served(self) -> None:
-        served = self.served()
-        if served != self._told_served:
-            self._told_served = served
-            for session in self._sessions:
-                session.channel.send(served)
+    def _tell_listed(self) -> None:
+        listed = self.listed()
+        if listed != self._told_listed:
+            self._told_listed = listed
+            self._send(listed)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(VIEW_INTERVAL_S, self._tick)
         if not self._sessions:
             return
         self._tell()  # whom failures have ejected is published nowhere else
-        self._tell_served()  # nor what an engine says of a model
+        self._tell_listed()  # nor what an engine says of a model
         scheduler, now_s = self._fleet.scheduler, time.monotonic()
-        view = messages.View(
-            [(name, scheduler.own_load(name, now_s)) for name in self._fleet.instances]
-        )
-        for session in self._sessions:
-            session.channel.send(view)
+        loads = [(name, scheduler.own_load(name, now_s)) for name in self._fleet.instances]
+        self._send(messages.InstanceLoads(loads))
 
 
 def listen(path: str) -> socket.socket:

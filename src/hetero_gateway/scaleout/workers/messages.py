@@ -4,51 +4,69 @@ Frames of a length (4 bytes, little-endian) and a MessagePack array of messages;
 array that begins with its kind. Times are of the monotonic clock, which all processes of a machine
 share, in seconds. ``key`` numbers a request within its worker.
 
-    worker → scheduler                            scheduler → worker
-    Hello      who it is                          Members    the instances; the answer to Hello
-    Outstanding what it has placed already        View       their loads, once a second
-                                                  Served     what /readyz and /v1/models answer by
-                                                  Keys       clients', once they have changed
-    Submit     a request                          Placed     where it goes
-    Again      its next attempt                   Rejected   nobody can take it
-    Leave      it wants no place any more         Refused    it waited too long; queue full
-    Began      its stream's first bytes           Failed     placing it met a bug
-    Made       it is answered with a response   Spent      the answer to Spend: it may go on
-    Spend      a session's tokens so far
-    Known      responses that it has passed on
-    Settle     the attempt is over
-    Outside    the same of one at a service elsewhere
-    PassOn     the client gets a settled answer
-    Over       the request is over, unplaced
-    Speed      steps of the last second
-    Counts     what the worker counted itself
+    worker → scheduler                              scheduler → worker
+    Hello         who it is                         Instances     all of them; the answer to Hello
+    Outstanding   what it has placed already        InstanceLoads once a second
+                                                    Listed        answers at /readyz, /v1/models
+                                                    Keys          clients', once they have changed
+    Submit        a request                         PlacedAt      where it goes
+    Resubmit      its next attempt                  Rejected      nobody can take it
+    Leave         it wants no place any more        Refused       it waited too long; queue full
+    Began         its stream's first bytes          Failed        placing it met a bug
+    Made          it is answered with a response    Spent         the answer to Spend: it may go on
+    Spend         a session's tokens so far
+    Known         responses that it has passed on
+    Settle        the attempt is over
+    SettleOutside of one at a service elsewhere
+    PassOn        the client gets a settled answer
+    Over          the request is over, unplaced
+    Speed         steps of the last second
+    Counts        what the worker counted itself
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
+import operator
 import struct
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
-from hetero_gateway.core.limits.accounts import Standing
+from hetero_gateway.core.limits.accounts import LimitStanding
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.dataplane.dispatcher import Seen
 from hetero_gateway.gateway.request.openai import ParsedRequest
-from hetero_gateway.http.failures import Failure
+from hetero_gateway.http.failures import Failure, InstanceError
 
 PREFIX = struct.Struct("<I")
 # A frame is one turn's messages; a whole body may be among them, for a predictor that reads it.
 MOST_FRAME_BYTES = 1 << 30
+_MARKED_BYTES = 2048
+
+_log = logging.getLogger(__name__)
 
 
-class _Message(msgspec.Struct, array_like=True, gc=False):
+class _Record(msgspec.Struct, array_like=True, gc=False):
     pass
 
 
-class Facts(msgspec.Struct, array_like=True, gc=False):
+class _FromWorker(_Record):
+    pass
+
+
+class _FromScheduler(_Record):
+    pass
+
+
+class Facts(_Record):
     """What the scheduler process has to know of a request; see ``Inbound``.
 
     ``headers``: those that ``Intake.describe`` looks at.
@@ -66,70 +84,102 @@ class Facts(msgspec.Struct, array_like=True, gc=False):
     body: bytes
 
 
-class Lengths(msgspec.Struct, array_like=True, gc=False):
-    """A request as it was placed."""
+class PlacedLengths(NamedTuple):
+    """Of a request as it was placed: four fields of ``Request``, the second to the fifth."""
 
     prompt_tokens: int
-    output_tokens: float
+    predicted_output_tokens: float
     sequences: int
     streams: bool
 
 
-class Error(msgspec.Struct, array_like=True, gc=False):
-    """An ``InstanceError``."""
-
+class Error(_Record):
     failure: Failure
     message: str
     retry_after_s: float | None
 
+    @classmethod
+    def of(cls, error: InstanceError | None) -> Error | None:
+        return None if error is None else cls(error.failure, str(error), error.retry_after_s)
 
-class Report(msgspec.Struct, array_like=True, gc=False):
-    """What was seen of a response: ``dispatcher.Seen``."""
+
+def error_of(said: Error | None) -> InstanceError | None:
+    """The error that a worker says an attempt met."""
+    return None if said is None else InstanceError(said.failure, said.message, said.retry_after_s)
+
+
+class Report(_Record, eq=False):
+    """A response as a worker has seen it: ``dispatcher.Seen``."""
 
     status: int
-    error: Error | None
+    met: Error | None
     first_body_at_s: float | None
     events: int
     empty: bool
     complete: bool
-    usage: Usage
+    tokens: Usage
     mark: bytes  # distinguishes the request's body from others
     body_bytes: int
+    congested: ClassVar[bool] = False  # as far as is known here
+
+    @classmethod
+    def of(cls, seen: Seen, body: bytes) -> Report:
+        # Tells a body from others, in every process: its length and its ends.
+        ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
+        return cls(
+            seen.status,
+            Error.of(seen.error),
+            seen.first_body_at_s,
+            seen.events,
+            seen.empty,
+            seen.complete,
+            seen.usage(),
+            b"%x-%x" % (len(body), ends),
+            seen.body_bytes,
+        )
+
+    @property
+    def error(self) -> InstanceError | None:
+        met = self.met
+        return None if met is None else InstanceError(met.failure, met.message, met.retry_after_s)
+
+    def usage(self) -> Usage:
+        return self.tokens
 
 
 # Worker to scheduler
 
 
-class Hello(_Message, tag=1):
+class Hello(_FromWorker, tag=1):
     worker: int
     pid: int
     version: str
 
 
-class Carried(msgspec.Struct, array_like=True, gc=False):
+class CarriedRequest(_Record):
     """A request that is on an instance already, or was placed while nobody answered."""
 
     key: int
     facts: Facts
-    lengths: Lengths
+    lengths: PlacedLengths
     instance: InstanceId
     placed_s: float
     waited_s: float
     began_s: float | None
 
 
-class Outstanding(_Message, tag=2):
-    requests: list[Carried]
+class Outstanding(_FromWorker, tag=2):
+    requests: list[CarriedRequest]
 
 
-class Submit(_Message, tag=3):
+class Submit(_FromWorker, tag=3):
     key: int
     facts: Facts
     tried: list[InstanceId]
     failure: Error | None
 
 
-class Again(_Message, tag=4):
+class Resubmit(_FromWorker, tag=4):
     """``model``: another one from now on, a fallback; "": the same."""
 
     key: int
@@ -138,41 +188,41 @@ class Again(_Message, tag=4):
     model: str = ""
 
 
-class Leave(_Message, tag=5):
+class Leave(_FromWorker, tag=5):
     key: int
 
 
-class Began(_Message, tag=6):
+class Began(_FromWorker, tag=6):
     key: int
 
 
-class Settle(_Message, tag=7):
+class Settle(_FromWorker, tag=7):
     key: int
     outcome: Outcome
     final: bool
     report: Report
 
 
-class PassOn(_Message, tag=8):
+class PassOn(_FromWorker, tag=8):
     key: int
     report: Report
 
 
-class Over(_Message, tag=9):
+class Over(_FromWorker, tag=9):
     """``outcome``: as it is counted; "": it is not."""
 
     key: int
     outcome: str
 
 
-class Speed(_Message, tag=10):
+class Speed(_FromWorker, tag=10):
     """``parts``: (instance, seconds, steps) of streams; ``samples``: (instance, events, tokens)."""
 
     parts: list[tuple[InstanceId, float, float]]
     samples: list[tuple[InstanceId, int, int]]
 
 
-class Counts(_Message, tag=11):
+class Counts(_FromWorker, tag=11):
     """What has come to a worker's own counts since the last time.
 
     ``outcomes``: (model, instance, outcome, number); ``refusals``, ``statuses``: by HTTP status;
@@ -192,8 +242,15 @@ class Counts(_Message, tag=11):
     usage: list[tuple[int, str, str, tuple[int, int, int, int]]]
 
 
-class Outside(_Message, tag=13):
-    """An attempt at a service elsewhere is over; ``label``: of the fallback."""
+class Made(_FromWorker, tag=12):
+    """``name``: ``Intake.response_name``."""
+
+    key: int
+    name: bytes
+
+
+class SettleOutside(_FromWorker, tag=13):
+    """``label``: of the fallback."""
 
     key: int
     label: str
@@ -202,59 +259,29 @@ class Outside(_Message, tag=13):
     report: Report
 
 
-class Made(_Message, tag=12):
-    """``name``: ``Intake.response_name``."""
-
-    key: int
-    name: bytes
-
-
-class KnownResponse(msgspec.Struct, array_like=True, gc=False):
-    """A ``dataplane.responses.Response``, without its keys."""
-
-    name: bytes
-    instance: InstanceId
-    tokens: int
-    model: str
-    owner: str
-
-
-class Known(_Message, tag=15):
-    """For a scheduler process that is new: the worker's latest, in the order in which they came."""
-
-    responses: list[KnownResponse]
-
-
-class Spend(_Message, tag=14):
+class Spend(_FromWorker, tag=14):
     """A session's tokens so far, all of which its client is charged for."""
 
     key: int
     tokens: int
 
 
-FromWorker = (
-    Hello
-    | Outstanding
-    | Submit
-    | Again
-    | Leave
-    | Began
-    | Made
-    | Spend
-    | Known
-    | Settle
-    | Outside
-    | PassOn
-    | Over
-    | Speed
-    | Counts
-)
+class Known(_FromWorker, tag=15):
+    """For a scheduler process that is new: the worker's latest, in the order in which they came.
+
+    ``responses``: (name, instance, tokens, model, owner) of ``dataplane.responses.Response``.
+    """
+
+    responses: list[tuple[bytes, InstanceId, int, str, str]]
+
+
+FromWorker: Any = functools.reduce(operator.or_, _FromWorker.__subclasses__())
 
 
 # Scheduler to worker
 
 
-class Member(msgspec.Struct, array_like=True, gc=False):
+class InstanceNow(_Record):
     """An instance. ``config``: its configuration as JSON."""
 
     config: bytes
@@ -266,45 +293,32 @@ class Member(msgspec.Struct, array_like=True, gc=False):
     draining: bool
 
 
-class Members(_Message, tag=101):
-    instances: list[Member]
+class Instances(_FromScheduler, tag=101):
+    instances: list[InstanceNow]
 
 
-class Served(_Message, tag=109):
-    """``ready``: an instance can take requests. ``models``: of live instances, with their cards."""
-
-    ready: bool
-    models: dict[str, ModelCard]
-
-
-class View(_Message, tag=102):
-    """``loads``: by instance, all workers' together."""
+class InstanceLoads(_FromScheduler, tag=102):
+    """Of instances, all workers' together."""
 
     loads: list[tuple[InstanceId, PeerLoad]]
 
 
-class Keys(_Message, tag=108):
-    """``text``: a ``KeysFile`` as JSON; it has hashes alone."""
-
-    text: bytes
-
-
-class Placed(_Message, tag=103):
+class PlacedAt(_FromScheduler, tag=103):
     key: int
     instance: InstanceId
-    lengths: Lengths
+    lengths: PlacedLengths
     placed_s: float
     waited_s: float
-    standing: Standing | None = None  # of its client
+    standing: LimitStanding | None = None  # of its client
 
 
-class Rejected(_Message, tag=104):
+class Rejected(_FromScheduler, tag=104):
     key: int
     reason: RejectReason
     detail: str
 
 
-class Refused(_Message, tag=105):
+class Refused(_FromScheduler, tag=105):
     """The fields of ``Refusal``."""
 
     key: int
@@ -316,32 +330,51 @@ class Refused(_Message, tag=105):
     retry_after_s: int | None
     headers: list[tuple[bytes, bytes]]
 
+    @classmethod
+    def of(cls, key: int, refusal: Refusal) -> Refused:
+        return cls(key, *(getattr(refusal, name) for name in cls.__struct_fields__[1:]))
 
-class Failed(_Message, tag=106):
+    def refusal(self) -> Refusal:
+        fields = msgspec.structs.asdict(self)
+        del fields["key"]
+        return Refusal(**fields)
+
+
+class Failed(_FromScheduler, tag=106):
     key: int
 
 
-class Spent(_Message, tag=110):
-    """The answer to a ``Spend``, unless that is ``Refused``: it was charged."""
-
-    key: int
-
-
-class Configuration(_Message, tag=107):
+class Configuration(_FromScheduler, tag=107):
     """The gateway's configuration in effect, as JSON."""
 
     config: bytes
 
 
-FromScheduler = (
-    Configuration | Members | Served | View | Keys | Placed | Rejected | Refused | Failed | Spent
-)
+class Keys(_FromScheduler, tag=108):
+    """``text``: a ``KeysFile`` as JSON; it has hashes alone."""
+
+    text: bytes
+
+
+class Listed(_FromScheduler, tag=109):
+    """``ready``: an instance can take requests. ``models``: of live instances, with their cards."""
+
+    ready: bool
+    models: dict[str, ModelCard]
+
+
+class Spent(_FromScheduler, tag=110):
+    """The answer to a ``Spend``, unless that is ``Refused``: it was charged."""
+
+    key: int
+
+
+FromScheduler: Any = functools.reduce(operator.or_, _FromScheduler.__subclasses__())
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(messages: list[Any]) -> bytes:
-    """Messages as bytes."""
     data = _encode(messages)
     return PREFIX.pack(len(data)) + data
 
@@ -380,3 +413,94 @@ class FrameReader:
             start += 4 + size
             self._take(messages)
         del buffer[:start]
+
+
+class ChannelUser(Protocol):
+    """Who is at an end. Called from the event loop's callbacks."""
+
+    def received(self, messages: list[Any]) -> None: ...
+
+    def unsent(self, message: Any, error: Exception) -> None:
+        """A message holds what cannot be sent: a number of too many digits, say."""
+
+    def lost(self) -> None:
+        """The other end is gone. Called once, unless ``close`` was."""
+
+
+class Channel(asyncio.Protocol):
+    """One end of the socket. Messages of one turn of the event loop go in one write.
+
+    Args:
+        kinds: the messages that may come, as a union.
+        listener: hears of them; set before anything comes.
+    """
+
+    def __init__(self, kinds: Any, listener: ChannelUser | None = None) -> None:
+        self.listener = listener
+        self._reader = FrameReader(kinds, self._take)
+        self._outbox: list[Any] = []
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self.closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]
+
+    def send(self, message: Any) -> None:
+        """Send it at the end of this turn; nothing happens when the other end is gone."""
+        if self.closed:
+            return
+        if not self._outbox:
+            self._loop.call_soon(self.flush)
+        self._outbox.append(message)
+
+    def flush(self) -> None:
+        if self._outbox and self._transport is not None and not self.closed:
+            outbox, self._outbox = self._outbox, []
+            try:
+                data = frame(outbox)
+            except Exception:
+                data = self._what_can_be_sent(outbox)
+            self._transport.write(data)
+
+    def _what_can_be_sent(self, outbox: list[Any]) -> bytes:
+        """One message that cannot be written must not take the others with it."""
+        parts = []
+        for message in outbox:
+            try:
+                parts.append(frame([message]))
+            except Exception as error:
+                _log.exception("a %s cannot be sent", type(message).__name__)
+                if self.listener is not None:
+                    self.listener.unsent(message, error)
+        return b"".join(parts)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+        except (msgspec.MsgspecError, ValueError):
+            _log.exception("what came over a socket of our own cannot be read")
+            self.abort()
+
+    def _take(self, messages: list[Any]) -> None:
+        if self.listener is not None and not self.closed:
+            self.listener.received(messages)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed:
+            self.closed = True
+            if self.listener is not None:
+                self.listener.lost()
+
+    def close(self) -> None:
+        """Send what is waiting, and end; the listener hears nothing more."""
+        self.flush()
+        self.closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """End at once, as if the other end were gone."""
+        if self._transport is not None:
+            self._transport.abort()

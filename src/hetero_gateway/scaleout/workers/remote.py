@@ -16,28 +16,29 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
-from hetero_gateway.errors import Refusal
+from hetero_gateway.engines.vllm import ModelCard
+from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.dataplane.dispatcher import Owner, Place, Placed, Seen, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.dataplane.speed import StreamWatch
-from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
-from hetero_gateway.http.inbound import Inbound
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
-from hetero_gateway.scaleout.workers.channel import Channel
-from hetero_gateway.scaleout.workers.members import Members
-from hetero_gateway.scaleout.workers.places import Assignment, RemoteJob, error_of, report_of
+from hetero_gateway.scaleout.workers.messages import Channel
 
 # Without a word for so long the scheduler process is taken for gone; it says one each second.
 _SILENCE_S = 3.0
@@ -45,32 +46,121 @@ _TICK_S = 1.0
 # Responses of which a new scheduler process hears: some 0.1 s of its time for each worker.
 _MOST_KNOWN = 10_000
 _OTHERS = "other workers"
+# What is shown of a request that was not described here.
+_UNKNOWN = Request("", 1, 0.0)
 
 _Key = TypeVar("_Key")
 
 _log = logging.getLogger(__name__)
 
 
+class RemoteJob(Job):
+    """A request that is described elsewhere. ``request`` is known once it is placed."""
+
+    __slots__ = ("counted", "deadline_s", "described", "fallback", "key", "session")
+
+    def __init__(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> None:
+        super().__init__(inbound, client, parsed, _UNKNOWN, None)
+        self.counted = counted
+        self.deadline_s = 0.0
+        self.described = False
+        self.fallback = ""  # the model that it is for now, which has yet to be said
+        self.key = 0
+        self.session = 0  # in which the scheduler process knows it; 0: in none
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A place. ``local``: in the worker's own scheduler, while it is on its own."""
+
+    job: RemoteJob
+    instance: Instance
+    placed_s: float
+    waited_s: float
+    local: Placed | None = None
+    began_s: float | None = None
+    outcome: Outcome | None = None
+
+    # What the watch over streams asks of it
+
+    @property
+    def instance_id(self) -> InstanceId:
+        return self.instance.id
+
+    @property
+    def request(self) -> Request:
+        return self.job.request
+
+
+class FleetMirror:
+    """Keeps a worker's ``fleet`` as the scheduler process has its own."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        # By configuration, as they were said last.
+        self._known: dict[bytes, tuple[InstanceId, messages.InstanceNow]] = {}
+        self.listed = messages.Listed(False, {})
+
+    def ready(self) -> bool:
+        return self.listed.ready
+
+    def models(self) -> dict[str, ModelCard]:
+        return self.listed.models
+
+    def take(self, said: messages.Instances) -> None:
+        """These are all there are."""
+        fleet = self._fleet
+        # Of hundreds, a few have changed: the others are not even read.
+        before, self._known = self._known, {}
+        for member in said.instances:
+            instance_id, known = before.get(member.config, (None, None))
+            if instance_id is None or known != member or instance_id not in fleet.instances:
+                config = InstanceConfig.model_validate_json(member.config)
+                instance_id = InstanceId(config.id)
+                self._take(config, member)
+            self._known[member.config] = instance_id, member
+        wanted = {instance_id for instance_id, _ in self._known.values()}
+        for instance_id in [i for i in fleet.instances if i not in wanted]:
+            fleet.remove(instance_id)
+
+    def _take(self, config: InstanceConfig, member: messages.InstanceNow) -> None:
+        fleet = self._fleet
+        config = config.model_copy(update={"weight": member.weight})
+        instance = fleet.instances.get(InstanceId(config.id))
+        try:
+            if instance is not None and fleet.can_adjust(instance, config):
+                fleet.adjust(instance, config)
+            else:
+                built = fleet.build(config)
+                if instance is not None:
+                    fleet.remove(instance.id)
+                fleet.admit(built)
+                instance = built
+        except ConfigError as error:
+            _log.error("instance %s cannot be used in this process: %s", config.id, error)
+            return
+        instance.models = frozenset(member.models)
+        instance.max_model_len = member.max_model_len
+        instance.engine_kv_capacity_tokens = member.kv_capacity_tokens
+        instance.weight = member.weight
+        instance.up = member.available
+        instance.draining = member.draining
+        fleet.publish(instance)
+
+
+@dataclass(slots=True, eq=False)
 class _Ask(Waiting):
     """A question that has no answer yet; an ``Owner`` where the worker asks itself."""
 
-    __slots__ = ("asked_s", "failure", "job", "local", "owner", "remote", "tried")
-
-    def __init__(
-        self,
-        remote: RemoteDispatcher,
-        job: RemoteJob,
-        tried: Sequence[InstanceId],
-        failure: InstanceError | None,
-        owner: Owner,
-    ) -> None:
-        self.remote = remote
-        self.job = job
-        self.tried = tried
-        self.failure = failure
-        self.owner = owner
-        self.asked_s = time.monotonic()
-        self.local: Waiting | None = None
+    remote: RemoteDispatcher
+    job: RemoteJob
+    tried: Sequence[InstanceId]
+    failure: InstanceError | None
+    owner: Owner
+    asked_s: float = field(default_factory=time.monotonic)
+    local: Waiting | None = None
 
     def leave(self) -> None:
         self.remote.forget(self)
@@ -136,7 +226,7 @@ class RemoteDispatcher:
         self._channel: Channel | None = None
         self._session = 0
         self._keys = itertools.count(1)
-        self.members = Members(fleet)
+        self.mirror = FleetMirror(fleet)
         self._asked: dict[int, _Ask] = {}
         self._open: dict[int, Assignment] = {}
         # Answers to ``Spend`` that are waited for.
@@ -230,7 +320,7 @@ class RemoteDispatcher:
         if place.local is not None:
             self._local.settle(place.job, place.local, seen, outcome, final=final)
         elif self._channel is not None:
-            report = report_of(seen, place.job.inbound.body)
+            report = messages.Report.of(seen, place.job.inbound.body)
             self._channel.send(messages.Settle(place.job.key, outcome, final, report))
 
     def fall_back(self, job: Job, model: str) -> None:
@@ -249,8 +339,8 @@ class RemoteDispatcher:
             self._describe(job)
             self._local.settle_outside(job, label, seen, outcome, final=final)
         else:
-            report = report_of(seen, job.inbound.body)
-            self._send(messages.Outside(job.key, label, outcome, final, report))
+            report = messages.Report.of(seen, job.inbound.body)
+            self._send(messages.SettleOutside(job.key, label, outcome, final, report))
 
     def withdraw(self, place: Place, seen: Seen | None) -> None:
         assert isinstance(place, Assignment)
@@ -265,7 +355,7 @@ class RemoteDispatcher:
         if place.local is not None:
             self._local.pass_on(place.job, place.local, seen)
         elif self._knows(place.job):
-            report = report_of(seen, place.job.inbound.body)
+            report = messages.Report.of(seen, place.job.inbound.body)
             self._send(messages.PassOn(place.job.key, report))
 
     def note(self, job: Job | None, outcome: str) -> None:
@@ -300,9 +390,9 @@ class RemoteDispatcher:
 
     def _ask(self, channel: Channel, ask: _Ask) -> None:
         job, tried = ask.job, list(ask.tried)
-        failure = None if ask.failure is None else error_of(ask.failure)
+        failure = messages.Error.of(ask.failure)
         if job.session == self._session:
-            channel.send(messages.Again(job.key, tried, failure, job.fallback))
+            channel.send(messages.Resubmit(job.key, tried, failure, job.fallback))
         else:
             job.key = job.key or next(self._keys)
             job.session = self._session
@@ -352,7 +442,6 @@ class RemoteDispatcher:
         return place
 
     def answered(self, ask: _Ask) -> None:
-        """The worker's own scheduler has answered."""
         ask.local = None
         self._asked.pop(ask.job.key, None)
 
@@ -365,7 +454,7 @@ class RemoteDispatcher:
         elif self._knows(ask.job):
             self._send(messages.Leave(ask.job.key))
 
-    # A Listener
+    # A ChannelUser
 
     def connected(self, channel: Channel) -> None:
         """There is a connection; who is at its other end has to answer first."""
@@ -378,19 +467,19 @@ class RemoteDispatcher:
         self._heard_s = time.monotonic()
         for message in received:
             kind = type(message)
-            if kind is messages.Placed:
+            if kind is messages.PlacedAt:
                 self._placed(message)
             elif kind is messages.Spent:
                 self._charged(message.key, None)
-            elif kind is messages.Members:
-                self.members.take(message)
+            elif kind is messages.Instances:
+                self.mirror.take(message)
                 if self._channel is None and self._connected is not None:
                     self._greeted(self._connected)
-            elif kind is messages.Served:
-                self.members.served = message
+            elif kind is messages.Listed:
+                self.mirror.listed = message
             elif kind is messages.Configuration:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
-            elif kind is messages.View:
+            elif kind is messages.InstanceLoads:
                 self._view = dict(message.loads)
             elif kind is messages.Keys:
                 self._told_keys = message.text
@@ -469,19 +558,12 @@ class RemoteDispatcher:
 
     # Answers
 
-    def _placed(self, said: messages.Placed) -> None:
+    def _placed(self, said: messages.PlacedAt) -> None:
         ask = self._asked.pop(said.key, None)
         if ask is None:
             return  # its owner has left, and the scheduler process hears of it
-        job, lengths = ask.job, said.lengths
-        job.request = Request(
-            job.parsed.model or "",
-            lengths.prompt_tokens,
-            lengths.output_tokens,
-            lengths.sequences,
-            lengths.streams,
-            job.client.party,
-        )
+        job = ask.job
+        job.request = Request(job.parsed.model or "", *said.lengths, job.client.party)
         job.described, job.standing = True, said.standing
         if said.waited_s == 0.0:
             self._metrics.round_trip_s.observe(self._heard_s - ask.asked_s)
@@ -496,7 +578,6 @@ class RemoteDispatcher:
         ask.owner.placed(place)
 
     def _charged(self, key: int, refusal: Refusal | None) -> None:
-        """What came of a ``Spend``."""
         waiting = self._spending.pop(key, None)
         if waiting is None or waiting.done():
             return
@@ -508,19 +589,10 @@ class RemoteDispatcher:
     def _not_placed(self, said: Any) -> None:
         ask = self._asked.pop(said.key, None)
         if isinstance(said, messages.Refused):
-            refusal = Refusal(
-                said.status,
-                said.code,
-                said.message,
-                param=said.param,
-                kind=said.kind,
-                retry_after_s=said.retry_after_s,
-                headers=said.headers,
-            )
             if ask is not None:
-                ask.owner.turned_away(refusal)
+                ask.owner.turned_away(said.refusal())
             else:
-                self._charged(said.key, refusal)
+                self._charged(said.key, said.refusal())
         elif ask is None:
             return
         elif isinstance(said, messages.Rejected):
@@ -548,17 +620,9 @@ class RemoteDispatcher:
         if carried:
             channel.send(messages.Outstanding(carried))
         if self._session > 1:
-            known = self._local.responses.latest(_MOST_KNOWN)
-            channel.send(
-                messages.Known(
-                    [
-                        messages.KnownResponse(
-                            each.name, each.instance_id, each.tokens, each.model, each.owner
-                        )
-                        for each in known
-                    ]
-                )
-            )
+            latest = self._local.responses.latest(_MOST_KNOWN)
+            responses = [(r.name, r.instance_id, r.tokens, r.model, r.owner) for r in latest]
+            channel.send(messages.Known(responses))
         for ask in list(self._asked.values()):
             if ask.local is not None:
                 ask.local.leave()
@@ -566,17 +630,11 @@ class RemoteDispatcher:
             self._ask(channel, ask)
         self.ready.set()
 
-    def _carried(self, place: Assignment) -> messages.Carried:
-        request = place.request
-        return messages.Carried(
+    def _carried(self, place: Assignment) -> messages.CarriedRequest:
+        return messages.CarriedRequest(
             place.job.key,
             self._facts_of(place.job),
-            messages.Lengths(
-                request.prompt_tokens,
-                request.predicted_output_tokens,
-                request.sequences,
-                request.streams,
-            ),
+            messages.PlacedLengths(*place.request[1:5]),
             place.instance.id,
             place.placed_s,
             place.waited_s,

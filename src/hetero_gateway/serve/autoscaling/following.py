@@ -36,8 +36,9 @@ from hetero_gateway.planner.following import (
     described,
 )
 from hetero_gateway.planner.goals import Goals
-from hetero_gateway.planner.held_rates import HeldRates, Key, RateQuestion, key_of
-from hetero_gateway.serve.autoscaling.following_process import Answer, Task, work_aside
+from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, key_of
+from hetero_gateway.planner.plan import Key
+from hetero_gateway.serve.autoscaling.following_process import FollowingAnswer, Task, work_aside
 from hetero_gateway.serve.dashboard.trend import Trend
 
 _log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class Following:
         metrics: Metrics,
         trend: Trend,
         history: RequestHistory,
-        work: Callable[[Task], Awaitable[Answer]] = work_aside,
+        work: Callable[[Task], Awaitable[FollowingAnswer]] = work_aside,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
@@ -250,7 +251,6 @@ class Following:
     # -- showing
 
     def families(self) -> Iterable[Metric]:
-        """Of /metrics."""
         rows: list[tuple[tuple[str, str, str], int, int | None]] = []
         for model in self._models.values():
             there = self._ready(model)
@@ -267,7 +267,6 @@ class Following:
         )
 
     def describe(self) -> list[dict[str, Any]]:
-        """Of /admin/following."""
         rows = []
         for model in self._models.values():
             there, proposal = self._ready(model), model.proposal

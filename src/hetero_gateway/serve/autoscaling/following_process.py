@@ -43,7 +43,7 @@ class Task:
     rates: HeldRates | None
 
 
-class Answer(NamedTuple):
+class FollowingAnswer(NamedTuple):
     """The follower as it is now, the rates that it reckoned with, and its proposal."""
 
     follower: Follower
@@ -51,16 +51,16 @@ class Answer(NamedTuple):
     proposal: Proposal
 
 
-def work(task: Task) -> Answer:
+def work(task: Task) -> FollowingAnswer:
     """The answer; in the process that it is called in."""
     rates = task.rates
     if rates is None or not rates.answers(task.question):
         rates = find_held_rates(task.question)
     follower = task.follower
-    return Answer(follower, rates, follower.follow(task.sample, rates))
+    return FollowingAnswer(follower, rates, follower.follow(task.sample, rates))
 
 
-async def work_aside(task: Task) -> Answer:
+async def work_aside(task: Task) -> FollowingAnswer:
     """The answer of a process of its own.
 
     Raises:
@@ -87,7 +87,7 @@ async def work_aside(task: Task) -> Answer:
         last = errors[-_MOST_ERROR_BYTES:].decode(errors="replace").strip().splitlines()
         why = last[-1] if last else "no reason"
         raise HeteroGatewayError(f"the simulation ended with {process.returncode}: {why}")
-    answer: Answer = pickle.loads(output)
+    answer: FollowingAnswer = pickle.loads(output)
     return answer
 
 

@@ -1,6 +1,6 @@
 """/admin: the instances, what was decided and why, and reloading the configuration.
 
-Who may ask is ``access``'s to say. Each change leaves a line in the log (``audit``).
+Who may ask is ``access``'s to say. Each change leaves a line in the log (``_audit``).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -43,21 +44,24 @@ from hetero_gateway.serve.control.access import (
     how,
     peer_of,
 )
-from hetero_gateway.serve.control.audit import audit
 from hetero_gateway.serve.control.documents import (
+    NO_STORE,
+    body_of,
     describe_decision,
     describe_drift,
     describe_instance,
     describe_profile,
+    json_answer,
     refusals,
 )
 from hetero_gateway.serve.wiring.gateway import Gateway
 
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8
-_MAX_BODY_BYTES = 2**20
 _DESCRIBED_AT_ONCE, _CANDIDATES_AT_ONCE = 16, 1000
 _LOOK_UP_S = 2.0
+
+_log = logging.getLogger("hetero_gateway.audit")
 
 
 class InstancePatch(BaseModel):
@@ -101,11 +105,20 @@ class _Route(APIRoute):
 
 
 def _audit(request: Request, status: int, came_of_it: str) -> None:
+    """A line in the log for each change that somebody makes, or tries to make.
+
+        audit: POST /admin/instances: 201; instance a100-3 added; by key, from 10.0.0.9
+
+    Logger ``hetero_gateway.audit``, level INFO; WARNING for what was refused. Never a key or a
+    body.
+    """
     path = request.url.path[:200]
     peer = peer_of(request) or getattr(request.state, ADMIN_LISTENER, "an unknown address")
-    what = f"{request.method} {path}: {status}; {came_of_it}"
     by = f"nobody who may, from {peer}" if status in (401, 403) else f"{how(request)}, from {peer}"
-    audit(what, by, done=status < 400)
+    text = f"{request.method} {path}: {status}; {came_of_it}; {by}"
+    # Ids and paths are a caller's: none of them may begin a line of its own.
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    _log.log(logging.INFO if status < 400 else logging.WARNING, "audit: %s", shown)
 
 
 router = APIRouter(
@@ -161,7 +174,7 @@ async def add_instance(request: Request) -> Response:
     except ConfigError as error:
         raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
     request.state.change = f"instance {instance.id} added, at {config.base_url}"
-    return _json(describe_instance(gateway, instance), 201)
+    return json_answer(describe_instance(gateway, instance), 201)
 
 
 async def _check_added(gateway: Gateway, config: InstanceConfig) -> None:
@@ -224,7 +237,7 @@ async def change_instance(request: Request, instance_id: str) -> Response:
     gateway.fleet.publish(instance)
     wanted = patch.model_dump(exclude_none=True)
     request.state.change = f"instance {instance.id}: {wanted or 'nothing'}"
-    return _json(describe_instance(gateway, instance))
+    return json_answer(describe_instance(gateway, instance))
 
 
 @router.delete("/instances/{instance_id}")
@@ -233,7 +246,7 @@ async def remove_instance(request: Request, instance_id: str) -> Response:
     gateway = gateway_of(request)
     instance = _known(gateway, instance_id)
     request.state.change = f"instance {instance.id} removed"
-    return _json({"id": instance.id, "open_requests": gateway.roster.remove(instance.id)})
+    return json_answer({"id": instance.id, "open_requests": gateway.roster.remove(instance.id)})
 
 
 @router.get("/instances/{instance_id}/engine/{call:path}")
@@ -283,7 +296,9 @@ async def explain(
     }
     if isinstance(result, Reject):
         candidates = refusals(gateway, model)
-        return _json(document | {"chosen": None, "reason": result.detail, "candidates": candidates})
+        return json_answer(
+            document | {"chosen": None, "reason": result.detail, "candidates": candidates}
+        )
     waiting = scheduler.queued_for(model)
     waits = result.waits or waiting > 0
     if waits:
@@ -291,7 +306,7 @@ async def explain(
     else:
         reason = result.reason("would get it")
     document |= {"chosen": result.instance_id, "reason": reason, "waits": waits}
-    return _json(document | {"candidates": describe_decision(result)})
+    return json_answer(document | {"candidates": describe_decision(result)})
 
 
 @router.get("/observations")
@@ -306,7 +321,7 @@ async def list_observations(request: Request, instance: str) -> Response:
     scheduler = gateway.fleet.scheduler
     profile = scheduler.spec(known.id).profile
     observations = scheduler.observations(known.id)
-    return _json(
+    return json_answer(
         {
             "instance": known.id,
             "models": sorted(known.models),
@@ -329,7 +344,7 @@ async def events(request: Request) -> Response:
     """What the dashboard shows, as server-sent events: everything once, then what changes."""
     board = gateway_of(request).board
     board.check_room()
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    headers = NO_STORE | {"x-accel-buffering": "no"}
     return StreamingResponse(board.events(), headers=headers, media_type="text/event-stream")
 
 
@@ -386,14 +401,14 @@ async def list_requests(request: Request) -> Response:
     history = list(gateway_of(request).dataplane.history)
     # In a thread: ten thousand rows take longer than a stream's readers should wait.
     text = await asyncio.to_thread(as_trace, history, time.time() - time.monotonic())
-    return Response(text, headers={"cache-control": "no-store"}, media_type="text/csv")
+    return Response(text, headers=NO_STORE, media_type="text/csv")
 
 
 @router.get("/following")
 async def list_following(request: Request) -> Response:
     """How many instances of each type the load needs, and why; nothing where it is off."""
     following = gateway_of(request).following
-    return _json({"models": [] if following is None else following.describe()})
+    return json_answer({"models": [] if following is None else following.describe()})
 
 
 @router.get("/clients")
@@ -412,10 +427,8 @@ async def list_usage(request: Request) -> Response:
     """What clients used, by day (UTC) and model, as CSV: 31 days that had requests at most."""
     gateway = gateway_of(request)
     gateway.metrics.catch_up()
-    headers = {"cache-control": "no-store"}
-    return StreamingResponse(
-        _usage_by_day(gateway.admission), headers=headers, media_type="text/csv"
-    )
+    rows = _usage_by_day(gateway.admission)
+    return StreamingResponse(rows, headers=NO_STORE, media_type="text/csv")
 
 
 async def _usage_by_day(admission: Admission) -> AsyncIterator[str]:
@@ -438,7 +451,7 @@ async def reload(request: Request) -> Response:
     try:
         change = await gateway.reloader.reload("/admin/reload")
         request.state.change = f"configuration reloaded: {change}"
-        return _json(change)
+        return json_answer(change)
     except ConfigError as error:
         raise Refusal(400, "invalid_configuration", str(error)) from error
 
@@ -452,13 +465,8 @@ def _known(gateway: Gateway, instance_id: str) -> Instance:
 
 async def _read_json(request: Request) -> Any:
     """The body. Raises Refusal: too large, or not JSON."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY_BYTES:
-            raise Refusal(413, "request_too_large", f"at most {_MAX_BODY_BYTES} bytes")
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(await body_of(request))
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refusal(400, "invalid_json", f"The body is not JSON: {error}") from error
 
@@ -470,11 +478,4 @@ async def _listing(
     parts = [msgspec.json.encode(row) async for row in rows]
     opened = msgspec.json.encode({**head, name: []})
     body = b"".join((opened[:-2], b",".join(parts), opened[-2:]))
-    return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
-
-
-def _json(document: dict[str, Any], status: int = 200) -> Response:
-    # Not FastAPI's encoder: it walks the document in Python, and with hundreds of instances that
-    # holds up the streams.
-    headers = {"cache-control": "no-store"}
-    return Response(msgspec.json.encode(document), status, headers, "application/json")
+    return Response(body, headers=NO_STORE, media_type="application/json")

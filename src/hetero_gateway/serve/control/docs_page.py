@@ -10,7 +10,6 @@ _METHODS = ("get", "post", "put", "patch", "delete")
 
 
 def docs_page(document: dict[str, Any]) -> str:
-    """The page of an OpenAPI document."""
     info = document["info"]
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',

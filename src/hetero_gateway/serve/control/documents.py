@@ -1,4 +1,4 @@
-"""Instances, profiles and decisions as the JSON that /admin answers with."""
+"""What /admin is asked, and answers: instances, profiles and decisions as JSON."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import dataclasses
 import time
 from typing import Any
 
+import msgspec
+from fastapi import Request, Response
+
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.serve.wiring.gateway import Gateway
 
@@ -17,6 +21,26 @@ _ESTIMATES = (
     "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
     "room",
 )  # fmt: skip
+
+
+MOST_BODY_BYTES = 2**20
+NO_STORE = {"cache-control": "no-store"}
+
+
+async def body_of(request: Request) -> bytes:
+    """What a request of /admin brings. Raises Refusal: 413."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise Refusal(413, "request_too_large", f"at most {MOST_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def json_answer(document: dict[str, Any], status: int = 200) -> Response:
+    # Not FastAPI's encoder: it walks the document in Python, and with hundreds of instances that
+    # holds up the streams.
+    return Response(msgspec.json.encode(document), status, NO_STORE, "application/json")
 
 
 def describe_decision(decision: Decision) -> list[dict[str, Any]]:

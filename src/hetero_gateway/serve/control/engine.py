@@ -18,9 +18,9 @@ from hetero_gateway.gateway.dataplane.answers import refusal_of
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.fleet.probe import ProbeAnswer
 from hetero_gateway.http.failures import InstanceError
+from hetero_gateway.serve.control.documents import body_of, json_answer
 from hetero_gateway.serve.wiring.gateway import Gateway
 
-_MOST_BODY_BYTES = 2**20
 # Of a broadcast's answers, what is shown of each.
 _MOST_SHOWN_BYTES = 1 << 16
 _AT_ONCE = 16
@@ -32,7 +32,7 @@ async def call_one(gateway: Gateway, request: Request, instance: Instance, call:
     Raises Refusal: 404 and 405 for what is no such call, 502 to 504 where none came.
     """
     path = _path_of(request, call)
-    body = await _body(request)
+    body = await body_of(request)
     request.state.change = f"instance {instance.id}: {path}"
     try:
         answer = await _ask(gateway, request, instance, path, body)
@@ -51,7 +51,7 @@ async def call_all(gateway: Gateway, request: Request, model: str, call: str) ->
     Raises Refusal: 404 and 405 for what is no such call, and for a model that nobody serves.
     """
     path = _path_of(request, call)
-    body = await _body(request)
+    body = await body_of(request)
     instances = [i for i in gateway.fleet.instances.values() if model in i.models]
     if not instances:
         raise Refusal(404, "model_not_found", f"no instance serves the model {model[:200]!r}")
@@ -71,9 +71,7 @@ async def call_all(gateway: Gateway, request: Request, model: str, call: str) ->
     answers = await asyncio.gather(*map(answer_of, instances))
     good = all(each["error"] is None and 200 <= each["status"] < 300 for each in answers)
     document = {"model": model, "call": path, "answers": answers}
-    headers = {"cache-control": "no-store"}
-    content = msgspec.json.encode(document)
-    return Response(content, 200 if good else 502, headers, "application/json")
+    return json_answer(document, 200 if good else 502)
 
 
 def _shown(
@@ -112,17 +110,7 @@ async def _ask(
     return await gateway.engine_calls.call(instance, path, query, body, kind)
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MOST_BODY_BYTES:
-            raise Refusal(413, "request_too_large", f"at most {_MOST_BODY_BYTES} bytes")
-    return bytes(body)
-
-
 def _json_in(body: bytes) -> msgspec.Raw | None:
-    """The body, if it is JSON."""
     try:
         msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -11,32 +11,24 @@ last, so that these are answered at once whatever has become of that process.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from hetero_gateway import __version__
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.models import Serving, model_card, model_list, served_models
+from hetero_gateway.gateway.dataplane.models import model_card, model_list, served_models
+from hetero_gateway.serve.wiring.gateway import Parts
 
 _PATHS = frozenset(("/health", "/livez", "/ping", "/readyz", "/version", "/v1/models"))
 
 
-class Public(Serving, Protocol):
-    """What answers them: a ``Gateway``, or a ``Worker``."""
-
-    draining: bool
-
-
 def is_public(path: str) -> bool:
-    """Whether a path is one of them."""
     return path in _PATHS or path.startswith("/v1/models/")
 
 
-def add_public_paths(control: FastAPI, gateway: Public) -> None:
-    """Have an application answer them."""
-
+def add_public_paths(control: FastAPI, gateway: Parts) -> None:
     @control.get("/health", tags=["health"])
     @control.get("/livez", tags=["health"])
     @control.get("/ping", include_in_schema=False)

@@ -25,11 +25,20 @@ import msgspec
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.errors import Refusal
+from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.placement import Placement
-from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.sources.discovery import Discovery
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.scaleout.sharing.peers import Sharing
-from hetero_gateway.serve.dashboard.alarms import Watched, alarms, state_of
-from hetero_gateway.serve.dashboard.trend import NOW_STEPS, STEP_S, STEPS, Trend, short
+from hetero_gateway.serve.dashboard.trend import (
+    MINUTE_STEPS,
+    NOW_STEPS,
+    STEP_S,
+    STEPS,
+    Trend,
+    short,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +48,6 @@ _EVERY_S = 1.0
 # From this many instances on, rows are sent half as often.
 _MANY = 50
 _QUIET_S = 15.0
-# Once a minute it is seen which models are gone.
-_STEPS_PER_FORGETTING = 12
 _AT_ONCE = 32
 # A request of which nothing is known, for what an instance can do.
 _USUAL = (800.0, 200.0)
@@ -52,11 +59,26 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Shown(Watched, Protocol):
+# Alarms
+# Of requests within the last minute.
+_MOST_FAILED = 0.05
+_LEAST_FAILED = 3
+_FULL = 0.95
+_NAMED = 3
+
+
+class Shown(Protocol):
     """What the dashboard shows of a gateway."""
 
+    fleet: Fleet
+    metrics: Metrics
+    discovery: Discovery
     placement: Placement
     sharing: Sharing | None
+    draining: bool
+
+    @property
+    def config(self) -> GatewayConfig: ...
 
 
 class Board:
@@ -83,7 +105,6 @@ class Board:
         self._timer = self._loop.call_later(STEP_S, self._step)
 
     def close(self) -> None:
-        """No more steps; viewers are let go."""
         self._timer.cancel()
         if self._looking is not None:
             self._looking.cancel()
@@ -102,7 +123,7 @@ class Board:
     def _step(self) -> None:
         self._timer = self._loop.call_later(STEP_S, self._step)
         fleet = self._gateway.fleet
-        if self.trend.steps % _STEPS_PER_FORGETTING == 0:
+        if self.trend.steps % MINUTE_STEPS == 0:  # it is seen which models are gone
             self._gateway.metrics.forget_unserved(fleet.serves, time.monotonic())
         in_flight = sum(fleet.scheduler.in_flight(i) for i in fleet.instances)
         self.trend.step(fleet.scheduler.queued, in_flight)
@@ -305,3 +326,61 @@ def _why(instance: Instance) -> str:
 
 def _event(name: str, document: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(document))
+
+
+def state_of(instance: Instance) -> str:
+    """Whether it takes requests, in a word."""
+    if not instance.up:
+        return "down"
+    if instance.outcomes.ejected:
+        return "ejected"
+    if instance.draining:
+        return "draining"
+    if not instance.awake:
+        return "asleep" if instance.asleep else "paused"
+    return "up"
+
+
+def alarms(gateway: Shown, trend: Trend) -> list[dict[str, Any]]:
+    """What is wrong now, in an operator's words, the worst first.
+
+    Each is {"severity": "bad" or "warning", "text"}.
+    """
+    bad: list[str] = []
+    warnings: list[str] = []
+    scheduler, instances = gateway.fleet.scheduler, list(gateway.fleet.instances.values())
+    states = {instance.id: state_of(instance) for instance in instances}
+    if gateway.draining:
+        bad.append("This gateway is ending: it takes no new connections soon.")
+    if not instances:
+        bad.append("There is no instance.")
+    elif "up" not in states.values():
+        bad.append("No instance takes requests: clients get 503.")
+    for state, words in (("down", "down"), ("ejected", "ejected, as requests failed there")):
+        names = [name for name, its in states.items() if its == state]
+        if names:
+            bad.append(f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {words}.")
+    minute = trend.figures(MINUTE_STEPS)
+    if minute["failed"] >= _LEAST_FAILED and (minute["errors"] or 0) > _MOST_FAILED:
+        bad.append(f"{minute['errors']:.0%} of the last minute's requests failed.")
+    if trend.queue_grows():
+        bad.append(f"The queue grows: {scheduler.queued} requests wait.")
+    if not gateway.metrics.reloaded[0]:
+        bad.append("The configuration file was refused; the one before is in effect.")
+    workers, wanted = gateway.metrics.workers, gateway.config.server.workers
+    if workers is not None and workers() < wanted:
+        bad.append(f"{workers()} of {wanted} workers are connected.")
+    if full := [i.id for i in instances if i.up and (i.engine_kv_usage or 0) > _FULL]:
+        warnings.append(f"The KV cache of {_listed(full)} is full: the engine preempts.")
+    if drifted := [i.id for i in instances if scheduler.snapshot(i.id).drifted]:
+        warnings.append(f"The profile of {_listed(drifted)} has drifted from what is seen.")
+    if failing := [each.config.name for each in gateway.discovery.followers() if each.problem]:
+        warnings.append(f"The source {_listed(failing)} cannot be asked.")
+    by_severity = (("bad", bad), ("warning", warnings))
+    return [{"severity": name, "text": text} for name, texts in by_severity for text in texts]
+
+
+def _listed(names: list[Any]) -> str:
+    if len(names) > _NAMED + 1:
+        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} others"
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else str(names[0])

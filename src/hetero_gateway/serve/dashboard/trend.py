@@ -20,7 +20,7 @@ STEP_S = 5.0
 STEPS = 180
 # What "now" means on the page: enough requests for a percentile at moderate rates.
 NOW_STEPS = 6
-_MINUTE_STEPS = 12
+MINUTE_STEPS = 12
 # Models with a ring of their own; all others are in the sum alone.
 MOST_MODELS = 16
 
@@ -56,7 +56,7 @@ class Trend:
     def step(self, queued: int, in_flight: int) -> None:
         """Remember what has come since the last time. ``queued``, ``in_flight``: now."""
         self._metrics.catch_up()
-        place, minute = self.steps % STEPS, self.steps % _MINUTE_STEPS
+        place, minute = self.steps % STEPS, self.steps % MINUTE_STEPS
         self._all[place] = 0
         for ring in self._models.values():
             ring[place] = 0
@@ -98,7 +98,7 @@ class Trend:
         if instance_id:
             of_one = self._instances.get(instance_id)
             if of_one is None:
-                of_one = self._instances[instance_id] = np.zeros((_MINUTE_STEPS, 3), np.int64)
+                of_one = self._instances[instance_id] = np.zeros((MINUTE_STEPS, 3), np.int64)
             of_one[minute] += came[[_REQUESTS, _FAILURES, _OUT]]
 
     def figures(self, steps: int, model: str | None = None) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Trend:
         if counts is None:
             return 0.0, 0.0, 0.0
         requests, failed, tokens = counts.sum(axis=0)
-        span_s = STEP_S * max(1, min(_MINUTE_STEPS, self.steps))
+        span_s = STEP_S * max(1, min(MINUTE_STEPS, self.steps))
         return requests / span_s, tokens / span_s, failed / requests if requests else 0.0
 
     def queue_grows(self) -> bool:

@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import fcntl
 import logging
 import os
 import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +37,6 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.scaleout.workers.hub import SECRET_ENV, listen
 from hetero_gateway.serve.heartbeat import LOOK_S, Condition, Pulse, is_stopped, tell_cover
-from hetero_gateway.serve.processes.directory import SocketDirectory
 from hetero_gateway.serve.server import BACKLOG, url_of
 
 # Who has lived for less is given a pause before the next start.
@@ -42,6 +44,7 @@ _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
 # After the time that requests have to end.
 _GRACE_S = 10.0
 _HUB, _CONTROL, _CONFIG = "scheduler.sock", "control.sock", "gateway.json"
+_PREFIX, _LOCK = "hetero-gateway-", "lock"
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +91,6 @@ class Role(msgspec.Struct):
             )
 
     def sockets(self) -> list[socket.socket]:
-        """The listeners."""
         sockets = [socket.socket(fileno=fd) for fd in self.listeners]
         for listener in sockets:
             listener.setblocking(False)
@@ -114,8 +116,6 @@ def _config_in(directory: str) -> GatewayConfig:
 
 
 class _Process:
-    """One process, in all its lives."""
-
     def __init__(self, name: str, worker: int | None, listeners: list[socket.socket]) -> None:
         self.name = name
         self.worker = worker
@@ -386,3 +386,64 @@ def listen_together(host: str, port: int, number: int) -> list[socket.socket]:
             f"cannot listen on {host}:{port} ({error.strerror}; is the port taken?)"
         ) from error
     return listeners
+
+
+class SocketDirectory:
+    """A new one for Unix sockets, in the system's temporary one, held until ``remove``.
+
+    It goes when the gateway does: the supervisor removes it; if that was killed, its processes do
+    as they end; if all were killed at once, the next gateway that is started.
+
+    Raises HeteroGatewayError: there is no room for it.
+    """
+
+    def __init__(self) -> None:
+        path = None
+        try:
+            parent = Path(tempfile.gettempdir())
+            _remove_abandoned(parent)
+            path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            self._lock = _held(Path(path))
+        except OSError as error:
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
+            raise HeteroGatewayError(
+                "no directory for sockets can be made in the temporary one (TMPDIR): "
+                f"{error.strerror}"
+            ) from error
+        self.path = path
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _held(path: Path) -> int:
+    """A lock in a directory, as a descriptor."""
+    made = path / "new-lock"
+    lock = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # It has its name once it is held: no other gateway finds it free.
+    made.rename(made.with_name(_LOCK))
+    return lock
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Those of this user whose supervisors are gone."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        try:
+            seen = path.lstat()
+            if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid():
+                continue
+            # One without a lock is being made at this moment.
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # its supervisor lives
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)

@@ -10,41 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.models import Listing
-from hetero_gateway.gateway.dataplane.placement import Placement
-from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
+from hetero_gateway.gateway.dataplane.predictor import predictor_settings
 from hetero_gateway.gateway.dataplane.realtime import Realtime
-from hetero_gateway.gateway.dataplane.relay import Deadlines
-from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
-from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.gateway.request.tokenizer import tokenizer_of
-from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
-from hetero_gateway.http.inbound import Inbound
-from hetero_gateway.http.tls import server_tls
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
-from hetero_gateway.scaleout.workers.channel import Channel
+from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.remote import RemoteDispatcher
 from hetero_gateway.serve.app import route, worker_paths
 from hetero_gateway.serve.control.public import is_public
 from hetero_gateway.serve.processes.control import ControlRelay
-from hetero_gateway.serve.wiring.gateway import (
-    make_admission,
-    make_hops,
-    make_tracing,
-    prefix_secret,
-)
+from hetero_gateway.serve.wiring.gateway import Parts
 
 _RECONNECT_S = 0.05
 # Predictors that look at lengths alone.
@@ -78,7 +61,7 @@ def _reads_prompts(config: GatewayConfig) -> bool:
     return predictor_settings(config)[0] not in _BY_LENGTH
 
 
-class Worker:
+class Worker(Parts):
     """Serves clients. ``start`` needs a running event loop.
 
     Args:
@@ -96,32 +79,14 @@ class Worker:
         hub_path: str,
         control_path: str,
     ) -> None:
-        self.settings = Settings(share_of(config, config.server.workers))
+        super().__init__(share_of(config, config.server.workers), config_path)
         self.number = number
-        self.draining = False
         self.has_admin = False
-        # Takes the lines of the access log; None: nobody does.
-        self.access: Callable[[list[bytes]], None] | None = None
-        base_dir = config_path.parent if config_path else Path()
-        self._base_dir = base_dir
-        self.tls = server_tls(config.server, base_dir)
-        self.admission = make_admission(config, base_dir)
-        self._prefix_secret = prefix_secret(config)
-        self.fleet = Fleet(self.config, base_dir, make_hops())
-        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges)
         self.control = ControlRelay(control_path, lambda: self.remote.alone)
         self._paths = worker_paths(self)
-        self._predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         self._hub_path = hub_path
-        self._stack = AsyncExitStack()
-        self.dataplane: DataPlane
         self.remote: RemoteDispatcher
         self.realtime: Realtime
-
-    @property
-    def config(self) -> GatewayConfig:
-        """The configuration in effect, this worker's share of it."""
-        return self.settings.config
 
     # A Service
 
@@ -147,7 +112,7 @@ class Worker:
     @property
     def listing(self) -> Listing:
         """What /readyz and /v1/models answer by: what the scheduler process said last."""
-        return self.remote.members
+        return self.remote.mirror
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -165,30 +130,9 @@ class Worker:
     async def start(self) -> None:
         """Connect to the scheduler process; returns once it has named the instances."""
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        config = self.config
-        outcomes = OutcomeWatch(self.fleet, self.metrics)
-        self._stack.callback(outcomes.close)
-        deadlines = Deadlines(config.timeouts)
-        self._stack.callback(deadlines.close)
-        self._stack.callback(self.fleet.close)
-        placement = Placement(self.fleet, self.metrics, config.scheduler.queue)
-        self._stack.callback(placement.close)
-        tokens = config.scheduler.tokens
-        self.dataplane = DataPlane(
-            config,
-            self.fleet,
-            # Never started: probes are the scheduler process's.
-            HealthMonitor(self.fleet, config.health, tasks),
-            outcomes,
-            self.metrics,
-            self.admission,
-            self._predictor,
-            BytesPerToken(tokens.bytes_per_token),
-            tokenizer_of(tokens, self._base_dir),
-            deadlines,
-            placement,
-            self._prefix_secret,
-        )
+        self._begin_placing(recalibrate=False)
+        # Never started: probes are the scheduler process's.
+        self._make_dataplane(HealthMonitor(self.fleet, self.config.health, tasks))
         self.remote = RemoteDispatcher(
             self.dataplane.dispatcher,
             self.fleet,
@@ -196,7 +140,7 @@ class Worker:
             self.number,
             admission=self.admission,
             headers=self.dataplane.intake.described_headers,
-            sends_bodies=_reads_prompts(config),
+            sends_bodies=_reads_prompts(self.config),
             draining=lambda: self.draining,
             on_config=self._take_up,
         )
@@ -206,10 +150,9 @@ class Worker:
         self._stack.callback(self.remote.close)
         self.dataplane.rooms.dispatcher = self.remote
         self.fleet.settings(self.settings)
-        placement.settings(self.settings)
+        self.placement.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
-        self.dataplane.write_about(config.log, self.access, make_tracing(config.traces))
-        self._stack.callback(self.dataplane.close)
+        self._write_about_requests()
         for work in (self._keep_connected(), self.fleet.close_idle_connections()):
             task = tasks.create_task(work)
             self._stack.callback(task.cancel)
@@ -219,10 +162,6 @@ class Worker:
         self.draining = True
         await self._stack.aclose()
         await self.control.close()
-
-    def drain(self) -> None:
-        """It was asked to end; the scheduler process hears of it and passes it on."""
-        self.draining = True
 
     def _take_up(self, config: GatewayConfig) -> None:
         """The scheduler process has another configuration in effect."""
@@ -234,9 +173,6 @@ class Worker:
         self.settings.apply(change)
         self.remote.headers = self.dataplane.intake.described_headers
         self.remote.sends_bodies = _reads_prompts(self.config)
-
-    def reload_soon(self, cause: str) -> None:
-        """The scheduler process reads the configuration, and passes it on."""
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()

@@ -11,8 +11,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_gateway.core.lengths.estimates import BytesPerToken
-from hetero_gateway.core.lengths.predictors import LengthFeatures, capped_output_tokens
+from hetero_gateway.core.lengths.predictors import (
+    BytesPerToken,
+    LengthFeatures,
+    capped_output_tokens,
+)
 from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
@@ -22,6 +25,7 @@ from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.ended import Tracing
+from hetero_gateway.gateway.dataplane.models import Listing
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.recording import RunFile
@@ -36,7 +40,7 @@ from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.records.client_metrics import client_families
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.tokenizer import tokenizer_of
-from hetero_gateway.gateway.settings import Change, Prepared, Settings
+from hetero_gateway.gateway.settings import Prepared, Settings, SettingsChange
 from hetero_gateway.http.hops import Hops
 from hetero_gateway.http.tls import server_tls
 from hetero_gateway.scaleout.sharing.peers import make_sharing
@@ -46,18 +50,6 @@ from hetero_gateway.serve.wiring.reload import Reloader
 
 if TYPE_CHECKING:
     from hetero_gateway.serve.autoscaling.following import Following
-
-
-def prefix_secret(config: GatewayConfig) -> bytes | None:
-    """What the keys of prompts begin with: the configuration's, or that of all workers."""
-    named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
-    named = named or os.environ.get(SECRET_ENV)
-    return named.encode() if named else None
-
-
-def make_hops() -> Hops:
-    """The id of this gateway, the same in all of its processes."""
-    return Hops(os.environ.get(SECRET_ENV))
 
 
 def _key_names(config: GatewayConfig) -> set[str | None]:
@@ -74,7 +66,7 @@ def _tls_files(config: GatewayConfig) -> set[Path | None]:
     return {None, *itertools.chain.from_iterable(files)}
 
 
-def make_tracing(config: TracesConfig) -> Tracing | None:
+def _make_tracing(config: TracesConfig) -> Tracing | None:
     """What has spans of requests; None: it is off, and nothing of it is imported."""
     if config.endpoint is None:
         return None
@@ -83,17 +75,96 @@ def make_tracing(config: TracesConfig) -> Tracing | None:
     return Tracer(config)
 
 
-def make_admission(config: GatewayConfig, base_dir: Path) -> Admission:
-    """Who may ask, by the configuration. Raises ConfigError."""
-    clients = config.clients
-    return Admission(
-        secret(config.server.api_key_env, "server.api_key_env"),
-        read_clients(clients, base_dir) if clients.wanted else None,
-        secret(clients.hash_key_env, "clients.hash_key_env"),
-    )
+class Parts:
+    """What a gateway of one process has, and each worker of several.
+
+    Args:
+        config: of this process.
+        config_path: the file that it came from; what it names is relative to that.
+    """
+
+    def __init__(self, config: GatewayConfig, config_path: Path | None) -> None:
+        self.settings = Settings(config)
+        self.has_admin: bool  # in this process
+        self.draining = False
+        # Takes the lines of the access log; None: nobody does.
+        self.access: Callable[[list[bytes]], None] | None = None
+        base_dir = self._base_dir = config_path.parent if config_path else Path()
+        clients = config.clients
+        self.admission = Admission(
+            secret(config.server.api_key_env, "server.api_key_env"),
+            read_clients(clients, base_dir) if clients.wanted else None,
+            secret(clients.hash_key_env, "clients.hash_key_env"),
+        )
+        self.tls = server_tls(config.server, base_dir)
+        # What all workers have in common; the keys of prompts begin with it, or the operator's own.
+        shared = os.environ.get(SECRET_ENV)
+        named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env") or shared
+        self._prefix_secret = named.encode() if named else None
+        self.fleet = Fleet(config, base_dir, Hops(shared))
+        scheduler = self.fleet.scheduler
+        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
+        self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
+        tokens = config.scheduler.tokens
+        self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
+        self._tokenizer = tokenizer_of(tokens, base_dir)
+        self._stack = AsyncExitStack()
+        self._deadlines: Deadlines
+        self.outcomes: OutcomeWatch
+        self.placement: Placement
+        self.dataplane: DataPlane
+
+    @property
+    def config(self) -> GatewayConfig:
+        """The configuration in effect, in this process."""
+        return self.settings.config
+
+    @property
+    def listing(self) -> Listing:
+        """What /readyz and /v1/models answer by."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """It was asked to stop, and is to end soon: no longer ready."""
+        self.draining = True
+
+    def reload_soon(self, cause: str) -> None:
+        """It was asked to read its configuration again."""
+
+    def _begin_placing(self, *, recalibrate: bool) -> None:
+        self.outcomes = OutcomeWatch(self.fleet, self.metrics)
+        self._stack.callback(self.outcomes.close)
+        self._deadlines = Deadlines(self.config.timeouts)
+        self._stack.callback(self._deadlines.close)
+        self._stack.callback(self.fleet.close)
+        queue = self.config.scheduler.queue
+        self.placement = Placement(self.fleet, self.metrics, queue, recalibrate=recalibrate)
+        self._stack.callback(self.placement.close)
+
+    def _make_dataplane(self, health: HealthMonitor, run: RunFile | None = None) -> None:
+        self.dataplane = DataPlane(
+            self.config,
+            self.fleet,
+            health,
+            self.outcomes,
+            self.metrics,
+            self.admission,
+            self.predictor,
+            self.bytes_per_token,
+            self._tokenizer,
+            self._deadlines,
+            self.placement,
+            self._prefix_secret,
+            run,
+        )
+
+    def _write_about_requests(self) -> None:
+        traces = _make_tracing(self.config.traces)
+        self.dataplane.write_about(self.config.log, self.access, traces)
+        self._stack.callback(self.dataplane.close)
 
 
-class Gateway:
+class Gateway(Parts):
     """What the control paths and the data plane share. ``start`` needs a running event loop.
 
     Args:
@@ -112,33 +183,24 @@ class Gateway:
         record: Path | None = None,
         flags: Mapping[str, Any] | None = None,
     ) -> None:
-        self.settings = Settings(config)
+        # What this start made, where the configuration leaves it to the gateway.
+        self.made_admin_key = made_admin_key(config.server, os.environ.get(SECRET_ENV))
+        named = secret(config.server.admin_key_env, "server.admin_key_env")
+        self.admin_key = named or self.made_admin_key
+        super().__init__(config, config_path)
         self._record = record
         self.config_path = config_path
-        self.draining = False
         self.has_admin = True
         self._hub_listener = hub_listener
         self.hub: Hub | None = None
         # Where there are workers: remembers the configuration for processes that start.
         self.keep_config: Callable[[GatewayConfig], None] | None = None
-        # Takes the lines of the access log; None: nobody does.
-        self.access: Callable[[list[bytes]], None] | None = None
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
         self.known_tls_files = _tls_files(config)
-        # What this start made, where the configuration leaves it to the gateway.
-        self.made_admin_key = made_admin_key(config.server, os.environ.get(SECRET_ENV))
-        named = secret(config.server.admin_key_env, "server.admin_key_env")
-        self.admin_key = named or self.made_admin_key
-        base_dir = self._base_dir = config_path.parent if config_path else Path()
-        self.admission = make_admission(config, base_dir)
-        self.tls = server_tls(config.server, base_dir)
-        self._prefix_secret = prefix_secret(config)
-        self.fleet = Fleet(config, base_dir, make_hops())
         self.setup = SetupWatch(self.fleet)
         self._share_out()
-        scheduler = self.fleet.scheduler
-        self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
+        scheduler, base_dir = self.fleet.scheduler, self._base_dir
         self.metrics.clients = lambda: client_families(
             self.admission, self.config.clients.most_labels, self.metrics.models
         )
@@ -147,32 +209,18 @@ class Gateway:
         if (caches := scheduler.caches) is not None:
             index = caches.index
             self.metrics.prefix_index = lambda: (len(index), index.memory_bytes())
-        self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
-        tokens = config.scheduler.tokens
-        self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
-        self._tokenizer = tokenizer_of(tokens, base_dir)
-        self._stack = AsyncExitStack()
         self.roster = Roster(self.fleet, self.metrics.forget)
         self.discovery = Discovery(self.roster, self.settings, base_dir)
         self.reloader = Reloader(
             self.roster, self.settings, self.metrics, self.take_up, config_path, flags or {}
         )
-        self.dataplane: DataPlane
-        self.placement: Placement
         self.health: HealthMonitor
         self.engine_calls: EngineCalls
         self.board: Board
-        self.outcomes: OutcomeWatch
         self.following: Following | None = None  # None: it is off
 
     @property
-    def config(self) -> GatewayConfig:
-        """The configuration in effect."""
-        return self.settings.config
-
-    @property
     def listing(self) -> Fleet:
-        """What /readyz and /v1/models answer by."""
         return self.fleet
 
     async def start(self) -> None:
@@ -183,23 +231,20 @@ class Gateway:
         self._stack.callback(self.health.stop)
         self.engine_calls = EngineCalls(self.fleet, self.health)
         self._stack.callback(self.engine_calls.close)
-        self.outcomes = OutcomeWatch(self.fleet, self.metrics)
-        self._stack.callback(self.outcomes.close)
-        deadlines = Deadlines(self.config.timeouts)
-        self._stack.callback(deadlines.close)
-        self._stack.callback(self.fleet.close)
-        scheduling = self.config.scheduler
-        self.placement = Placement(
-            self.fleet, self.metrics, scheduling.queue, recalibrate=scheduling.recalibrate
-        )
-        self._stack.callback(self.placement.close)
+        self._begin_placing(recalibrate=self.config.scheduler.recalibrate)
         if self.sharing is not None:
             self.sharing.on_change = self.placement.pump_soon
             await self.sharing.start(tasks)
             self._stack.push_async_callback(self.sharing.stop)
         expiry = tasks.create_task(self.fleet.close_idle_connections())
         self._stack.callback(expiry.cancel)
-        self._make_dataplane(deadlines)
+        run = None
+        if self._record is not None:
+            run = RunFile(self._record, self.config.scheduler.policy)
+            self._stack.callback(run.close)
+        self._make_dataplane(self.health, run)
+        self._write_about_requests()
+        self.dataplane.wakes_by(self.engine_calls, self.settings)
         self.board = Board(self)
         self._stack.callback(self.board.close)
         self.metrics.late_probes = lambda: self.health.late
@@ -221,59 +266,36 @@ class Gateway:
         self.discovery.start(tasks)
         self._stack.callback(self.discovery.stop)
         if self._hub_listener is not None:
-            await self._start_hub(self._hub_listener)
-
-    def _make_dataplane(self, deadlines: Deadlines) -> None:
-        run = None
-        if self._record is not None:
-            run = RunFile(self._record, self.config.scheduler.policy)
-            self._stack.callback(run.close)
-        self.dataplane = DataPlane(
-            self.config,
-            self.fleet,
-            self.health,
-            self.outcomes,
-            self.metrics,
-            self.admission,
-            self.predictor,
-            self.bytes_per_token,
-            self._tokenizer,
-            deadlines,
-            self.placement,
-            self._prefix_secret,
-            run,
-        )
-        self.dataplane.write_about(self.config.log, self.access, make_tracing(self.config.traces))
-        self._stack.callback(self.dataplane.close)
-        self.dataplane.wakes_by(self.engine_calls, self.settings)
+            self.hub = Hub(
+                self.fleet,
+                self.placement,
+                self.dataplane.dispatcher,
+                self.metrics,
+                self.admission,
+                self._hub_listener,
+                self.drain,
+            )
+            await self.hub.start()
+            self._stack.push_async_callback(self.hub.stop)
 
     def _register_settings(self) -> None:
         """What can change while serving, and who takes it up."""
         for part in (self.fleet, self.placement, self.health):
             part.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
-        self.settings.add(("scheduler.policy",), self._prepare_labels)
+        set_policy = self.metrics.set_policy
+        self.settings.add(
+            ("scheduler.policy",), lambda new: Prepared(lambda: set_policy(new.scheduler.policy))
+        )
         # After the fleet, which has the discipline.
         self.settings.add(DISCIPLINE_FIELDS, lambda _: Prepared(self._share_out))
         if self.config.clients.wanted:
             self.settings.add(
                 ("clients.groups", "clients.most_labels"), self._prepare_keys, always=True
             )
-            self.settings.files.append(self._keys_files)
-
-    async def _start_hub(self, listener: socket.socket) -> None:
-        """Be the scheduler of the workers that connect."""
-        self.hub = Hub(
-            self.fleet,
-            self.placement,
-            self.dataplane.dispatcher,
-            self.metrics,
-            self.admission,
-            listener,
-            self.drain,
-        )
-        await self.hub.start()
-        self._stack.push_async_callback(self.hub.stop)
+            self.settings.files.append(
+                lambda new: [self._base_dir / file] if (file := new.clients.keys_file) else []
+            )
 
     def connections_to(self, instance: Instance) -> int:
         """Open connections to an instance, those of workers included."""
@@ -281,11 +303,7 @@ class Gateway:
         return instance.pool.open_connections + workers
 
     def reload_soon(self, cause: str) -> None:
-        """Read the configuration again."""
         self.reloader.soon(cause)
-
-    def _prepare_labels(self, fresh: GatewayConfig) -> Prepared:
-        return Prepared(lambda: self.metrics.set_policy(fresh.scheduler.policy))
 
     def _prepare_keys(self, fresh: GatewayConfig) -> Prepared | None:
         """Heed other keys from now on, in all processes."""
@@ -332,17 +350,11 @@ class Gateway:
             self.metrics.following = lambda: ()
 
     def _share_out(self) -> None:
-        """Have the queue go by clients' shares."""
         if isinstance(self.fleet.discipline, Clients):
             self.fleet.discipline.shares = {c.party: c.share for c in self.admission}
 
-    def _keys_files(self, config: GatewayConfig) -> list[Path]:
-        file = config.clients.keys_file
-        return [] if file is None else [self._base_dir / file]
-
     def drain(self) -> None:
-        """It is to end soon: no longer ready."""
-        self.draining = True
+        super().drain()
         self.board.let_go()
 
     async def stop(self) -> None:
@@ -363,7 +375,7 @@ class Gateway:
             prompt_tokens,
         )
 
-    def take_up(self, change: Change) -> None:
+    def take_up(self, change: SettingsChange) -> None:
         """Have another configuration in effect, but for its instances."""
         self.settings.apply(change)
         if self.hub is not None:

@@ -29,7 +29,7 @@ from hetero_gateway.files.instance_config import InstanceConfig, instance_profil
 from hetero_gateway.gateway.fleet.instances import FILE, Instance
 from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.gateway.settings import Change, Settings
+from hetero_gateway.gateway.settings import Settings, SettingsChange
 
 # What distinguishes a file from what it was: its time, size and inode.
 _Mark: TypeAlias = tuple[int, int, int]
@@ -67,7 +67,7 @@ class Reloader:
         roster: Roster,
         settings: Settings,
         metrics: Metrics,
-        take_up: Callable[[Change], None],
+        take_up: Callable[[SettingsChange], None],
         path: Path | None,
         flags: Mapping[str, Any],
     ) -> None:
@@ -159,7 +159,7 @@ class Reloader:
 
     def _prepare(
         self, fresh: GatewayConfig, present: dict[InstanceId, Instance]
-    ) -> tuple[Change, Moves]:
+    ) -> tuple[SettingsChange, Moves]:
         """Raises ConfigError."""
         change = self._settings.prepare(fresh)
         wanted = {InstanceId(i.id): i for i in fresh.instances}
@@ -187,7 +187,7 @@ class Reloader:
                 moves.kept.append((config, profile))
         return change, moves
 
-    def _build(self, config: InstanceConfig, change: Change) -> Instance:
+    def _build(self, config: InstanceConfig, change: SettingsChange) -> Instance:
         return self._roster.fleet.build(config, change.config)
 
     def _profile(

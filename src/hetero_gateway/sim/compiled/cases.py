@@ -32,7 +32,7 @@ from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
 from hetero_gateway.sim.compiled.lengths import CLASSES, BucketMeans, length_classes
-from hetero_gateway.sim.compiled.tables import Engines, Pool, Requests, Slowdowns
+from hetero_gateway.sim.compiled.tables import EngineTables, PoolTable, Requests, Slowdowns
 from hetero_gateway.sim.fleet import Fleet
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
@@ -142,10 +142,7 @@ def _world(
     have not all the same limits."""
     pool = fresh.pool
     slo = Slo() if policy.slos is None else policy.slos.everyones()
-    longest = float(max(means.prior_tokens, requests.output_tokens.max()))
-    if requests.predictions.size:
-        longest = max(longest, float(requests.predictions.max()))
-    tokens = float(requests.prompt_tokens.max()) + longest
+    tokens = float(requests.prompt_tokens.max()) + _longest(requests, means)
     if (
         type(policy) is not FinishTime
         or slo is None
@@ -205,26 +202,24 @@ def _requests(
 
 def _bounded(fresh: Fresh, requests: Requests, means: BucketMeans) -> bool:
     """Whether every number is one that a scheduler takes, and sums stay within ``loads``."""
-    longest = float(max(means.prior_tokens, requests.output_tokens.max()))
-    least = min(1.0, means.prior_tokens)
-    if requests.predictions.size:
-        longest = max(longest, float(requests.predictions.max()))
-        least = min(least, float(requests.predictions.min()))
-    tokens = float(requests.prompt_tokens.max()) + longest
-    if not (0 <= least and tokens <= MOST_TOKENS):
+    prompt, longest = float(requests.prompt_tokens.max()), _longest(requests, means)
+    lowest = min(means.prior_tokens, requests.predictions.min(initial=1.0))
+    if not (lowest >= 0 and prompt + longest <= MOST_TOKENS):
         return False
-    longest_s = float(
-        fresh.pool.request_times_s(
-            float(requests.prompt_tokens.max()), longest, as_if_it_fitted=True
-        ).max()
-    )
-    return longest_s * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
+    times_s = fresh.pool.request_times_s(prompt, longest, as_if_it_fitted=True)
+    return float(times_s.max()) * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
+
+
+def _longest(requests: Requests, means: BucketMeans) -> float:
+    """The most output tokens that a request has or is predicted."""
+    lengths = requests.output_tokens.max(), requests.predictions.max(initial=0.0)
+    return float(max(means.prior_tokens, *lengths))
 
 
 # Arrays of objects
 
 
-def engines_of(fleet: Fleet, slots: int) -> Engines:
+def engines_of(fleet: Fleet, slots: int) -> EngineTables:
     """The engines of a fleet, whose tables are arrays; nothing is in them.
 
     ``slots``: so many are added to those that it has.
@@ -236,11 +231,12 @@ def engines_of(fleet: Fleet, slots: int) -> Engines:
     free[0], free[1 : 1 + len(nobodys)] = len(nobodys), nobodys
     count = len(fleet.profiles)
     capacity = np.array([fleet.capacity_tokens(i) for i in range(count)], np.int64)
-    request = np.full(len(q), -1, np.int64)
-    return Engines(q, n, x, c, k, first, log, log_s, request, free, capacity)
+    by_slot = np.full(len(q), -1, np.int64), free, capacity, np.zeros(len(q), np.int64)
+    units = np.zeros((len(q), loads.DIGITS), np.int64)
+    return EngineTables(q, n, x, c, k, first, log, log_s, *by_slot, units)
 
 
-def pool_of(fresh: Fresh) -> Pool:
+def pool_of(fresh: Fresh) -> PoolTable:
     pool, members = fresh.pool, fresh.pool.members
     which = pool.profile_of
     coefficients = pool.table.coefficients
@@ -252,7 +248,7 @@ def pool_of(fresh: Fresh) -> Pool:
     def column(name: str) -> FloatArray:
         return np.array([getattr(member, name) for member in members], np.float64)
 
-    return Pool(
+    return PoolTable(
         np.ascontiguousarray(coefficients),
         column("p9"),
         columns.kv_capacity_tokens,

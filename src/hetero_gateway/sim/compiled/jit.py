@@ -15,7 +15,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hetero_gateway.core.costs import cost_model
-from hetero_gateway.core.lengths import estimates as length_estimates
+from hetero_gateway.core.lengths import predictors
 from hetero_gateway.core.policies import estimates, finish_time, slo
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.compiled import (
@@ -34,7 +34,7 @@ _MODULES = (block_cache, kernel, tables, loads, lengths, placing, speeds, progre
 _SHARED: tuple[Any, ...] = (
     cost_model.attended_pairs,
     cost_model.workload,
-    length_estimates.residuals,
+    predictors.residuals,
     estimates.busy,
     estimates.room_of,
     estimates.estimate,
@@ -48,11 +48,9 @@ _SHARED: tuple[Any, ...] = (
 # can neither make an array nor return one that it was not given; numba says so where it would.
 _ALLOCATING: set[Any] = {
     placing.place_all,
-    placing.new_charges,
-    placing.more_charges,
     tables.with_room,
     late_binding.renew_residual,
-    length_estimates.residuals,
+    predictors.residuals,
 }
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.lengths.estimates import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
+from hetero_gateway.core.lengths.predictors import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
 from hetero_gateway.core.policies.estimates import (
     LATE_FACTOR,
     LATE_S,
@@ -33,12 +33,14 @@ from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.progress import Progress, member_of, state_row
 from hetero_gateway.sim.compiled.speeds import FACTOR
 from hetero_gateway.sim.compiled.tables import (
-    Engines,
+    EngineTables,
     KernelTable,
-    Pool,
+    PoolTable,
     Requests,
     Slowdowns,
+    give_back,
     request_time_s,
+    take_slot,
 )
 from hetero_gateway.sim.kernel import (
     FINISHED,
@@ -84,7 +86,7 @@ class Queue(NamedTuple):
     placed: Integers
 
 
-class Scratch(NamedTuple):
+class CandidateFigures(NamedTuple):
     """Room for what is thought of each candidate."""
 
     slots: Flags
@@ -100,10 +102,10 @@ class World(NamedTuple):
     """All of a simulation but the engines, whose tables grow."""
 
     r: Requests
-    pool: Pool
+    pool: PoolTable
     p: Progress
     queue: Queue
-    scratch: Scratch
+    scratch: CandidateFigures
     rules: Rules
     means: BucketMeans
     steps: KernelTable
@@ -113,26 +115,18 @@ class World(NamedTuple):
 
 
 def new_world(
-    r: Requests, pool: Pool, p: Progress, rules: Rules, means: BucketMeans, prior_tokens: float
+    r: Requests, pool: PoolTable, p: Progress, rules: Rules, means: BucketMeans, prior_tokens: float
 ) -> World:
     size = len(pool.weight)
     x = np.zeros(10)
     x[PUMPED_S] = -math.inf
     x[PRIOR_TOKENS] = prior_tokens
-    stages = p.stages.shape[1]
-    queue = Queue(
-        np.zeros(8, np.int64),
-        x,
-        np.zeros(HISTORY),
-        np.zeros(HISTORY),
-        np.full(stages, prior_tokens),
-        np.ones(size),
-        np.zeros((len(r.arrival_s), 2), np.int64),
-    )
-    scratch = Scratch(
-        np.zeros(size, np.bool_), np.zeros(size, np.bool_),
-        np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size), np.zeros(size),
-    )  # fmt: skip
+    residual = np.full(p.stages.shape[1], prior_tokens)
+    placed = np.zeros((len(r.arrival_s), 2), np.int64)
+    lengths, ordered = np.zeros((2, HISTORY))
+    queue = Queue(np.zeros(8, np.int64), x, lengths, ordered, residual, np.ones(size), placed)
+    flags, floats = np.zeros((2, size), np.bool_), np.zeros((5, size))
+    scratch = CandidateFigures(*flags, *floats)
     return World(
         r, pool, p, queue, scratch, rules, means,
         np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64), np.zeros(size),
@@ -142,7 +136,7 @@ def new_world(
 # The loop
 
 
-def run_all(e: Engines, w: World, slowdowns: Slowdowns, rng: np.random.Generator) -> None:
+def run_all(e: EngineTables, w: World, slowdowns: Slowdowns, rng: np.random.Generator) -> None:
     """Run the workload to its end."""
     n, x = w.queue.n, w.queue.x
     arrived, slowed, ticking = 0, 0, False
@@ -186,7 +180,7 @@ def run_all(e: Engines, w: World, slowdowns: Slowdowns, rng: np.random.Generator
             _observe_steps(e, w)
 
 
-def _tell(e: Engines, w: World, rng: np.random.Generator) -> None:
+def _tell(e: EngineTables, w: World, rng: np.random.Generator) -> None:
     """Pass on what the engines have logged."""
     r, n = w.r, w.queue.n
     for at in range(1, 1 + e.log[0]):
@@ -204,14 +198,13 @@ def _tell(e: Engines, w: World, rng: np.random.Generator) -> None:
             _remember(w.queue, r.output_tokens[request])
             progress.settle(w.p, i, request, prompt, at_s)
             n[STARTED] -= 1
-            e.free[0] += 1
-            e.free[e.free[0]] = slot
+            give_back(e, slot)
     if n[TAIL] > n[HEAD]:
         w.queue.x[NOW_S] = e.log_s[e.log[0]]
         _pump(e, w, rng)
 
 
-def _observe_steps(e: Engines, w: World) -> None:
+def _observe_steps(e: EngineTables, w: World) -> None:
     now_s = w.queue.x[NOW_S]
     decoded(e.n, e.x, now_s, w.steps, w.seconds)
     for i in range(len(w.steps)):
@@ -271,7 +264,7 @@ def _next_wakeup_s(queue: Queue) -> float:
     return soonest_s
 
 
-def _pump(e: Engines, w: World, rng: np.random.Generator) -> None:
+def _pump(e: EngineTables, w: World, rng: np.random.Generator) -> None:
     """Place all that can be placed now, and start it; what is refused makes room for another."""
     n, now_s = w.queue.n, w.queue.x[NOW_S]
     while True:
@@ -295,7 +288,7 @@ def _pump(e: Engines, w: World, rng: np.random.Generator) -> None:
             return
 
 
-def _start(e: Engines, w: World, request: int, i: int, now_s: float) -> bool:
+def _start(e: EngineTables, w: World, request: int, i: int, now_s: float) -> bool:
     """Put a placed request into its engine; False when it refuses."""
     r = w.r
     r.instance[request] = i
@@ -304,9 +297,7 @@ def _start(e: Engines, w: World, request: int, i: int, now_s: float) -> bool:
     if prompt + output - 1 > e.capacity_tokens[i]:
         progress.settle(w.p, i, request, prompt, now_s)
         return False
-    slot = e.free[e.free[0]]
-    e.free[0] -= 1
-    e.request[slot] = request
+    slot = take_slot(e, request)
     w.queue.n[STARTED] += 1
     submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
     return True
@@ -395,35 +386,19 @@ def _choose(
     ended = now_s - w.queue.x[LAST_ARRIVAL_S] >= idle_before_drain_s(w.queue.x[MEAN_GAP_S])
     soonest_s, soonest_ttft_s = math.inf, math.inf
     for i in range(first, last):
+        row, member = state_row(p, i), member_of(p, i)
         one = estimate(
-            state_row(p, i),
-            member_of(p, i),
-            prompt,
-            None,
-            1.0,
-            prompt,
-            output,
-            w.queue.residual,
-            w.queue.typical_s[i],
-            now_s,
-            not ended,
-        )
+            row, member, prompt, None, 1.0, prompt, output, w.queue.residual,
+            w.queue.typical_s[i], now_s, not ended,
+        )  # fmt: skip
         s.latency_s[i] = one[4]
         s.cost_s[i] = one[4] + one[5]
         s.price[i] = one[6]
         s.ttft_s[i] = one[7]
         if w.rules.has_slo:
+            waited_s = now_s - w.r.arrival_s[request]
             missed = violations(
-                state_row(p, i),
-                member_of(p, i),
-                one[7],
-                one[8],
-                1.0,
-                prompt,
-                output,
-                now_s,
-                now_s - w.r.arrival_s[request],
-                w.rules.slo,
+                row, member, one[7], one[8], 1.0, prompt, output, now_s, waited_s, w.rules.slo
             )
             s.slo_price_s[i] = VIOLATION_PRICE_S * missed
         soonest_s = min(soonest_s, one[4])
@@ -454,7 +429,9 @@ def _latest_s(w: World, first: int, last: int, soonest_s: float) -> float:
     return float(soonest_s + waiting / rate_per_s / w.rules.drain_factor)
 
 
-def _cheapest(s: Scratch, first: int, last: int, latest_s: float, rng: np.random.Generator) -> int:
+def _cheapest(
+    s: CandidateFigures, first: int, last: int, latest_s: float, rng: np.random.Generator
+) -> int:
     """``estimates.cheapest_small``; -1: none."""
     lowest_s = best_s = least_s = math.inf
     chosen, ties = -1, 0

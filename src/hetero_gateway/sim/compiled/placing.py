@@ -16,13 +16,15 @@ from hetero_gateway.sim.arrays import Flags, Integers
 from hetero_gateway.sim.compiled import loads
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.tables import (
-    Engines,
-    Pool,
+    EngineTables,
+    PoolTable,
     Requests,
     Slowdowns,
     candidates,
+    give_back,
     least,
     request_time_s,
+    take_slot,
     with_room,
 )
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED, advance, change_slowdown, submit
@@ -55,24 +57,26 @@ class Loads(NamedTuple):
     owed: FloatArray
 
 
-class Charges(NamedTuple):
-    """By slot, what its request was charged: tokens, and units of load."""
+class Placing(NamedTuple):
+    """All of a simulation but the engines, whose tables grow.
 
-    kv_tokens: Integers
-    digits: Integers
+    ``takes``: who can have a request; ``scores``: room for two numbers per instance.
+    """
 
-
-class Scratch(NamedTuple):
-    """``takes``: who can have a request; ``scores``: room for two numbers per instance."""
-
+    r: Requests
+    pool: PoolTable
+    rule: Rule
+    there: Loads
+    means: BucketMeans
+    slowdowns: Slowdowns
     takes: Flags
     scores: FloatArray
 
 
 def place_all(
-    e: Engines,
+    e: EngineTables,
     r: Requests,
-    pool: Pool,
+    pool: PoolTable,
     rule: Rule,
     means: BucketMeans,
     slowdowns: Slowdowns,
@@ -87,131 +91,83 @@ def place_all(
         np.zeros((size, loads.DIGITS), np.int64),
         np.zeros(size),
     )
-    charges = new_charges(len(e.q))
-    scratch = Scratch(np.ones(size, np.bool_), np.zeros((2, size)))
-    request, slowed = 0, 0
-    while True:
-        request, slowed = _place_until_full(
-            e, r, pool, rule, there, charges, scratch, means, slowdowns, request, slowed, rng
-        )
-        if request == len(r.arrival_s):
-            return
+    takes, scores = np.ones(size, np.bool_), np.zeros((2, size))
+    w = Placing(r, pool, rule, there, means, slowdowns, takes, scores)
+    request, slowed = _place_until_full(e, w, 0, 0, rng)
+    while request < len(r.arrival_s):
         e = with_room(e)
-        charges = more_charges(charges, len(e.q))
+        request, slowed = _place_until_full(e, w, request, slowed, rng)
 
 
 def _place_until_full(
-    e: Engines,
-    r: Requests,
-    pool: Pool,
-    rule: Rule,
-    there: Loads,
-    charges: Charges,
-    scratch: Scratch,
-    means: BucketMeans,
-    slowdowns: Slowdowns,
-    first: int,
-    slowed: int,
-    rng: np.random.Generator,
+    e: EngineTables, w: Placing, first: int, slowed: int, rng: np.random.Generator
 ) -> tuple[int, int]:
     """Go on from request ``first`` to the end, or to one without a slot: where to go on."""
-    takes, scores = scratch
-    size, smallest_tokens = len(takes), least(pool.kv_limit_tokens)
+    r, takes, slowdowns = w.r, w.takes, w.slowdowns
+    size, smallest_tokens = len(takes), least(w.pool.kv_limit_tokens)
     for request in range(first, len(r.arrival_s)):
         now_s = r.arrival_s[request]
         while slowed < len(slowdowns.at_s) and slowdowns.at_s[slowed] <= now_s:
-            _slow_down(e, r, there, charges, means, slowdowns, slowed)
+            _slow_down(e, w, slowed)
             slowed += 1
-        _work_until(e, r, there, charges, means, now_s)
-        output_tokens = predict(means, r.length_class[request])
+        _work_until(e, w, now_s)
+        output_tokens = predict(w.means, r.length_class[request])
         if len(r.predictions) > 0:
             output_tokens = r.predictions[request]
-        tokens = r.prompt_tokens[request] + output_tokens
+        prompt_tokens = r.prompt_tokens[request]
+        tokens = prompt_tokens + output_tokens
         count = size
         if tokens <= smallest_tokens:
             takes[:] = True
         else:
-            count = candidates(pool, tokens, takes)
+            count = candidates(w.pool, tokens, takes)
         if count == 0:
             continue
         if e.free[0] == 0:
             return request, slowed
-        prompt_tokens = r.prompt_tokens[request]
-        i, charge_s = choose(
-            pool, rule, there, prompt_tokens, output_tokens, takes, count, scores, rng
-        )
-        _start(e, r, there, charges, rule, request, i, charge_s, output_tokens)
+        i, charge_s = choose(w, prompt_tokens, output_tokens, count, rng)
+        _start(e, w, request, i, charge_s, output_tokens)
     while slowed < len(slowdowns.at_s):
-        _slow_down(e, r, there, charges, means, slowdowns, slowed)
+        _slow_down(e, w, slowed)
         slowed += 1
-    _work_until(e, r, there, charges, means, math.inf)
+    _work_until(e, w, math.inf)
     return len(r.arrival_s), slowed
-
-
-def new_charges(slots: int) -> Charges:
-    return Charges(np.zeros(slots, np.int64), np.zeros((slots, loads.DIGITS), np.int64))
-
-
-def more_charges(charges: Charges, slots: int) -> Charges:
-    bigger = new_charges(slots)
-    bigger.kv_tokens[: len(charges.kv_tokens)] = charges.kv_tokens
-    bigger.digits[: len(charges.digits)] = charges.digits
-    return bigger
 
 
 # What happens on the instances
 
 
 def _start(
-    e: Engines,
-    r: Requests,
-    there: Loads,
-    charges: Charges,
-    rule: Rule,
-    request: int,
-    i: int,
-    charge_s: float,
-    output_tokens: float,
+    e: EngineTables, w: Placing, request: int, i: int, charge_s: float, output_tokens: float
 ) -> None:
     """Put a placed request into its engine, unless that can never hold it."""
+    r, there = w.r, w.there
     now_s = r.arrival_s[request]
     r.instance[request] = i
     r.placed_s[request] = now_s
     prompt, output = r.prompt_tokens[request], r.output_tokens[request]
     if prompt + output - 1 > e.capacity_tokens[i]:
         return
-    slot = e.free[e.free[0]]
-    e.free[0] -= 1
-    e.request[slot] = request
-    charges.kv_tokens[slot] = prompt + round(output_tokens)
-    there.kv_tokens[i] += charges.kv_tokens[slot]
+    slot = take_slot(e, request)
+    e.charged_tokens[slot] = prompt + round(output_tokens)
+    there.kv_tokens[i] += e.charged_tokens[slot]
     there.in_flight[i] += 1
-    if rule.kind >= MIN_MAX:
-        loads.set_units(charges.digits[slot], charge_s)
-        loads.add(there.digits[i], charges.digits[slot])
+    if w.rule.kind >= MIN_MAX:
+        loads.set_units(e.charged_units[slot], charge_s)
+        loads.add(there.digits[i], e.charged_units[slot])
         there.load_s[i] = loads.seconds(there.digits[i])
     submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
 
 
-def _slow_down(
-    e: Engines,
-    r: Requests,
-    there: Loads,
-    charges: Charges,
-    means: BucketMeans,
-    slowdowns: Slowdowns,
-    at: int,
-) -> None:
-    now_s = slowdowns.at_s[at]
-    _work_until(e, r, there, charges, means, now_s)
-    change_slowdown(e.n, e.x, e.first, slowdowns.instance[at], slowdowns.factor[at], now_s)
+def _slow_down(e: EngineTables, w: Placing, at: int) -> None:
+    i, now_s = w.slowdowns.instance[at], w.slowdowns.at_s[at]
+    _work_until(e, w, now_s)
+    change_slowdown(e.n, e.x, e.first, i, w.slowdowns.factor[at], now_s)
 
 
-def _work_until(
-    e: Engines, r: Requests, there: Loads, charges: Charges, means: BucketMeans, until_s: float
-) -> None:
+def _work_until(e: EngineTables, w: Placing, until_s: float) -> None:
     """Let the engines work, and hear what they did."""
-    complete = False
+    r, complete = w.r, False
     while not complete:
         complete = advance(e.q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, until_s, False)
         for at in range(1, 1 + e.log[0]):
@@ -223,16 +179,15 @@ def _work_until(
                 r.preemptions[request] += 1
             elif kind == FINISHED:
                 r.finish_s[request] = e.log_s[at]
-                learn(means, r.length_class[request], r.output_tokens[request])
-                _settle(there, charges, r.instance[request], slot)
-                e.free[0] += 1
-                e.free[e.free[0]] = slot
+                learn(w.means, r.length_class[request], r.output_tokens[request])
+                _settle(e, w.there, r.instance[request], slot)
+                give_back(e, slot)
 
 
-def _settle(there: Loads, charges: Charges, i: int, slot: int) -> None:
+def _settle(e: EngineTables, there: Loads, i: int, slot: int) -> None:
     there.in_flight[i] -= 1
-    there.kv_tokens[i] -= charges.kv_tokens[slot]
-    loads.subtract(there.digits[i], charges.digits[slot])
+    there.kv_tokens[i] -= e.charged_tokens[slot]
+    loads.subtract(there.digits[i], e.charged_units[slot])
     there.load_s[i] = loads.seconds(there.digits[i])
 
 
@@ -240,64 +195,49 @@ def _settle(there: Loads, charges: Charges, i: int, slot: int) -> None:
 
 
 def choose(
-    pool: Pool,
-    rule: Rule,
-    there: Loads,
-    prompt_tokens: int,
-    output_tokens: float,
-    takes: Flags,
-    count: int,
-    scores: FloatArray,
-    rng: np.random.Generator,
+    w: Placing, prompt_tokens: int, output_tokens: float, count: int, rng: np.random.Generator
 ) -> tuple[int, float]:
     """The chosen instance, and what its load grows by, s (0 where no rule looks at it).
 
-    Args:
-        takes: who can have the request; ``count`` of them, at least one.
-        scores: room for two numbers per instance.
+    ``count``: of those who can have the request, at least one.
     """
-    if rule.kind == TURNS:
-        return _whose_turn(rule.weights, there.owed, takes), 0.0
-    if rule.kind == RANDOM:
-        return _at_random(rule.weights, takes, rng), 0.0
-    if rule.kind == SINGLE:
-        single = rule.single >= 0 and takes[rule.single]
-        return rule.single if single else _nth(takes, 0), 0.0
-    if rule.kind == POWER_OF_TWO:
-        return _better_of_two(pool, there, takes, count, rng), 0.0
-    if rule.kind >= MIN_MAX:
-        return _by_load(pool, rule, there, prompt_tokens, output_tokens, takes, scores, rng)
+    kind, there, takes, scores = w.rule.kind, w.there, w.takes, w.scores[0]
+    if kind == TURNS:
+        return _whose_turn(w.rule.weights, there.owed, takes), 0.0
+    if kind == RANDOM:
+        return _at_random(w.rule.weights, takes, rng), 0.0
+    if kind == SINGLE:
+        single = w.rule.single >= 0 and takes[w.rule.single]
+        return w.rule.single if single else _nth(takes, 0), 0.0
+    if kind == POWER_OF_TWO:
+        return _better_of_two(w.pool, there, takes, count, rng), 0.0
+    if kind >= MIN_MAX:
+        return _by_load(w, prompt_tokens, output_tokens, rng)
     for i in range(len(takes)):
-        scores[0, i] = there.in_flight[i]
-        if rule.kind == CAPACITY:
-            scores[0, i] = (there.in_flight[i] + 1) / pool.capacity[i]
-    return _lowest(scores[0], takes, rng), 0.0
+        scores[i] = there.in_flight[i]
+        if kind == CAPACITY:
+            scores[i] = (there.in_flight[i] + 1) / w.pool.capacity[i]
+    return _lowest(scores, takes, rng), 0.0
 
 
 def _by_load(
-    pool: Pool,
-    rule: Rule,
-    there: Loads,
-    prompt_tokens: int,
-    output_tokens: float,
-    takes: Flags,
-    scores: FloatArray,
-    rng: np.random.Generator,
+    w: Placing, prompt_tokens: int, output_tokens: float, rng: np.random.Generator
 ) -> tuple[int, float]:
     """``core/policies/workload.py``: the loads that would result are compared."""
-    after_s, charges_s = scores[0], scores[1]
+    kind, pool, there, takes = w.rule.kind, w.pool, w.there, w.takes
+    after_s, charges_s = w.scores[0], w.scores[1]
     highest = -math.inf
     for i in range(len(takes)):
         if not takes[i]:
             continue
         time_s = 1.0
-        if rule.kind != MEMORY:
+        if kind != MEMORY:
             time_s = request_time_s(pool, i, prompt_tokens, output_tokens, True)
         usage = there.kv_tokens[i] / pool.kv_capacity_tokens[i]
-        charges_s[i] = time_s if rule.kind == LEAST_WORK else workload(time_s, usage, pool.theta)
+        charges_s[i] = time_s if kind == LEAST_WORK else workload(time_s, usage, pool.theta)
         after_s[i] = there.load_s[i] + charges_s[i]
         highest = max(highest, there.load_s[i])
-    if rule.kind != PAPER:
+    if kind != PAPER:
         i = _lowest(after_s, takes, rng)
         return i, charges_s[i]
     i = -1
@@ -339,7 +279,7 @@ def _nth(takes: Flags, number: int) -> int:
 
 
 def _better_of_two(
-    pool: Pool, there: Loads, takes: Flags, count: int, rng: np.random.Generator
+    pool: PoolTable, there: Loads, takes: Flags, count: int, rng: np.random.Generator
 ) -> int:
     first = int(rng.random() * count)
     if count == 1:

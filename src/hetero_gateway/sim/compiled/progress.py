@@ -15,7 +15,7 @@ from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
 from hetero_gateway.core.instances.dispatch import NO_PEERS, PeerLoad
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, STREAMS_SAY_S
-from hetero_gateway.core.lengths.estimates import STAGE_TOKENS
+from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.compiled import speeds
@@ -85,46 +85,24 @@ def new_progress(members: FloatArray, most_streams: int, requests: int) -> Progr
     x[:, OBSERVED_CLOCK] = math.nan
     x[:, NEXT_DUE] = math.inf
     x[:, STREAMS_SEEN_S] = -math.inf
+    by_instance = np.zeros(size, np.int64), np.zeros(size), np.zeros((size, _STAGES), np.int64)
+    there = np.zeros((size, most_streams), np.int64)
+    by_request = np.full(requests, -1, np.int64), np.zeros(requests), np.zeros(requests, np.int64)
     return Progress(
-        np.zeros((size, _INTEGERS), np.int64),
-        x,
-        np.zeros(size, np.int64),
-        np.zeros(size),
-        np.zeros((size, _STAGES), np.int64),
-        members,
-        np.zeros((size, most_streams), np.int64),
-        speeds.new_speeds(size),
-        np.full(requests, -1, np.int64),
-        np.zeros(requests),
-        np.zeros(requests, np.int64),
-        np.zeros(requests),
-    )
+        np.zeros((size, _INTEGERS), np.int64), x, *by_instance, members, there,
+        speeds.new_speeds(size), *by_request, np.zeros(requests),
+    )  # fmt: skip
 
 
 def state_row(p: Progress, i: int) -> Any:
     """A ``StateRow``, which stands where an ``InstanceState`` would."""
     n, x = p.n[i], p.x[i]
     return StateRow(
-        n[WAITING],
-        n[STREAMING],
-        n[WAITING_PROMPT],
-        x[WAITING_PREFILL],
-        x[WAITING_OUTPUT],
-        x[CONTEXT],
-        0.0,
-        p.speeds.estimates[i, FACTOR],
-        0.0,
-        n[KV_TOKENS],
-        p.in_flight[i],
-        p.stages[i],
-        NO_PEERS,
-        x[READ_S],
-        x[STEPS_PER_S],
-        p.heard_s[i],
-        NO_LIMIT,
-        x[RECENT_PREFILL],
-        x[RECENT_PREFILL_S],
-    )
+        n[WAITING], n[STREAMING], n[WAITING_PROMPT], x[WAITING_PREFILL], x[WAITING_OUTPUT],
+        x[CONTEXT], 0.0, p.speeds.estimates[i, FACTOR], 0.0, n[KV_TOKENS], p.in_flight[i],
+        p.stages[i], NO_PEERS, x[READ_S], x[STEPS_PER_S], p.heard_s[i], NO_LIMIT,
+        x[RECENT_PREFILL], x[RECENT_PREFILL_S],
+    )  # fmt: skip
 
 
 # A request's events

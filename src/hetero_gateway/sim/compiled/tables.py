@@ -32,11 +32,12 @@ class Requests(NamedTuple):
     preemptions: Integers
 
 
-class Engines(NamedTuple):
+class EngineTables(NamedTuple):
     """The kernel's tables (``sim/kernel.py``), and by slot the request that has it.
 
     ``free``: slots that nobody has; free[0] counts them, the others follow. ``capacity_tokens``:
-    of each instance, the largest prompt + output - 1 that it can ever finish.
+    of each instance, the largest prompt + output - 1 that it can ever finish. ``charged_tokens``,
+    ``charged_units``: by slot, what a policy that places at once has charged for its request.
     """
 
     q: KernelTable
@@ -50,9 +51,11 @@ class Engines(NamedTuple):
     request: Integers
     free: Integers
     capacity_tokens: Integers
+    charged_tokens: Integers
+    charged_units: Integers
 
 
-class Pool(NamedTuple):
+class PoolTable(NamedTuple):
     """What never changes of the instances, as the scheduler believes it: ``scheduling/pool.py``.
 
     ``coefficients``: of T, one row per term: ``ProfileTable``. ``kv_capacity_tokens``: what usage
@@ -78,7 +81,7 @@ class Slowdowns(NamedTuple):
 
 
 def request_time_s(
-    pool: Pool, i: int, prompt_tokens: float, output_tokens: float, fits: bool
+    pool: PoolTable, i: int, prompt_tokens: float, output_tokens: float, fits: bool
 ) -> float:
     """T of one sequence on instance i, to the bit what ``ProfileTable.request_times_s`` has.
 
@@ -103,7 +106,7 @@ def request_time_s(
     return float(own + shared / batch + pool.p9[i] * attended_pairs(prompt_tokens))
 
 
-def candidates(pool: Pool, tokens: float, takes: Flags) -> int:
+def candidates(pool: PoolTable, tokens: float, takes: Flags) -> int:
     """Set who can hold a request of so many tokens; returns how many can."""
     count = 0
     for i in range(len(takes)):
@@ -120,15 +123,36 @@ def least(values: FloatArray) -> float:
     return float(lowest)
 
 
-def with_room(e: Engines) -> Engines:
+def take_slot(e: EngineTables, request: int) -> int:
+    """A slot for this request; there must be one."""
+    slot = e.free[e.free[0]]
+    e.free[0] -= 1
+    e.request[slot] = request
+    return int(slot)
+
+
+def give_back(e: EngineTables, slot: int) -> None:
+    """Its request has finished."""
+    e.free[0] += 1
+    e.free[e.free[0]] = slot
+
+
+def with_room(e: EngineTables) -> EngineTables:
     """The same, with twice the slots; somebody has each of those that there are."""
     size = len(e.q)
     q = np.zeros((2 * size, e.q.shape[1]), np.int64)
     q[:size] = e.q
     request = np.full(2 * size, -1, np.int64)
     request[:size] = e.request
+    tokens = np.zeros(2 * size, np.int64)
+    tokens[:size] = e.charged_tokens
+    units = np.zeros((2 * size, e.charged_units.shape[1]), np.int64)
+    units[:size] = e.charged_units
     free = np.zeros(2 * size + 1, np.int64)
     free[0] = size
     for i in range(size):
         free[1 + i] = 2 * size - 1 - i
-    return Engines(q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, request, free, e.capacity_tokens)
+    return EngineTables(
+        q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, request, free, e.capacity_tokens, tokens,
+        units,
+    )  # fmt: skip

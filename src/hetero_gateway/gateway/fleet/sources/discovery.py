@@ -36,7 +36,7 @@ _LONGEST_ID = 63
 _LOOKED_AT = 128
 
 
-class Follower:
+class SourceFollower:
     """One source, what it has named, and who brings the fleet in line with it.
 
     Args:
@@ -231,10 +231,10 @@ class Discovery:
         self._settings = settings
         self._base_dir = base_dir
         self._tasks: asyncio.TaskGroup | None = None
-        self._running: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
+        self._running: dict[str, tuple[SourceFollower, asyncio.Task[None]]] = {}
         self._first = self._followers(settings.config.discovery)
 
-    def followers(self) -> list[Follower]:
+    def followers(self) -> list[SourceFollower]:
         return [follower for follower, _ in self._running.values()]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -248,10 +248,10 @@ class Discovery:
         for _, task in self._running.values():
             task.cancel()
 
-    def _followers(self, sources: list[SourceConfig]) -> list[Follower]:
-        return [Follower(self._roster, config, self._base_dir) for config in sources]
+    def _followers(self, sources: list[SourceConfig]) -> list[SourceFollower]:
+        return [SourceFollower(self._roster, config, self._base_dir) for config in sources]
 
-    def _begin(self, follower: Follower) -> None:
+    def _begin(self, follower: SourceFollower) -> None:
         assert self._tasks is not None
         self._running[follower.config.name] = follower, self._tasks.create_task(follower.run())
 

@@ -131,7 +131,7 @@ class Page(NamedTuple):
     more: str
 
 
-class Change(NamedTuple):
+class ObjectChange(NamedTuple):
     """An event. ``name``: of the object that changed, "" for none; ``found``: None if it went."""
 
     version: str
@@ -171,7 +171,7 @@ class ObjectReader:
             raise SourceError("the API server's list goes on at a place that has no end")
         return Page(objects, _checked(listed.metadata.resourceVersion), more)
 
-    def event(self, line: bytes) -> Change | None:
+    def event(self, line: bytes) -> ObjectChange | None:
         """One line of a watch; None: it is of no interest. Raises SourceError, Gone."""
         try:
             event = _decode_event(line)
@@ -182,14 +182,14 @@ class ObjectReader:
                 raise SourceError(f"the API server: {said(status.message)}")
             if event.type == "BOOKMARK":
                 version = _decode_named(event.object).metadata.resourceVersion
-                return Change(_checked(version), "", None)
+                return ObjectChange(_checked(version), "", None)
             if event.type not in ("ADDED", "MODIFIED", "DELETED"):
                 return None
             name, version = self._name_of(event.object)
         except _ERRORS as error:
             raise SourceError(f"the API server's event cannot be read: {said(error)}") from error
         found = None if event.type == "DELETED" else self._instances(event.object)
-        return Change(_checked(version), name, found)
+        return ObjectChange(_checked(version), name, found)
 
     def _name_of(self, item: msgspec.Raw) -> tuple[str, str]:
         """(name, resource version) of an object; no name: it is of another kind."""

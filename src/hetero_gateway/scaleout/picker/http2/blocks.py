@@ -25,7 +25,7 @@ _MAX_KNOWN_BYTES = 1024
 # one in every byte.
 _THREE_UPDATES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
 
-KnownBlocks = dict[bytes, str]
+PathsByBlock = dict[bytes, str]
 
 
 class HeaderBlocks:
@@ -37,7 +37,7 @@ class HeaderBlocks:
 
     __slots__ = ("_decoder", "_known", "_stateless")
 
-    def __init__(self, known: KnownBlocks) -> None:
+    def __init__(self, known: PathsByBlock) -> None:
         self._known = known
         self._decoder = hpack.Decoder(MAX_BLOCK_BYTES)
         self._stateless = False  # every block means the same, wherever it stands

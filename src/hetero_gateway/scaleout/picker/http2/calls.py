@@ -27,13 +27,14 @@ Times are counted in the server's ticks, a second each, so that a call reads no 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import too_large
-from hetero_gateway.scaleout.picker.http2.backlog import Backlog
-from hetero_gateway.scaleout.picker.http2.carrier import CREDITS, Carrier
+from hetero_gateway.scaleout.picker.http2.carrier import CREDITS, Carrier, no_room
 from hetero_gateway.scaleout.picker.http2.frames import (
     DATA,
     END_HEADERS,
@@ -53,7 +54,6 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     trailers,
     window_update,
 )
-from hetero_gateway.scaleout.picker.http2.shares import no_room
 
 _log = logging.getLogger(__name__)
 
@@ -92,54 +92,88 @@ class Receiver(Protocol):
         """The call is over, and not by ``finish``."""
 
 
+@dataclass(slots=True, eq=False)
+class Unsent:
+    """What a call has to send, while there is no window for it.
+
+    Attributes:
+        piece, at: the message that is being sent, and how much of it was.
+        unread_bytes: of the messages that wait, as they are counted.
+        unread_tick: when the peer will have read nothing for too long.
+        when_made: to be called when nothing more is made; once.
+    """
+
+    unread_tick: int
+    piece: bytes = b""
+    at: int = 0
+    unread_bytes: int = 0
+    when_made: Callable[[], None] | None = None
+    _waiting: deque[bytes | Iterator[bytes]] = field(default_factory=deque)
+
+    def add(self, message: bytes) -> None:
+        self._waiting.append(message)
+        self.unread_bytes += len(message)
+
+    def add_each(self, messages: Iterator[bytes], when_made: Callable[[], None]) -> None:
+        self._waiting.append(messages)
+        self.when_made = when_made
+
+    def take(self) -> int:
+        """Take up the next message, in ``piece``; how much of what was counted has been sent."""
+        sent_bytes = 0
+        self.at, waiting = 0, self._waiting
+        while waiting:
+            first = waiting[0]
+            if not isinstance(first, bytes):
+                self.piece = next(first, b"")
+                if self.piece:
+                    break
+                self.end_making()
+            elif self.piece is first:
+                sent_bytes = len(first)
+                self.unread_bytes -= sent_bytes
+                self.piece = b""
+            else:
+                self.piece = first
+                break
+            waiting.popleft()
+        else:
+            self.piece = b""
+        return sent_bytes
+
+    def end_making(self) -> None:
+        """Whoever gave what makes messages need not keep it any more."""
+        if self.when_made is not None:
+            when_made, self.when_made = self.when_made, None
+            when_made()
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """A stream. ``receiver`` is to be set by who opens it."""
 
-    __slots__ = (
-        "_backlog",
-        "_connection",
-        "_dropping",
-        "_due_tick",
-        "_ending",
-        "_head_sent",
-        "_held_bytes",
-        "_id",
-        "_long_bytes",
-        "_message_tick",
-        "_offset",
-        "_partial",
-        "_partial_bytes",
-        "at_work",
-        "finished",
-        "half_closed",
-        "receiver",
-        "room",
-    )
-
-    receiver: Receiver
-
-    def __init__(self, connection: Carrier, stream_id: int) -> None:
-        self._connection = connection
-        self._id = stream_id
-        # The peer's window, for what is sent: so much more than its initial window for all calls,
-        # which may change while this one is open.
-        self._offset = 0
-        self.room = STREAM_WINDOW_BYTES  # ours: what the peer may send
-        self._partial: bytearray | None = None
-        self._partial_bytes = 0  # of it, as counted; of these beyond what is small:
-        self._long_bytes = 0
-        self._held_bytes = 0  # counted for the receiver
-        self._backlog: Backlog | None = None  # what waits to be sent
-        self._ending: bytes | None = None  # the trailers, while something is pending
-        # When the message that is coming must be here, and what the receiver expects.
-        self._message_tick = connection.server.tick + 1 + FIRST_MESSAGE_S
-        self._due_tick = _NEVER
-        self._head_sent = False
-        self._dropping = False
-        # Whether somebody waits for what it does: then its connection is not closed for others.
-        self.at_work = False
-        self.half_closed = False
-        self.finished = False
+    _connection: Carrier
+    _id: int
+    # When the message that is coming must be here, and what the receiver expects.
+    _message_tick: int
+    _due_tick: int = _NEVER
+    # The peer's window, for what is sent: so much more than its initial window for all calls, which
+    # may change while this one is open.
+    _offset: int = 0
+    room: int = STREAM_WINDOW_BYTES  # ours: what the peer may send
+    _partial: bytearray | None = None
+    _partial_bytes: int = 0  # of it, as counted; of these beyond what is small:
+    _long_bytes: int = 0
+    _held_bytes: int = 0  # counted for the receiver
+    _backlog: Unsent | None = None
+    _ending: bytes | None = None  # the trailers, while something is pending
+    _head_sent: bool = False
+    _dropping: bool = False
+    # Whether somebody waits for what it does: then its connection is not closed for others.
+    at_work: bool = False
+    half_closed: bool = False
+    finished: bool = False
+    receiver: Receiver = field(init=False)
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "half-closed" if self.half_closed else "open"
@@ -160,7 +194,6 @@ class Call:
         self._held_bytes += more_bytes
 
     def let_go(self, left_bytes: int) -> None:
-        """The receiver keeps no more than that."""
         if self._held_bytes > left_bytes:
             self._connection.share.hold(left_bytes - self._held_bytes)
             self._held_bytes = left_bytes
@@ -287,7 +320,6 @@ class Call:
             self._broke()
 
     def end(self) -> None:
-        """The peer's END_STREAM."""
         self.half_closed = True
         self._message_tick = _NEVER
         if self.finished:
@@ -322,7 +354,6 @@ class Call:
         self._over()
 
     def look(self, tick: int) -> None:
-        """Once in a tick: whether the peer keeps anybody waiting."""
         if self._message_tick <= tick or self._due_tick <= tick:
             if self.finished:
                 self.cut(ErrorCode.NO_ERROR)
@@ -338,7 +369,6 @@ class Call:
             self.cut(ErrorCode.CANCEL)
 
     def cut(self, code: ErrorCode) -> None:
-        """End it at once."""
         self._connection.write(reset(self._id, code))
         self.lose()
 
@@ -367,10 +397,9 @@ class Call:
         backlog = self._backlog
         if backlog is not None:
             backlog.add(message)
-            return
-        backlog = self._begin_backlog()
-        backlog.add(message)
-        self.push()
+        else:
+            self._begin_backlog().add(message)
+            self.push()
 
     def send_each(self, messages: Iterator[bytes], when_made: Callable[[], None]) -> None:
         """Send messages that are made when there is a window for them, and so are never kept.
@@ -388,8 +417,8 @@ class Call:
             self._begin_backlog().add_each(messages, when_made)
             self.push()
 
-    def _begin_backlog(self) -> Backlog:
-        backlog = self._backlog = Backlog(self._in(UNREAD_S))
+    def _begin_backlog(self) -> Unsent:
+        backlog = self._backlog = Unsent(self._in(UNREAD_S))
         return backlog
 
     def finish(self, status: Status = Status.OK, detail: str = "") -> None:
@@ -414,7 +443,6 @@ class Call:
             )
 
     def push(self) -> None:
-        """Send what waits, as far as the windows go."""
         backlog = self._backlog
         if backlog is None:
             return
@@ -427,14 +455,17 @@ class Call:
                 backlog.end_making()
                 sent_bytes, self._backlog = backlog.unread_bytes, None
             if sent_bytes:
-                self._was_read(sent_bytes)
+                # The peer has taken so much of what was kept for it.
+                self._connection.share.hold(-sent_bytes)
+                if self.room < STREAM_WINDOW_BYTES // 2 and not self.half_closed:
+                    self.widen_room()
             if not backlog.piece or self._backlog is None:
                 self._backlog = None
                 if self._ending is not None:
                     self._end_sending()
                 return
 
-    def _push_piece(self, backlog: Backlog) -> bool:
+    def _push_piece(self, backlog: Unsent) -> bool:
         """Send what is left of one message; False: it has to wait."""
         connection, piece, at = self._connection, backlog.piece, backlog.at
         while at < len(piece):
@@ -454,12 +485,6 @@ class Call:
             connection.write(head + piece[at : at + size])
             at += size
         return True
-
-    def _was_read(self, size: int) -> None:
-        """The peer has taken so much of what was kept for it."""
-        self._connection.share.hold(-size)
-        if self.room < STREAM_WINDOW_BYTES // 2 and not self.half_closed:
-            self.widen_room()
 
     def _end_sending(self) -> None:
         assert self._ending is not None
@@ -505,12 +530,3 @@ class Call:
 
 # What serves a call of each path (``/service/Method``).
 Methods: TypeAlias = Mapping[str, Callable[[Call], Receiver]]
-
-
-def route(methods: Methods, path: str, call: Call) -> None:
-    """Give a new call its receiver; one that is finished at once needs none."""
-    method = methods.get(path)
-    if method is None:
-        call.finish(Status.UNIMPLEMENTED, "there is no such method")
-    else:
-        call.receiver = method(call)

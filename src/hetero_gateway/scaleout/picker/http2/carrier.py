@@ -1,66 +1,312 @@
-"""A connection as its calls see it: frames out, the peer's windows, and what it may use.
+"""A connection as its calls see it: bytes in by turns, frames out, the peer's windows.
 
-What the calls write in a turn of the event loop goes out in one write. Here is no frame that comes
-in: those are of whoever is derived from it.
+What has come is read at once, for a slice. What is left then, and everything of a connection that
+has used more than its share of CPU, waits for its turn (``commons``). While a peer does not read
+what it is sent, nothing of it is read. What the calls write in a turn of the event loop goes out in
+one write. No frame is understood here: ``connection`` does that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Sized
 from typing import Protocol
 
+from hetero_gateway.errors import Refusal
+from hetero_gateway.http.bodies import BodyLimits
+from hetero_gateway.scaleout.picker.http2 import commons
 from hetero_gateway.scaleout.picker.http2.commons import Commons
-from hetero_gateway.scaleout.picker.http2.reader import Reader
-from hetero_gateway.scaleout.picker.http2.shares import Share
+from hetero_gateway.scaleout.picker.http2.frames import ProtocolError
 
+# What is read and waits for its turn; above that the socket is not read.
+BACKLOG_BYTES = 2**16
+# Of short reads, which hold a request or two, one in 2 ** UNMETERED_BITS / 2 is metered for all.
+SHORT_BYTES = 1024
+UNMETERED_BITS = 5
 # What frames without a message cost: of a connection's first seconds, before its messages earn some
 # (calls that are refused cost two).
 CREDITS = 4096
 # Of what is pending, in a turn of the event loop.
 PUSH_BYTES = 2**17
 DEFAULT_WINDOW_BYTES = 65535
+# Of a connection, besides long bodies. With what Python adds, and its calls, that is below 50 MB.
+HELD_BYTES = 24 * 2**20
+# Of all connections of a server together.
+MAX_HELD_BYTES = 256 * 2**20
+# What a call keeps by itself, from its head to its end: measured, with the request that it carries.
+CALL_BYTES = 6 * 1024
+_clock_s = time.perf_counter
 
 
-class Blocked(Protocol):
-    """A call that waits until it may send."""
+def no_room() -> Refusal:
+    return Refusal(
+        503,
+        "too_many_bytes_buffered",
+        "The picker holds as many bytes for this data plane's connection as it may.",
+        kind="server_error",
+        retry_after_s=2,
+    )
+
+
+class Share(BodyLimits):
+    """What one connection holds in memory, and may: its part of two budgets.
+
+    Long bodies count against the gateway's own (``BodyLimits``), and everything else that is kept
+    for a peer, calls and short messages and what it does not read, against the server's. Of both, a
+    connection may have only as much as it leaves to the others, so that however many connections
+    take what they can get, there is something left for the next one.
+
+    Args:
+        server: has the gateway's limits of long bodies, and counts what all connections hold.
+        calls: the connection's, each of which counts as ``CALL_BYTES``.
+    """
+
+    __slots__ = ("_calls", "_limits", "_long_bytes", "_server", "held_bytes")
+
+    def __init__(self, server: Commons, calls: Sized) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._calls = calls
+        self._long_bytes = 0
+        self.held_bytes = 0
+
+    # Long bodies: the limits are the gateway's, which may change (a reload).
+
+    @property
+    def max_body_bytes(self) -> int:  # type: ignore[override]
+        return self._limits.max_body_bytes
+
+    @property
+    def small_bytes(self) -> int:  # type: ignore[override]
+        return self._limits.small_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        return self._long_bytes
+
+    @buffered_bytes.setter
+    def buffered_bytes(self, size_bytes: int) -> None:
+        self._limits.buffered_bytes += size_bytes - self._long_bytes
+        self._long_bytes = size_bytes
+
+    def check_room(self, more_bytes: int) -> None:
+        limits = self._limits
+        limits.check_room(more_bytes)
+        most = max(
+            limits.max_body_bytes + self._server.margin_bytes, limits.max_buffered_bytes // 2
+        )
+        if self._long_bytes + more_bytes > most:
+            raise no_room()
+
+    # Everything else
+
+    def has_room(self, more_bytes: int) -> bool:
+        """Whether this connection may hold so much more."""
+        server = self._server
+        mine = self.held_bytes + CALL_BYTES * len(self._calls) + more_bytes
+        all_bytes = server.held_bytes + CALL_BYTES * server.open_calls + more_bytes
+        return mine <= HELD_BYTES and mine <= MAX_HELD_BYTES - all_bytes
+
+    def hold(self, more_bytes: int) -> None:
+        """Count it, if there is room or not; a negative number gives it back."""
+        self.held_bytes += more_bytes
+        self._server.held_bytes += more_bytes
+
+
+class Carried(Protocol):
+    """A call, as its connection drives it."""
+
+    def go_on(self) -> None:
+        """Deliver what the last slice had no time for."""
+
+    def end(self) -> None:
+        """The peer sends nothing more."""
 
     def push(self) -> None:
         """Send what waits, as far as the windows go."""
 
 
-class Carrier(Reader):
-    """What carries calls.
+class Carrier(asyncio.Protocol):
+    """What carries calls, and waits for its turns.
 
     Args:
         server: what it has in common with the others.
         calls: those that are open.
     """
 
+    _transport: asyncio.Transport
+
     def __init__(self, server: Commons, calls: Sized) -> None:
-        super().__init__(server.turns)
         self.server = server
         # For its users: whether the peer reports on responses; until when that is not relied on.
         self.reports = False
         self.stray_until_s = 0.0
-        self.share = Share(server.limits, server.margin_bytes, server.pool, calls)
+        self.share = Share(server, calls)
         self.address = ""
         self.heard = False  # a message, in this tick
         self.credits = CREDITS
         # The peer's windows, for what is sent: the connection's, each call's at its beginning.
         self.window = self.initial_window = DEFAULT_WINDOW_BYTES
         # Calls that wait, for the connection's window or for the socket, and for their own.
-        self.blocked: dict[Blocked, None] = {}
-        self.narrow: dict[Blocked, None] = {}
+        self.blocked: dict[Carried, None] = {}
+        self.narrow: dict[Carried, None] = {}
         self.push_bytes = PUSH_BYTES  # what may still be sent in this turn, of what is pending
         self._loop = asyncio.get_running_loop()
         self._unblock_due = False
         self._widened = False  # the initial window, and calls wait for that
         self._flush_due = False
+        self._turns = server.turns
+        self._rest = b""
+        self._out: list[bytes] = []
+        self._reading = False  # frames, now
+        self._until_s = 0.0  # the slice's end; 0: what is read is short
+        # A call with messages of the last frame that are not delivered; whether it ends with them.
+        self._behind: Carried | None = None
+        self._behind_ends = False
+        self._waits = False  # for its turn
+        self._stalled = False  # the peer does not read
+        self._paused = False  # the socket is not read
+        self._is_closing = False
+        # When it will have used no more than its share; reads that are not metered, from now on
+        # and since the last one that was.
+        self._busy_s = 0.0
+        self._unmetered = 0
+        self._weight = 1
 
-    def forget(self, stream_id: int, call: Blocked) -> None:
-        """A call is over."""
+    # What is read, and what comes of it
+
+    def _read(self, data: bytes) -> None:
+        """Read the frames that are here, until ``_slice_is_over``; keep the ``_rest``."""
         raise NotImplementedError
+
+    def _fail(self, error: ProtocolError) -> None:
+        raise NotImplementedError
+
+    def forget(self, stream_id: int, call: Carried) -> None:
+        raise NotImplementedError
+
+    # What the transport calls
+
+    def pause_writing(self) -> None:
+        self._stalled = True
+        self._unmetered = 0
+        self._read_socket()
+
+    def resume_writing(self) -> None:
+        self._stalled = False
+        if self._rest or self._behind is not None:
+            self._wait()
+        self._read_socket()
+
+    def data_received(self, data: bytes) -> None:
+        if self._unmetered and len(data) <= SHORT_BYTES:
+            # One of the many that are not worth a look at the clock.
+            self._unmetered -= 1
+            self._reading = True
+            try:
+                self._read(data)
+            except ProtocolError as error:
+                self._fail(error)
+            finally:
+                self._reading = False
+            if self._out:
+                self._flush()
+            return
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        began_s = _clock_s()
+        line, is_busy = self._turns, self._busy_s > began_s
+        if not (self._waits or self._stalled) and (
+            line.take(self) if is_busy else not line.is_full
+        ):
+            self._take(data, began_s)
+        else:
+            self._rest = data
+            self._wait()
+            if len(data) > BACKLOG_BYTES:
+                self._read_socket()
+
+    def read_on(self) -> None:
+        self._waits = False
+        if (self._rest or self._behind is not None) and not (self._stalled or self._is_closing):
+            data, self._rest = self._rest, b""
+            self._take(data, _clock_s())
+        if self._paused:
+            self._read_socket()
+
+    def _take(self, data: bytes, began_s: float) -> None:
+        """Read for one slice."""
+        is_short = len(data) <= SHORT_BYTES
+        self._reading = True
+        self._until_s = began_s + commons.SLICE_S
+        try:
+            if self._behind is not None:
+                self._catch_up(self._behind)
+            if self._behind is None:
+                self._read(data)
+            else:
+                self._rest = data
+        except ProtocolError as error:
+            self._fail(error)
+        finally:
+            self._reading = False
+            self._until_s = 0.0
+        if self._out:
+            self._flush()
+        now_s = _clock_s()
+        used_s = now_s - began_s
+        self._turns.spent_s += used_s
+        earliest_s = began_s - commons.BURST_S / commons.SHARE
+        self._busy_s = max(self._busy_s, earliest_s) + used_s / commons.SHARE * (
+            self._weight if is_short else 1
+        )
+        if self._busy_s > now_s or self._waits or self._rest:
+            self._unmetered, self._weight = 0, 1
+        elif is_short:
+            # How many are not metered is not for the peer to know.
+            self._unmetered = random.getrandbits(UNMETERED_BITS)
+            self._weight = self._unmetered + 1
+
+    def has_to_wait(self, call: Carried) -> bool:
+        """Whether the slice is over, in the middle of a frame: ``call`` goes on in the next one."""
+        if not self._until_s or _clock_s() < self._until_s:
+            return False
+        self._behind = call
+        self._wait()
+        return True
+
+    def _catch_up(self, call: Carried) -> None:
+        self._behind = None
+        call.go_on()
+        if self._behind is None and self._behind_ends:
+            self._behind_ends = False
+            call.end()
+
+    def _wait(self) -> None:
+        if not (self._waits or self._stalled):
+            self._waits = True
+            self._turns.add(self, is_fresh=self._busy_s < _clock_s() - commons.BURST_S)
+
+    def _read_socket(self) -> None:
+        """Read it, or not: while the peer does not read, or there is enough to read."""
+        pauses = self._stalled or (self._waits and len(self._rest) > BACKLOG_BYTES)
+        if pauses is not self._paused and not self._transport.is_closing():
+            self._paused = pauses
+            if pauses:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _slice_is_over(self) -> bool:
+        return self._behind is not None or _clock_s() >= self._until_s
+
+    def _forget_rest(self) -> None:
+        """The connection is lost."""
+        self._turns.forget(self)
+        self._rest = b""
 
     # Frames out
 

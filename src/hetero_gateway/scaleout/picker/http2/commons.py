@@ -1,26 +1,243 @@
-"""What all connections of a server have in common: their places, turns, memory and time."""
+"""What all connections of a server have in common: their places, turns, memory and time.
+
+Places: a data plane has a connection for each of its threads, and each that says nothing holds a
+place all the same. So a newcomer is let in as long as one of the others does nothing: the one that
+goes is the one that would be missed least. Places are shared between addresses, too: a crowd at one
+address pushes out only its own.
+
+Turns: a connection reads what has come until its slice is over. What is left then waits, and so
+does everything of a connection that has used more than its share lately: of all that wait, one
+reads for one slice in each turn of the event loop, those first that have used little. In between,
+sockets are polled, and connections that ask for little are served at once, while all of them
+together take no more than TURN_S of a turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Protocol
 
 from hetero_gateway.http.bodies import BodyLimits
-from hetero_gateway.scaleout.picker.http2.blocks import KnownBlocks
+from hetero_gateway.scaleout.picker.http2.blocks import PathsByBlock
 from hetero_gateway.scaleout.picker.http2.frames import ProtocolError
-from hetero_gateway.scaleout.picker.http2.register import Member, Register
-from hetero_gateway.scaleout.picker.http2.shares import Pool
-from hetero_gateway.scaleout.picker.http2.turns import Turns
 
+# A data plane has a connection for each of its threads and each 1024 calls.
+MAX_CONNECTIONS = 1024
+# Of one address: what is left is for the others.
+MAX_PER_ADDRESS = 512
+# Whoever has a network of IPv6 has all addresses in it.
+_NETWORK_BITS = 64
+# One connection's reading in a turn of the event loop: some ten requests, and a hundredth of the
+# 0.1 s for which no peer may hold up another.
+SLICE_S = 0.001
+# CPU that a connection may use before it waits for its turn, and what it earns per second: one that
+# asks for less than half of the loop never waits.
+BURST_S = 0.01
+SHARE = 0.5
+# Of a turn of the event loop, for all connections that read at once while others wait.
+TURN_S = 0.005
+# Of those that wait, so many that have used little for one that has used more.
+_FAVOUR = 4
 # How often it is looked for what is late, and how many calls are looked at in one go (1 ms).
 TICK_S = 1.0
 _LOOKED_AT_ONCE = 4096
 _LOG_EVERY_S = 10.0
 
 _log = logging.getLogger(__name__)
+
+
+class Occupant(Protocol):
+    """A connection, or the beginning of one.
+
+    Attributes:
+        address: of its peer, as ``address_of`` names it.
+        at_work: whether it did something that nobody may cut short, when that was last looked at.
+        heard: a message has come since that tick.
+        has_spoken: one came before.
+        spoke_tick: the server's tick in which the last one came, or it was made.
+    """
+
+    address: str
+    at_work: bool
+    heard: bool
+    has_spoken: bool
+    spoke_tick: int
+
+    def works(self) -> bool:
+        """Look whether it is at work."""
+
+    def make_room(self) -> None:
+        """Be gone, now."""
+
+    def drain(self) -> None:
+        """Take nothing new, and be gone when what is open is done."""
+
+    def close(self) -> None:
+        """Be gone, whatever is open."""
+
+    def look(self, tick: int) -> int:
+        """Once in a tick: what is late. Returns how many calls were looked at."""
+
+
+def address_of(transport: asyncio.BaseTransport) -> str:
+    """What counts as one peer's address."""
+    peer = transport.get_extra_info("peername")
+    return network_of(peer[0]) if peer else ""
+
+
+def network_of(host: str) -> str:
+    """An address of IPv4, or the network that one of IPv6 is in."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address) >> _NETWORK_BITS << _NETWORK_BITS, 64)))
+
+
+class Register:
+    """The places of one server, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._members: dict[Occupant, None] = {}
+        self._by_address: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Occupant]:
+        return iter(self._members)
+
+    def add(self, member: Occupant) -> bool:
+        """Whether there is room for one more, or was made."""
+        count = self._by_address[member.address]
+        if count >= MAX_PER_ADDRESS:
+            least = self._least(member.address)
+        elif len(self._members) >= MAX_CONNECTIONS:
+            crowd, most = self._by_address.most_common(1)[0]
+            least = (self._least(crowd) if most > count + 1 else None) or self._least()
+        else:
+            self._put(member)
+            return True
+        if least is None:
+            return False
+        self.discard(least)
+        self._put(member)
+        least.make_room()
+        return True
+
+    def _least(self, address: str | None = None) -> Occupant | None:
+        """The one that would be missed least, of all or of an address; None: all are at work."""
+        while True:
+            idle = (
+                each
+                for each in self._members
+                if not each.at_work and (address is None or each.address == address)
+            )
+            least = min(idle, key=_worth, default=None)
+            if least is None or not least.works():
+                return least
+
+    def replace(self, member: Occupant, by: Occupant) -> bool:
+        """It goes on as another one, in its place, if it still has that."""
+        if member not in self._members:
+            return False
+        self.discard(member)
+        self._put(by)
+        return True
+
+    def discard(self, member: Occupant) -> None:
+        if member in self._members:
+            del self._members[member]
+            self._by_address[member.address] -= 1
+            if not self._by_address[member.address]:
+                del self._by_address[member.address]
+
+    def _put(self, member: Occupant) -> None:
+        self._members[member] = None
+        self._by_address[member.address] += 1
+
+
+def _worth(member: Occupant) -> tuple[bool, bool, int]:
+    """By which those that have had something to say stay longest; of equals the oldest goes."""
+    return member.heard or member.has_spoken, member.heard, member.spoke_tick
+
+
+class InLine(Protocol):
+    def read_on(self) -> None: ...
+
+
+class Turns:
+    """The connections of one server that have more to read than they may at once.
+
+    Attributes:
+        spent_s: what reading has taken in this turn of the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._fresh: deque[InLine] = deque()
+        self._others: deque[InLine] = deque()
+        self._favoured = 0
+        self._last: InLine | None = None
+        self._due = False
+        self.spent_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._fresh) + len(self._others)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a connection has to wait, however little it has used."""
+        return self._due and self.spent_s >= TURN_S
+
+    def take(self, connection: InLine) -> bool:
+        """Whether one that has used its share may read at once: nobody else wants to."""
+        if self._due:
+            return False
+        if connection is not self._last:
+            # The next one that comes in this turn waits.
+            self._last = connection
+            self._call()
+        return True
+
+    def forget(self, connection: InLine) -> None:
+        """It is closed. In line it may stay: it has nothing to read."""
+        if connection is self._last:
+            self._last = None
+
+    def add(self, connection: InLine, *, is_fresh: bool) -> None:
+        """Let it read on when its turn comes, once. ``is_fresh``: it has used little."""
+        (self._fresh if is_fresh else self._others).append(connection)
+        self._call()
+
+    def _call(self) -> None:
+        if not self._due:
+            self._due = True
+            self.spent_s = 0.0
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._due = False
+        if self._fresh and (not self._others or self._favoured < _FAVOUR):
+            self._favoured += 1
+            first = self._fresh.popleft()
+        elif self._others:
+            self._favoured = 0
+            first = self._others.popleft()
+        else:
+            return
+        if self._fresh or self._others:
+            self._call()
+        first.read_on()
 
 
 class Commons:
@@ -36,8 +253,9 @@ class Commons:
         self.limits = limits
         self.margin_bytes = margin_bytes
         self.on_bug = on_bug
-        self.known_blocks: KnownBlocks = {}
-        self.pool = Pool()
+        self.known_blocks: PathsByBlock = {}
+        self.open_calls = 0
+        self.held_bytes = 0  # besides long messages
         self.turns = Turns()
         self.register = Register()
         self.tick: int = 0  # seconds, while there are connections
@@ -48,11 +266,7 @@ class Commons:
 
     # What connections ask
 
-    @property
-    def open_calls(self) -> int:
-        return self.pool.open_calls
-
-    def add(self, connection: Member, handshake: Member | None = None) -> bool:
+    def add(self, connection: Occupant, handshake: Occupant | None = None) -> bool:
         """Whether there may be one more, or it may take its handshake's place."""
         if handshake is not None:
             return self.register.replace(handshake, connection)
@@ -63,7 +277,7 @@ class Commons:
             self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._look)
         return True
 
-    def discard(self, connection: Member) -> None:
+    def discard(self, connection: Occupant) -> None:
         self.register.discard(connection)
         self._changed.set()
 
@@ -77,7 +291,7 @@ class Commons:
         self.tick += 1
         self._look_at(list(self.register))
 
-    def _look_at(self, connections: list[Member]) -> None:
+    def _look_at(self, connections: list[Occupant]) -> None:
         """Let connections look for what is late, some in each turn of the event loop."""
         loop, looked_at = asyncio.get_running_loop(), 0
         while connections and looked_at < _LOOKED_AT_ONCE:
@@ -88,11 +302,10 @@ class Commons:
             self._ticking = loop.call_later(TICK_S, self._look) if self.register else None
 
     def call_ended(self) -> None:
-        self.pool.open_calls -= 1
+        self.open_calls -= 1
         self._changed.set()
 
     def on_misuse(self, error: ProtocolError) -> None:
-        """A peer broke the protocol."""
         self._warn(f"a data plane's connection ends: {error.code.name}: {error}")
 
     def _warn(self, text: str) -> None:
@@ -100,8 +313,6 @@ class Commons:
         if now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
             _log.warning("%s", text)
-
-    # What its server does
 
     async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -6,8 +6,8 @@ write.
 What a peer could make us do or keep, and what bounds it:
 
     CPU, of whatever frames            SLICE_S in a turn of the event loop, and what is over BURST_S
-                                       or its SHARE waits in line (``turns``, ``reader``); no frame
-                                       costs more than its own bytes do: a window is a number,
+                                       or its SHARE waits in line (``commons``); no frame costs more
+                                       than its own bytes do: a window is a number,
                                        however many calls it is for, and the calls that wait for
                                        one are looked at once in a turn
     frames that carry no message       each costs one of CREDITS, a message earns
@@ -21,7 +21,7 @@ What a peer could make us do or keep, and what bounds it:
     open calls                         MAX_CALLS of a connection, and no more than it leaves to the
                                        others: REFUSED_STREAM
     bytes that are kept for it         HELD_BYTES of a connection, MAX_HELD_BYTES of all, no more
-                                       than it leaves to the others (``shares``): a message is
+                                       than it leaves to the others (``carrier``): a message is
                                        refused, a call that reads nothing is reset
       (short messages and bodies, what it does not read, CALL_BYTES for each call)
     bytes of long messages             the budget of bodies, half of it for a connection; what has
@@ -34,7 +34,7 @@ What a peer could make us do or keep, and what bounds it:
     a connection that says nothing     HANDSHAKE_S for TLS, PREFACE_S for its preface and SETTINGS,
                                        IDLE_S without a message or a call, CLOSE_S at its end; and
                                        the first to go when there is no room
-    connections                        MAX_CONNECTIONS, MAX_PER_ADDRESS (``register``): one that
+    connections                        MAX_CONNECTIONS, MAX_PER_ADDRESS (``commons``): one that
                                        does nothing goes, or the newcomer
 """
 
@@ -45,52 +45,38 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
+from hetero_gateway.scaleout.picker.http2 import frames
 from hetero_gateway.scaleout.picker.http2.blocks import MAX_BLOCK_BYTES, HeaderBlocks
-from hetero_gateway.scaleout.picker.http2.calls import STREAM_WINDOW_BYTES, Call, Methods, route
+from hetero_gateway.scaleout.picker.http2.calls import (
+    FIRST_MESSAGE_S,
+    STREAM_WINDOW_BYTES,
+    Call,
+    Methods,
+)
 from hetero_gateway.scaleout.picker.http2.carrier import (
+    CALL_BYTES,
     CREDITS,
     DEFAULT_WINDOW_BYTES,
-    Blocked,
+    Carried,
     Carrier,
 )
-from hetero_gateway.scaleout.picker.http2.commons import Commons
+from hetero_gateway.scaleout.picker.http2.commons import Commons, Occupant, address_of
 from hetero_gateway.scaleout.picker.http2.frames import (
-    ACK,
     CONTINUATION,
     DATA,
-    ENABLE_PUSH,
     END_HEADERS,
     END_STREAM,
-    GOAWAY,
     HEAD,
     HEAD_BYTES,
-    HEADER_TABLE_SIZE,
-    HEADERS,
-    INITIAL_WINDOW_SIZE,
-    MAX_CONCURRENT_STREAMS,
     MAX_FRAME_BYTES,
-    MAX_FRAME_SIZE,
-    MAX_HEADER_LIST_SIZE,
     MAX_WINDOW_BYTES,
     PADDED,
-    PING,
-    PREFACE,
-    PRIORITY,
-    PUSH_PROMISE,
-    RST_STREAM,
-    SETTINGS,
-    WINDOW_UPDATE,
     WITH_PRIORITY,
     ErrorCode,
     ProtocolError,
-    frame,
-    goaway,
-    reset,
-    settings,
+    Status,
     window_update,
 )
-from hetero_gateway.scaleout.picker.http2.register import Member, address_of
-from hetero_gateway.scaleout.picker.http2.shares import CALL_BYTES
 
 # A data plane with more opens another connection; so many calls fit in HELD_BYTES.
 MAX_CALLS = 1024
@@ -117,21 +103,23 @@ _LOW_ROOM_BYTES = STREAM_WINDOW_BYTES // 2
 _MOST_STREAM_ID = 2**31 - 1
 _DRAINING = b"draining"
 
-_GREETING = settings(
+_GREETING = frames.settings(
     {
-        HEADER_TABLE_SIZE: 0,
-        MAX_CONCURRENT_STREAMS: MAX_CALLS,
-        INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
-        MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
+        frames.HEADER_TABLE_SIZE: 0,
+        frames.MAX_CONCURRENT_STREAMS: MAX_CALLS,
+        frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
+        frames.MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
     }
 ) + window_update(0, WINDOW_BYTES - DEFAULT_WINDOW_BYTES)
-_SETTINGS_ACK = frame(SETTINGS, ACK, 0)
+_SETTINGS_ACK = frames.frame(frames.SETTINGS, frames.ACK, 0)
 
 
-class Connection(Carrier):
-    """One connection of ``server``: a ``Member`` of its register, ``Waiting`` for its turns."""
+class DataPlaneConnection(Carrier):
+    """One connection of ``server``: an ``Occupant`` of its register."""
 
-    def __init__(self, server: Commons, methods: Methods, handshake: Member | None = None) -> None:
+    def __init__(
+        self, server: Commons, methods: Methods, handshake: Occupant | None = None
+    ) -> None:
         self.calls: dict[int, Call] = {}
         super().__init__(server, self.calls)
         self._methods = methods
@@ -152,9 +140,9 @@ class Connection(Carrier):
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Connection {len(self.calls)} calls, {self.credits} credits>"
+        return f"<DataPlaneConnection {len(self.calls)} calls, {self.credits} credits>"
 
-    # What the transport calls, besides those of ``Reader``
+    # What the transport calls, besides those of ``Carrier``
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's is none by inheritance.
@@ -186,13 +174,9 @@ class Connection(Carrier):
         self._stop_timer()
         self.unblock_soon()
 
-    def eof_received(self) -> bool:
-        return False
-
     # What its server asks
 
     def look(self, tick: int) -> int:
-        """Once in a tick: what is late. Returns how many calls were looked at."""
         if self._is_closing:
             if self._closing_tick <= tick:
                 self._transport.abort()
@@ -211,12 +195,10 @@ class Connection(Carrier):
         return len(calls)
 
     def works(self) -> bool:
-        """Whether a call is at work, now."""
         self.at_work = any(call.at_work for call in self.calls.values())
         return self.at_work
 
     def make_room(self) -> None:
-        """Another one needs the place, and this one does nothing."""
         self._transport.abort()
 
     # Frames in
@@ -224,16 +206,16 @@ class Connection(Carrier):
     def _read(self, data: bytes) -> None:
         at, size = 0, len(data)
         if not self._greeted:
-            if not data.startswith(PREFACE):
-                if PREFACE.startswith(data):
+            if not data.startswith(frames.PREFACE):
+                if frames.PREFACE.startswith(data):
                     self._rest = data
                     return
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "no preface of HTTP/2")
-            if size < len(PREFACE) + HEAD_BYTES:
+            if size < len(frames.PREFACE) + HEAD_BYTES:
                 self._rest = data
                 return
-            at = len(PREFACE)
-            if data[at + 3] != SETTINGS or data[at + 4] & ACK:
+            at = len(frames.PREFACE)
+            if data[at + 3] != frames.SETTINGS or data[at + 4] & frames.ACK:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "no SETTINGS behind the preface")
             self._greeted = True
             self._stop_timer()
@@ -343,12 +325,16 @@ class Connection(Carrier):
         if self._refusing or len(self.calls) >= MAX_CALLS or not self.share.has_room(CALL_BYTES):
             if not self._refusing:
                 self._last_id = stream_id
-            self.write(reset(stream_id, ErrorCode.REFUSED_STREAM))
+            self.write(frames.reset(stream_id, ErrorCode.REFUSED_STREAM))
             return
         self._last_id = stream_id
-        call = self.calls[stream_id] = Call(self, stream_id)
-        server.pool.open_calls += 1
-        route(self._methods, path, call)
+        call = self.calls[stream_id] = Call(self, stream_id, server.tick + 1 + FIRST_MESSAGE_S)
+        server.open_calls += 1
+        method = self._methods.get(path)
+        if method is None:
+            call.finish(Status.UNIMPLEMENTED, "there is no such method")
+        else:
+            call.receiver = method(call)
         if flags & END_STREAM:
             call.end()
 
@@ -372,26 +358,26 @@ class Connection(Carrier):
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a call")
-        if len(payload) % 6 or (flags & ACK and payload):
+        if len(payload) % 6 or (flags & frames.ACK and payload):
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS")
         self._spend(SETTINGS_CREDITS)
-        if flags & ACK:
+        if flags & frames.ACK:
             self._blocks.forbid_table()
             return
         # First: what is sent by the new window would be too much for a peer that has not heard
         # that it holds.
         self.write(_SETTINGS_ACK)
         for key, value in struct.iter_unpack(">HI", payload):
-            if key == INITIAL_WINDOW_SIZE:
+            if key == frames.INITIAL_WINDOW_SIZE:
                 if value > MAX_WINDOW_BYTES:
                     raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "an initial window")
                 if value > self.initial_window and (self.narrow or self._widened):
                     self._widened = True
                     self.unblock_soon()
                 self.initial_window = value
-            elif key == ENABLE_PUSH and value > 1:
+            elif key == frames.ENABLE_PUSH and value > 1:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH")
-            elif key == MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 2**24:
+            elif key == frames.MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 2**24:
                 raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE")
 
     def _on_push(self, flags: int, stream_id: int, payload: bytes) -> None:
@@ -403,8 +389,8 @@ class Connection(Carrier):
         if len(payload) != 8:
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "PING")
         self._spend()
-        if not flags & ACK:
-            self.write(frame(PING, ACK, 0, payload))
+        if not flags & frames.ACK:
+            self.write(frames.frame(frames.PING, frames.ACK, 0, payload))
         elif payload == _DRAINING and self._draining:
             self._refuse_new()
 
@@ -464,18 +450,17 @@ class Connection(Carrier):
         if self._draining:
             return
         self._draining = True
-        self.write(goaway(_MOST_STREAM_ID, ErrorCode.NO_ERROR))
+        self.write(frames.goaway(_MOST_STREAM_ID, ErrorCode.NO_ERROR))
         # What it opened before it heard of that is here when this one is answered.
-        self.write(frame(PING, 0, 0, _DRAINING))
+        self.write(frames.frame(frames.PING, 0, 0, _DRAINING))
 
     def _refuse_new(self) -> None:
         if not self._refusing:
             self._refusing = True
-            self.write(goaway(self._last_id, ErrorCode.NO_ERROR))
+            self.write(frames.goaway(self._last_id, ErrorCode.NO_ERROR))
         self._close_if_done()
 
     def close(self) -> None:
-        """Close it, whatever is open."""
         self._flush()
         self._end()
 
@@ -488,7 +473,7 @@ class Connection(Carrier):
         if self._refusing and not self.calls:
             self.close()
 
-    def forget(self, stream_id: int, call: Blocked) -> None:
+    def forget(self, stream_id: int, call: Carried) -> None:
         if self.calls.get(stream_id) is call:
             del self.calls[stream_id]
             self.server.call_ended()
@@ -499,7 +484,9 @@ class Connection(Carrier):
 
     def _fail(self, error: ProtocolError) -> None:
         self.server.on_misuse(error)
-        self._transport.write(b"".join(self._out) + goaway(self._last_id, error.code, str(error)))
+        self._transport.write(
+            b"".join(self._out) + frames.goaway(self._last_id, error.code, str(error))
+        )
         self._out.clear()
         self._end()
 
@@ -515,14 +502,14 @@ def _unpadded(payload: bytes) -> bytes:
     return payload[1 : len(payload) - payload[0]]
 
 
-_HANDLERS: dict[int, Callable[[Connection, int, int, bytes], None]] = {
-    HEADERS: Connection._on_headers,
-    PRIORITY: Connection._on_priority,
-    RST_STREAM: Connection._on_reset,
-    SETTINGS: Connection._on_settings,
-    PUSH_PROMISE: Connection._on_push,
-    PING: Connection._on_ping,
-    GOAWAY: Connection._on_goaway,
-    WINDOW_UPDATE: Connection._on_window_update,
-    CONTINUATION: Connection._on_continuation,
+_HANDLERS: dict[int, Callable[[DataPlaneConnection, int, int, bytes], None]] = {
+    frames.HEADERS: DataPlaneConnection._on_headers,
+    frames.PRIORITY: DataPlaneConnection._on_priority,
+    frames.RST_STREAM: DataPlaneConnection._on_reset,
+    frames.SETTINGS: DataPlaneConnection._on_settings,
+    frames.PUSH_PROMISE: DataPlaneConnection._on_push,
+    frames.PING: DataPlaneConnection._on_ping,
+    frames.GOAWAY: DataPlaneConnection._on_goaway,
+    frames.WINDOW_UPDATE: DataPlaneConnection._on_window_update,
+    CONTINUATION: DataPlaneConnection._on_continuation,
 }

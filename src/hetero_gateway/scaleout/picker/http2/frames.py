@@ -81,7 +81,6 @@ def goaway(last_stream_id: int, code: ErrorCode, detail: str = "") -> bytes:
 
 
 def message(data: bytes) -> bytes:
-    """A gRPC message, with its head."""
     return MESSAGE_HEAD.pack(0, len(data)) + data
 
 

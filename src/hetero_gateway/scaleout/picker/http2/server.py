@@ -3,22 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 from collections.abc import Callable
+from typing import cast
 
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.scaleout.picker.http2.calls import Methods
-from hetero_gateway.scaleout.picker.http2.commons import Commons
-from hetero_gateway.scaleout.picker.http2.connection import Connection
-from hetero_gateway.scaleout.picker.http2.handshakes import Handshake
-from hetero_gateway.scaleout.picker.http2.register import Member
+from hetero_gateway.scaleout.picker.http2.commons import Commons, Occupant, address_of
+from hetero_gateway.scaleout.picker.http2.connection import DataPlaneConnection
 
 _BACKLOG = 512
 _CLOSE_S = 1.0
+# A data plane's takes two round trips.
+HANDSHAKE_S = 10.0
 
 
-class Server(Commons):
+class Handshake(asyncio.Protocol):
+    """TLS in front of a connection: an ``Occupant`` of the register from the first byte on.
+
+    A server of asyncio's own would keep a handshake that stalls out of everybody's sight, for a
+    minute.
+    """
+
+    def __init__(self, server: GrpcServer, tls: ssl.SSLContext) -> None:
+        self.address = ""
+        self.at_work = False
+        self.heard = False
+        self.has_spoken = False
+        self.spoke_tick = server.tick
+        self._server = server
+        self._tls = tls
+        self._socket: socket.socket
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)
+        self.address = address_of(transport)
+        if self._server.add(self):
+            # `start_tls` would lose what uvloop has read by then, and so the socket starts anew.
+            self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            self._socket.setblocking(False)
+            self._server.start(self._greet())
+        transport.abort()
+
+    async def _greet(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                lambda: self._server.connection(self),
+                self._socket,
+                ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+        except OSError:  # as ssl.SSLError and a time-out are
+            self._socket.close()
+        finally:
+            self._server.discard(self)
+
+    def works(self) -> bool:
+        return False
+
+    def make_room(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was faster
+
+    drain = close = make_room
+
+    def look(self, tick: int) -> int:
+        return 0
+
+
+class GrpcServer(Commons):
     """Listens on any number of addresses.
 
     Args:
@@ -33,16 +92,16 @@ class Server(Commons):
         self._methods = methods
         self._listeners: list[asyncio.Server] = []
 
-    def connection(self, handshake: Member | None = None) -> Connection:
+    def connection(self, handshake: Occupant | None = None) -> DataPlaneConnection:
         """A new connection, in the place of its handshake if it had one."""
-        return Connection(self, self._methods, handshake)
+        return DataPlaneConnection(self, self._methods, handshake)
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Listen; the port. Raises HeteroGatewayError where it cannot be used."""
         loop = asyncio.get_running_loop()
         try:
             listener = await loop.create_server(
-                lambda: self.connection() if tls is None else Handshake(self, tls, self.connection),
+                lambda: self.connection() if tls is None else Handshake(self, tls),
                 host,
                 port,
                 backlog=_BACKLOG,

@@ -1,0 +1,557 @@
+"""What the instances are thought to have in their prefix caches, and how far that can be believed.
+
+``PrefixIndex`` says what was sent where, ``Trust`` how much of that an engine really finds, and
+``PrefixCaches`` has both follow the scheduler's events:
+
+    event                       what changes
+    dispatch                    the text is there
+    first token never came      what the dispatch added is taken back: it was not all computed
+    completed                   the text was used last
+    an answer, or a counter     the trust of its instance
+    removed, lost, restarted    its part is empty, its trust begins anew
+
+**The index.** An engine keeps the KV blocks of what it has computed until it needs the room, the
+least recently used first, and of one text the end before the beginning. So does this: of each
+instance as many bytes of text as its KV cache has tokens for. It is an estimate; how good it is on
+each instance, its trust finds out. Nothing of a text is in here, only keys (``keys``).
+
+    key → mask       one bit per instance that has it
+    instance → keys  in the order in which they were used last, an insertion-ordered dict each
+
+    lookup           gallops: along a text's keys the masks only shrink, since beginnings outlive
+                     ends, so between two keys with equal masks there is nothing to look at
+    insert, touch    the end first, so that an instance's dict begins with what goes first
+    eviction         some at a time: a dict whose first entries were deleted one by one has to
+                     walk past all of them to find the next
+    begin, end       how many of the requests that are there now have a key. A block that several
+                     refer to is in the cache once, so what is counted twice is not held
+
+A million keys take about 120 MB (``memory_bytes``). Everything is bounded by the instances'
+capacities, whatever comes.
+
+**Trust.**
+
+    η = min(1, (Σ actual + 4096) / (Σ predicted + 4096)),   both sums × 0.98 per request
+
+in tokens. It begins at 1 and learns from what an engine says: ``cached_tokens`` of an answer, or,
+where answers have none, what its hit counter makes of one (``instances/prefix_hits``). An instance
+whose cache is smaller than it looks ends below 1 by itself, one that has none near 0; where the
+engine says that it is off, it is 0 at once.
+
+What exceeds a prediction by more than a quarter is not counted: a hit that nobody predicted does
+not make up for one that failed to come. That also bounds what an engine's counter can do, which
+mixes all of its clients; what it says is used for nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+
+from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.table import Slots
+from hetero_gateway.core.policies.base import Demand, Prefix
+from hetero_gateway.core.types import (
+    COMPLETED,
+    InstanceId,
+    InstanceSpec,
+    Outcome,
+    PrefixKeys,
+    Request,
+)
+
+# Tokens that the prior weighs as much as: a few prompts.
+_PRIOR_TOKENS = 4096.0
+# What is kept of the sums with each request: a memory of 50.
+_KEEP = 0.98
+# Lengths are estimated, some too long and some too short.
+_MOST_SURPLUS = 1.25
+# What no request has; an engine's figure may be anything.
+_MOST_TOKENS = 2.0**40
+
+
+class Trust:
+    """η of one instance.
+
+    Attributes:
+        eta: what a predicted hit is worth, between 0 and 1.
+    """
+
+    __slots__ = ("_actual", "_off", "_predicted", "eta")
+
+    def __init__(self) -> None:
+        self._off = False
+        self.reset()
+
+    def __repr__(self) -> str:
+        return f"<Trust {self.eta:.3f}: {self._actual:.0f} of {self._predicted:.0f} tokens>"
+
+    def reset(self) -> None:
+        """Its cache is empty, and maybe another one: back to the prior."""
+        self._actual = 0.0
+        self._predicted = 0.0
+        self.eta = 0.0 if self._off else 1.0
+
+    def switch(self, *, on: bool) -> None:
+        """Its engine says whether it has a prefix cache; where it has none, there is no hit."""
+        if self._off == on:
+            self._off = not on
+            self.reset()
+
+    def observe(self, predicted_tokens: float, actual_tokens: float) -> None:
+        """A request was completed, and its answer or its engine's counters say what was cached.
+
+        Args:
+            predicted_tokens: the match at dispatch, not times η.
+        """
+        if not (0 <= predicted_tokens <= _MOST_TOKENS and 0 <= actual_tokens <= _MOST_TOKENS):
+            return
+        actual_tokens = min(actual_tokens, _MOST_SURPLUS * predicted_tokens)
+        self._predicted = _KEEP * self._predicted + predicted_tokens
+        self._actual = _KEEP * self._actual + actual_tokens
+        if not self._off:
+            prior = _PRIOR_TOKENS
+            self.eta = min(1.0, (self._actual + prior) / (self._predicted + prior))
+
+
+# Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
+# anyway. A piece counts for one unit at least.
+_UNIT_BYTES = 32
+# When an instance is full, this fraction of it goes.
+_EVICTED_SHARE = 32
+# An int of 60 bits.
+_KEY_BYTES = 32
+
+
+class _Member:
+    """What one instance has: its keys with their sizes, least recently used first."""
+
+    __slots__ = ("bit", "capacity", "evicted", "running", "shared_bytes", "sizes", "slot", "used")
+
+    def __init__(self, slot: int, capacity: int) -> None:
+        self.slot = slot
+        self.bit = 1 << slot
+        self.capacity = capacity
+        self.sizes: dict[int, int] = {}
+        self.used = 0
+        self.evicted = 0
+        # Of what is there now: requests by key, and bytes of text that are not the first of their
+        # kind. Along a text the counts only fall.
+        self.running: dict[int, int] = {}
+        self.shared_bytes = 0
+
+
+class PrefixIndex:
+    """The estimate for all instances. Instances have slots, small and used again."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+        self._members: dict[InstanceId, _Member] = {}
+
+    def __len__(self) -> int:
+        """Different keys."""
+        return len(self._masks)
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex {len(self._masks)} keys of {len(self._members)} instances>"
+
+    # Membership
+
+    def join(self, instance_id: InstanceId, capacity_bytes: float, slot: int | None = None) -> None:
+        """An instance with an empty cache.
+
+        Args:
+            capacity_bytes: bytes of text that its KV cache has room for; 0: it keeps nothing.
+            slot: its bit; None: the lowest that is free.
+
+        Raises:
+            ValueError: the id or the slot is taken.
+        """
+        taken = {member.slot for member in self._members.values()}
+        if slot is None:
+            slot = next(i for i in range(len(taken) + 1) if i not in taken)
+        if instance_id in self._members or slot in taken:
+            raise ValueError(f"instance {instance_id!r} or its slot {slot} is there already")
+        self._members[instance_id] = _Member(slot, _units(capacity_bytes))
+
+    def leave(self, instance_id: InstanceId) -> None:
+        """It is gone, and what it had. KeyError: unknown."""
+        self.forget(instance_id)
+        del self._members[instance_id]
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its cache is empty: it was started anew, slept, or was reset. KeyError: unknown."""
+        member = self._members[instance_id]
+        for key in member.sizes:
+            self._clear(key, member.bit)
+        member.sizes = {}
+        member.used = 0
+
+    def resize(self, instance_id: InstanceId, capacity_bytes: float) -> None:
+        """Its KV cache is of another size. KeyError: unknown."""
+        member = self._members[instance_id]
+        member.capacity = _units(capacity_bytes)
+        self._evict(member)
+
+    def __contains__(self, instance_id: InstanceId) -> bool:
+        return instance_id in self._members
+
+    def slot(self, instance_id: InstanceId) -> int:
+        """Its bit in ``levels``. KeyError: unknown."""
+        return self._members[instance_id].slot
+
+    # What was sent
+
+    def insert(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
+        """A text was sent there; returns how many of its first keys were there. KeyError: unknown.
+
+        The same again, when it is finished, is a ``touch``.
+        """
+        member = self._members[instance_id]
+        sizes, masks, bit = member.sizes, self._masks, member.bit
+        hashes, ends = keys.hashes, keys.ends
+        known = 0
+        for i in range(len(hashes) - 1, -1, -1):
+            key = hashes[i]
+            size = sizes.pop(key, 0)
+            if size:
+                known += 1
+            else:
+                size = (ends[i] - (ends[i - 1] if i else 0)) // _UNIT_BYTES or 1
+                member.used += size
+                mask = masks.get(key)
+                # The bit itself is one object for all keys that only this instance has.
+                masks[key] = bit if mask is None else mask | bit
+            sizes[key] = size
+        if member.used > member.capacity:
+            self._evict(member)
+        return known
+
+    def touch(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
+        """A text was used there once more, or is there for certain now. KeyError: unknown."""
+        self.insert(instance_id, keys)
+
+    def withdraw(self, instance_id: InstanceId, keys: PrefixKeys, known: int) -> None:
+        """It was not computed there after all: take off what ``insert`` added.
+
+        Args:
+            known: what ``insert`` returned.
+
+        An instance that is gone meanwhile is no error.
+        """
+        member = self._members.get(instance_id)
+        if member is None:
+            return
+        for key in keys.hashes[known:]:
+            size = member.sizes.pop(key, 0)
+            if size:
+                member.used -= size
+                self._clear(key, member.bit)
+
+    # What is there now
+
+    def begin(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
+        """A text's request is there from now on, until ``end``. KeyError: unknown.
+
+        Returns bytes of the texts that are there now and that others there have in common: what
+        the engine holds once and each of them counts.
+        """
+        member = self._members[instance_id]
+        running = member.running
+        shared = 0
+        for i, key in enumerate(keys.hashes):
+            count = running.get(key, 0)
+            running[key] = count + 1
+            if count:
+                shared = i + 1
+        if shared:
+            member.shared_bytes += keys.ends[shared - 1]
+        return member.shared_bytes
+
+    def end(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
+        """It is over; returns as ``begin``. KeyError: unknown, or it had not begun."""
+        member = self._members[instance_id]
+        running = member.running
+        shared = 0
+        for i, key in enumerate(keys.hashes):
+            count = running[key]
+            if count > 1:
+                running[key] = count - 1
+                shared = i + 1
+            else:
+                del running[key]
+        if shared:
+            member.shared_bytes -= keys.ends[shared - 1]
+        return member.shared_bytes
+
+    def _evict(self, member: _Member) -> None:
+        if member.used <= member.capacity:
+            return
+        sizes, aim = member.sizes, member.capacity - member.capacity // _EVICTED_SHARE
+        batch = max(16, len(sizes) // _EVICTED_SHARE)
+        while member.used > aim:
+            for key in list(islice(sizes, batch)):
+                member.used -= sizes.pop(key)
+                member.evicted += 1
+                self._clear(key, member.bit)
+                if member.used <= aim:
+                    break
+
+    def _clear(self, key: int, bit: int) -> None:
+        mask = self._masks[key] ^ bit
+        if mask:
+            self._masks[key] = mask
+        else:
+            del self._masks[key]
+
+    # What is there
+
+    def levels(self, keys: PrefixKeys) -> list[tuple[int, int]]:
+        """(mask, matched bytes) for each depth at which some instances' match ends, deepest last.
+
+        A mask has the bit ``1 << slot`` of each instance; every instance that has any of the text
+        is in exactly one.
+        """
+        hashes, get = keys.hashes, self._masks.get
+        if not hashes:
+            return []
+        low, here = 0, get(hashes[0], 0)
+        result: list[tuple[int, int]] = []
+        last = len(hashes) - 1
+        while here:
+            # The deepest key at which all of these are still there.
+            step, high, beyond = 1, last + 1, 0
+            while low + step <= last:
+                mask = get(hashes[low + step], 0) & here
+                if mask != here:
+                    high, beyond = low + step, mask
+                    break
+                low += step
+                step *= 2
+            else:
+                high, beyond = self._probe(hashes, low, last, here)
+            while high - low > 1:
+                middle = (low + high) // 2
+                mask = get(hashes[middle], 0) & here
+                if mask == here:
+                    low = middle
+                else:
+                    high, beyond = middle, mask
+            result.append((here ^ beyond, keys.ends[low]))
+            low, here = high, beyond
+        return result
+
+    def _probe(self, hashes: tuple[int, ...], low: int, last: int, here: int) -> tuple[int, int]:
+        """Where the galloping went past the end: (the first key that not all have, who has it)."""
+        if low == last:
+            return last + 1, 0
+        mask = self._masks.get(hashes[last], 0) & here
+        return (last + 1, 0) if mask == here else (last, mask)
+
+    def by_slot(self, keys: PrefixKeys, slots: int) -> FloatArray:
+        """Matched bytes by slot, for the first this many; 0 where there is nothing."""
+        result = np.zeros(slots)
+        size = (slots + 7) // 8
+        within = (1 << slots) - 1
+        for mask, matched in self.levels(keys):
+            bits = np.frombuffer((mask & within).to_bytes(size, "little"), np.uint8)
+            result[np.unpackbits(bits, count=slots, bitorder="little").view(bool)] = matched
+        return result
+
+    # What there is to show
+
+    def keys_on(self, instance_id: InstanceId) -> int:
+        """Keys of one instance. KeyError: unknown."""
+        return len(self._members[instance_id].sizes)
+
+    def bytes_on(self, instance_id: InstanceId) -> tuple[int, int]:
+        """(bytes of text that one instance has, and has room for). KeyError: unknown."""
+        member = self._members[instance_id]
+        return member.used * _UNIT_BYTES, member.capacity * _UNIT_BYTES
+
+    def memory_bytes(self) -> int:
+        """What all of it takes, about."""
+        return (
+            sys.getsizeof(self._masks)
+            + len(self._masks) * _KEY_BYTES
+            + sum(
+                sys.getsizeof(member.sizes) + sys.getsizeof(member.running)
+                for member in self._members.values()
+            )
+        )
+
+
+def _units(capacity_bytes: float) -> int:
+    return max(0, int(min(capacity_bytes, 2.0**60)) // _UNIT_BYTES)
+
+
+# Of an instance that does not say what its KV cache holds: some machine's.
+_ASSUMED_KV_TOKENS = 400_000
+# Bytes of text per token until requests say it, and of how many of them the mean is.
+_BYTES_PER_TOKEN = 4.0
+_MEAN_OVER_REQUESTS = 256
+# The index is made to fit anew when the ratio has moved by so much.
+_MOVED = 1.1
+
+
+class PrefixCaches:
+    """The index and the trust of every instance."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self._trusts: dict[InstanceId, Trust] = {}
+        self._kv_tokens: dict[InstanceId, float] = {}
+        self._etas: FloatArray = np.ones(8)  # by slot
+        # Of what was placed lately, and what the capacities are reckoned with.
+        self._text_bytes = self._prompt_tokens = 0.0
+        self._bytes_per_token = _BYTES_PER_TOKEN
+
+    def __repr__(self) -> str:
+        return f"<PrefixCaches of {len(self._trusts)} instances: {self.index!r}>"
+
+    # Membership
+
+    def join(self, spec: InstanceSpec, slot: int) -> None:
+        """An instance with an empty cache."""
+        tokens = self._kv_tokens[spec.instance_id] = _kv_tokens(spec)
+        self.index.join(spec.instance_id, tokens * self._bytes_per_token, slot)
+        self._trusts[spec.instance_id] = Trust()
+        if slot >= self._etas.size:
+            self._etas = np.concatenate((self._etas, np.ones(slot + 1)))
+        self._etas[slot] = 1.0
+
+    def change(self, before: InstanceSpec, spec: InstanceSpec) -> None:
+        """Its cache may have another size; of one that is lost nobody knows what comes back."""
+        tokens = _kv_tokens(spec)
+        if tokens != self._kv_tokens[spec.instance_id]:
+            self._kv_tokens[spec.instance_id] = tokens
+            self.index.resize(spec.instance_id, tokens * self._bytes_per_token)
+        if before.available and not spec.available:
+            self.forget(spec.instance_id)
+
+    def leave(self, instance_id: InstanceId) -> None:
+        """It is gone. KeyError: unknown."""
+        self.index.leave(instance_id)
+        del self._trusts[instance_id], self._kv_tokens[instance_id]
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Its cache is empty: restarted, asleep, reset, or lost from sight. KeyError: unknown."""
+        self.index.forget(instance_id)
+        self._trusts[instance_id].reset()
+        self._note_trust(instance_id)
+
+    # What is there
+
+    def behind(
+        self, demand: Demand, request: Request, keys: PrefixKeys, states: Sequence[InstanceState]
+    ) -> Demand:
+        """What is left of a demand behind what each instance should have cached of the text, as
+        far as trusted; the same where nobody has any of it.
+
+        The last token is always computed: the first one of the answer is made of it.
+        """
+        levels = self.index.levels(keys)
+        if not levels:
+            return demand
+        etas, size = self._etas, keys.text_bytes
+        n, prompt, some = request.sequences, float(request.prompt_tokens), False
+        most = max(0.0, prompt - 1)
+        match: list[float] = []
+        trust: list[float] = []
+        cached: list[float] = []
+        prefill: list[float] = []
+        for state in states:
+            bit, matched, eta = 1 << state.slot, 0.0, float(etas[state.slot])
+            for mask, depth in levels:
+                if mask & bit:
+                    matched, some = depth / size * prompt, True
+                    break
+            if matched > most:
+                matched = most
+            tokens = eta * matched
+            match.append(matched)
+            trust.append(eta)
+            cached.append(tokens)
+            prefill.append(n * (prompt - tokens))
+        return Demand(prefill, demand.kv_tokens, Prefix(match, trust, cached)) if some else demand
+
+    def behind_wide(
+        self, demand: Demand, request: Request, keys: PrefixKeys, slots: Slots
+    ) -> Demand:
+        """The same by slot, in arrays."""
+        matched = self.index.by_slot(keys, self._etas.size)[slots]
+        if not matched.any():
+            return demand
+        prompt, trust = float(request.prompt_tokens), self._etas[slots]
+        match = np.minimum(matched / keys.text_bytes * prompt, max(0.0, prompt - 1))
+        cached = trust * match
+        prefill = request.sequences * (prompt - cached)
+        return Demand(prefill, demand.kv_tokens, Prefix(match, trust, cached))
+
+    def eta(self, instance_id: InstanceId) -> float:
+        """How much of what an instance should have cached it really has, 0 to 1. KeyError."""
+        return self._trusts[instance_id].eta
+
+    # A request's events
+
+    def placed(self, dispatch: Dispatch, keys: PrefixKeys) -> None:
+        """It was sent to its instance, and with it the text of these keys.
+
+        Here and in ``settled``, its state notes the change with its own part of the event.
+        """
+        state = dispatch.state
+        instance_id = state.instance_id
+        dispatch.known_keys = self.index.insert(instance_id, keys)
+        shared_bytes = self.index.begin(instance_id, keys)
+        state.shared_tokens = shared_bytes / self._bytes_per_token
+        keep = 1 - 1 / _MEAN_OVER_REQUESTS
+        self._text_bytes = keep * self._text_bytes + keys.text_bytes
+        self._prompt_tokens = keep * self._prompt_tokens + dispatch.prompt_tokens
+        if self._prompt_tokens > 0 and self._text_bytes > 0:
+            moved = self._text_bytes / self._prompt_tokens / self._bytes_per_token
+            if not 1 / _MOVED < moved < _MOVED:
+                self._bytes_per_token *= moved
+                for instance_id, tokens in self._kv_tokens.items():
+                    self.index.resize(instance_id, tokens * self._bytes_per_token)
+
+    def settled(self, dispatch: Dispatch, keys: PrefixKeys, outcome: Outcome) -> None:
+        """It is over."""
+        known, dispatch.known_keys = dispatch.known_keys, None
+        state = dispatch.state
+        instance_id = state.instance_id
+        if known is None or instance_id not in self._trusts:
+            return
+        shared_bytes = self.index.end(instance_id, keys)
+        state.shared_tokens = shared_bytes / self._bytes_per_token
+        if outcome is COMPLETED:
+            self.index.insert(instance_id, keys)  # used once more
+        elif not dispatch.streaming:
+            self.index.withdraw(instance_id, keys, known)
+
+    # What is observed
+
+    def observe(self, dispatch: Dispatch, cached_tokens: float) -> None:
+        """It is known of a completed request how many of its prompt's tokens were cached."""
+        trust = self._trusts.get(dispatch.instance_id)
+        if trust is None or dispatch.request.prefix is None:
+            return
+        trust.observe(dispatch.match_tokens, cached_tokens)
+        self._note_trust(dispatch.instance_id)
+
+    def switch(self, instance_id: InstanceId, *, on: bool) -> None:
+        """An engine says whether it has a prefix cache. KeyError: unknown."""
+        self._trusts[instance_id].switch(on=on)
+        self._note_trust(instance_id)
+
+    def _note_trust(self, instance_id: InstanceId) -> None:
+        self._etas[self.index.slot(instance_id)] = self._trusts[instance_id].eta
+
+
+def _kv_tokens(spec: InstanceSpec) -> float:
+    told = spec.profile.kv_capacity_tokens if spec.profile else spec.kv_capacity_tokens
+    return float(told or _ASSUMED_KV_TOKENS)

@@ -1,0 +1,80 @@
+"""The fields of a config.json, under the names that families give them, with errors that name one.
+
+``Fields`` reads; it does not know what the fields are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.checkpoints.families import defaults_of
+
+# Where multimodal files keep their decoder.
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+class Fields:
+    """Of the decoder in a config.json; what its family leaves out is filled in.
+
+    ``config`` is the whole file, ``text`` the decoder's part of it, ``family`` its model_type.
+    """
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        text = config
+        for key in _TEXT * 2:  # a thinker_config has a text_config of its own
+            if text.get(key) is not None:
+                text = text[key]
+                if not isinstance(text, Mapping):
+                    raise ConfigError(f"{name}: {key} must be an object")
+        self.name = name
+        self.config = config
+        self.family = str(text.get("model_type") or config.get("model_type") or "")
+        defaults = defaults_of(self.family, nested=text is not config)
+        # What the outer file says of the whole counts more than the family's default.
+        if "tie_word_embeddings" in config:
+            defaults["tie_word_embeddings"] = config["tie_word_embeddings"]
+        self.text: dict[str, Any] = {**defaults, **text}
+
+    def error(self, text: str) -> ConfigError:
+        return ConfigError(f"{self.name}: config.json: {text}")
+
+    def count(self, *keys: str) -> int:
+        """The first of these fields that is there; at least 1."""
+        for key in keys:
+            if self.text.get(key) is not None:
+                return self._whole(key)
+        raise ConfigError(f"{self.name}: config.json has no {' or '.join(keys)}")
+
+    def optional(self, *keys: str) -> int:
+        """The same, or 0."""
+        for key in keys:
+            if self.text.get(key) is not None:
+                return self._whole(key, least=0)
+        return 0
+
+    def items(self, *keys: str) -> list[Any]:
+        """The first of these fields that is a list; empty without one."""
+        for key in keys:
+            value = self.text.get(key)
+            if isinstance(value, list | tuple) and value:
+                return list(value)
+        return []
+
+    def part(self, key: str) -> Fields | None:
+        """An object inside, with the same errors."""
+        value = self.text.get(key, self.config.get(key))
+        if not isinstance(value, Mapping) or not value:
+            return None
+        return Fields({"model_type": "", **value}, f"{self.name}: {key}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.text.get(key)
+        return default if value is None else value
+
+    def _whole(self, key: str, least: int = 1) -> int:
+        value = self.text[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(f"{key} is {value!r}, it must be a whole number of at least {least}")
+        return value

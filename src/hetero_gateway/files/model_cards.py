@@ -1,0 +1,86 @@
+"""Models by name: model_cards.csv and model_configs.json hold what their own config.json says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hetero_gateway.core.nearest import folded, nearest_names
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.checkpoints.quantizations import quantization_of
+from hetero_gateway.files.checkpoints.shape import dtype_name, model_from_config
+from hetero_gateway.files.package_data import document, table
+from hetero_gateway.planner.model_shape import ModelShape
+
+# Of models whose layers differ, the config.json; a name stands for the one of that name.
+_CONFIGS: Final[dict[str, Any]] = document("model_configs.json")
+MODEL_CARDS: Final[dict[str, ModelShape]] = {
+    row["name"]: ModelShape(
+        row["name"], **{key: json.loads(row[key]) for key in row if key != "name" and row[key]}
+    )
+    for row in table("model_cards.csv")
+} | {
+    name: model_from_config(_CONFIGS[of] if isinstance(of, str) else of, name=name)
+    for name, of in _CONFIGS.items()
+}
+_FOLDED: Final = {folded(name): name for name in MODEL_CARDS}
+# Suffixes of tuned versions, whose shape is that of the model.
+_TUNED: Final = {
+    "meta", "instruct", "it", "chat", "hf", "base", "dynamic", "thinking", "pt", "qat", "unsloth",
+    "v0.1", "v0.2", "v0.3",
+}  # fmt: skip
+# Suffixes of quantised checkpoints, and what they are stored as.
+_STORED: Final = {
+    "fp8": "fp8", "awq": "awq", "gptq": "gptq", "int4": "int4", "w4a16": "int4",
+    "int8": "int8", "w8a8": "int8", "quantized.w4a16": "int4", "quantized.w8a8": "int8",
+    "bnb": "bitsandbytes", "4bit": "bitsandbytes", "nf4": "bitsandbytes", "nvfp4": "nvfp4",
+    "fp4": "nvfp4", "mxfp4": "mxfp4",
+}  # fmt: skip
+
+
+def says_storage(name: str) -> bool:
+    """Whether a checkpoint's name ends with how it is stored: "…-AWQ", "…-FP8-dynamic"."""
+    return any(part in _STORED for part in name.rsplit("/", 1)[-1].casefold().split("-"))
+
+
+def model_card(
+    name: str, *, dtype: str | None = None, quantization: str | Mapping[str, Any] | None = None
+) -> ModelShape:
+    """The built-in card of that name; case, an organisation and "-Instruct" do not matter.
+
+    Args:
+        name: "Qwen/Qwen2.5-72B-Instruct-AWQ" is Qwen2.5-72B, stored as AWQ.
+        dtype, quantization: as of ``model_from_config``; None: bfloat16, and what the name says,
+            else what the publisher stores it in (gpt-oss: mxfp4, DeepSeek-V3: fp8).
+
+    Raises:
+        ConfigError: with the nearest names, or for a dtype or method that is not known.
+    """
+    short = name.rsplit("/", 1)[-1]
+    parts = short.casefold().split("-")
+    plain = [part for part in parts if part not in _TUNED and part not in _STORED]
+    undated = [part for part in plain if not (part.isdigit() and len(part) == 4)]
+    tried = (short, "-".join(plain), "-".join(undated))
+    known = next((_FOLDED[folded(x)] for x in tried if folded(x) in _FOLDED), None)
+    if known is None:
+        raise ConfigError(
+            f"model {name!r} has no built-in card; the nearest: "
+            f"{', '.join(nearest_names(short, MODEL_CARDS))}; or give its config.json"
+        )
+    card = MODEL_CARDS[known]
+    if quantization is None:
+        stored = [_STORED[part] for part in parts if part in _STORED]
+        # "GPTQ-Int8": the bits count.
+        quantization = "int8" if "int8" in stored else next(iter(stored), None)
+        if quantization == "fp8" and name.casefold().startswith("qwen/"):
+            quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    card = dataclasses.replace(card, dtype=dtype_name(dtype, "bfloat16"))
+    if quantization is None:
+        return card
+    found = quantization_of(quantization)
+    own = card.quantization
+    if own is not None and found is not None and own.method == found.method:
+        return card  # the publisher's own, with its blocks and what it leaves wide
+    return dataclasses.replace(card, quantization=found, wide_weights=0)

@@ -1,0 +1,44 @@
+"""The items of a JSON array as it is written, with no object for each of millions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from hetero_gateway.gateway.request.body_fields import NOTHING
+from hetero_gateway.gateway.request.byte_counts import count_byte
+
+# Of so many commas there may be as many items; of more, these many are made and no more.
+MOST_ITEMS = 1 << 12
+_COMMA = b","[0]
+_GAP = re.compile(rb"[ \t\r\n,]*+")
+_decode_all = msgspec.json.Decoder(list[msgspec.Raw]).decode
+# What comes behind the fields of an array-like struct is skipped.
+_decode_first = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "FirstItems",
+        [(f"item_{i}", msgspec.Raw, NOTHING) for i in range(MOST_ITEMS)],
+        array_like=True,
+    )
+).decode
+
+
+def items_of(array: msgspec.Raw) -> Sequence[msgspec.Raw]:
+    """The first ``MOST_ITEMS`` items; of an array that has been read as JSON already."""
+    if memoryview(array).nbytes <= MOST_ITEMS or count_byte(array, _COMMA) < MOST_ITEMS:
+        return _decode_all(array)
+    return [item for item in msgspec.structs.astuple(_decode_first(array)) if item is not NOTHING]
+
+
+def places_of(array: msgspec.Raw, items: Sequence[msgspec.Raw]) -> list[tuple[int, int]]:
+    """(start, end) in an array of its first items."""
+    result, end = [], 1
+    for item in items:
+        gap = _GAP.match(array, end)
+        assert gap is not None
+        start = gap.end()
+        end = start + memoryview(item).nbytes
+        result.append((start, end))
+    return result
