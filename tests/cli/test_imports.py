@@ -68,6 +68,7 @@ def test_a_gateway_imports_nothing_that_it_does_not_need(tmp_path):
         (["validate", "-c"], {"numpy", "scipy", "rich", *SERVERS, *DRAWING}),
         (["emulate", "--help"], {"numpy", "scipy", "rich", *SERVERS, *DRAWING}),
         (["status", "--help"], {"numpy", "scipy", "rich", *SERVERS, *DRAWING}),
+        (["plan", "--help"], {"pydantic", "numpy", "scipy", "rich", *SERVERS, *DRAWING}),
     ],
 )
 def test_a_command_imports_little_before_it_begins(words, unwanted, tmp_path):

@@ -163,12 +163,6 @@ def test_what_cannot_be_planned_is_one_line(cluster, error, flags, code, said):
     assert said in error("plan", "-c", cluster, *flags, code=code)
 
 
-def test_the_same_file_gives_the_same_plan(cluster, document):
-    first, again = (document("plan", "-c", cluster) for _ in range(2))
-    assert first["best"] == again["best"]
-    assert first["candidates"] == again["candidates"]
-
-
 def test_the_report_is_one_page_without_addresses(cluster, tmp_path, run):
     target = tmp_path / "plan.html"
     run("plan", "-c", cluster, "--report", target)
