@@ -25,9 +25,9 @@ from typing import Any
 import uvloop
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from hetero_gateway.cli.made_key import dashboard_link
+from hetero_gateway.cli.reports.report import grid
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.trace import schedule, synthetic_trace
 from hetero_gateway.lab.load.children import Children
@@ -231,13 +231,8 @@ def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
         f"{document['mean_output_tokens']:.0f} output tokens on average.",
         soft_wrap=True,
     )
-    table = Table()
-    table.add_column("")
-    for result in results:
-        table.add_column(result.policy, justify="right")
-    for name, cells in table_rows(results, list(INSTANCES)):
-        table.add_row(name, *cells)
-    console.print(table)
+    rows = [(name, *cells) for name, cells in table_rows(results, list(INSTANCES))]
+    console.print(grid(("", *(result.policy for result in results)), rows))
     console.print(
         f"Hardware time: the emulated instances run {TIME_SCALE:g} times faster than V100s, and "
         "every time and rate here is scaled back. Throughput counts prompt and output tokens until "

@@ -26,8 +26,6 @@ from hetero_gateway.gateway.dataplane.access_log import LineWriter
 from hetero_gateway.serve import server
 from hetero_gateway.serve.app import create_app
 from hetero_gateway.serve.heartbeat import Heartbeat
-from hetero_gateway.serve.processes.supervisor import Role, Supervisor
-from hetero_gateway.serve.processes.worker import Worker
 
 _STDOUT = 1
 
@@ -95,7 +93,12 @@ def _check_new(record: Path) -> None:
         raise ConfigError(f"--record {record}: there is no such folder")
 
 
+# What several processes take is imported where there are several: one is spared the memory.
+
+
 def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
+    from hetero_gateway.serve.processes.supervisor import Supervisor
+
     # What cannot be put together shows here, once, rather than in each process.
     create_app(config, args.config)
     command = [sys.executable, "-m", "hetero_gateway", "serve", "--config", str(args.config)]
@@ -111,6 +114,9 @@ def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
 
 def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     """One process of several: the scheduler's, or a worker."""
+    from hetero_gateway.serve.processes.supervisor import Role
+    from hetero_gateway.serve.processes.worker import Worker
+
     role = msgspec.json.decode(args.role, type=Role)
     role.die_with_supervisor()
     config = role.config()
