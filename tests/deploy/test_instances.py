@@ -14,7 +14,7 @@ from hetero_gateway.deploy.command import emulate_arguments, serve_arguments
 from hetero_gateway.deploy.directory import render_deployment
 from hetero_gateway.deploy.instances import deployed_instances, on_one_host
 from hetero_gateway.deploy.script import instance_program
-from hetero_gateway.deploy.templates import pieces
+from hetero_gateway.deploy.template import pieces
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import MODEL_CARDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_gateway.deploy.templates import pieces
+from hetero_gateway.deploy.template import pieces
 
 
 def checkpoint_of(card: str) -> str:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from hetero_gateway.deploy.command import emulate_arguments, serve_arguments
 from hetero_gateway.deploy.gateway_files import ADMIN_KEY_ENV, commented, dumped
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions, on_one_host
-from hetero_gateway.deploy.templates import piece
+from hetero_gateway.deploy.template import piece
 
 GATEWAY_FILE = "gateway.compose.yaml"
 _GRACE_MARGIN_S = 20

@@ -22,7 +22,7 @@ from typing import Any
 from hetero_gateway.deploy import kubernetes
 from hetero_gateway.deploy.gateway_files import gateway_text
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
-from hetero_gateway.deploy.templates import piece
+from hetero_gateway.deploy.template import piece
 
 _FOLDER = "kubernetes/following"
 _METRIC = "hetero_gateway_desired_instances"

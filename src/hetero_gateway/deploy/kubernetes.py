@@ -19,7 +19,7 @@ import yaml
 from hetero_gateway.deploy.command import emulate_arguments, serve_arguments
 from hetero_gateway.deploy.gateway_files import ADMIN_KEY_ENV, API_KEY_ENV, commented
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
-from hetero_gateway.deploy.templates import piece
+from hetero_gateway.deploy.template import piece
 
 PORT = 8000
 _ETC = "/etc/hetero-gateway"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero_gateway.deploy import templates
+from hetero_gateway.deploy import template
 from hetero_gateway.deploy.command import MASTER_PORT
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions, on_one_host
 from hetero_gateway.planner.plan import Candidate, Plan
@@ -52,7 +52,7 @@ def readme_text(
         "master_port": MASTER_PORT,
         "other_vendors": "" if emulate else ", ".join(vendors),
     }
-    return templates.text("readme.md", values)
+    return template.text("readme.md", values)
 
 
 def _row(i: DeployedInstance) -> str:

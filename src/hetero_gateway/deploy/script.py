@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_gateway.deploy import templates
+from hetero_gateway.deploy import template
 from hetero_gateway.deploy.command import emulate_arguments, serve_arguments
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
 
@@ -68,7 +68,7 @@ def script_text(
         "stop_s": options.shutdown_timeout_s + _STOP_MARGIN_S,
         "starts": starts,
     }
-    return templates.text("script.sh", values)
+    return template.text("script.sh", values)
 
 
 def _needs(programs: Sequence[Program], options: DeploymentOptions) -> list[str]:

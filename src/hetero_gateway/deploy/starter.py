@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from hetero_gateway import __version__
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.model_names import same_model
-from hetero_gateway.deploy import compose, templates
+from hetero_gateway.deploy import compose, template
 from hetero_gateway.deploy.gateway_files import commented, dumped
 from hetero_gateway.files.setup_warnings import same_address
 
@@ -77,11 +77,11 @@ def starter_files(
     prometheus = "monitoring/prometheus/prometheus.yml"
     files[prometheus] = files[prometheus].replace("gateway:8000", f"gateway:{port}")
     return files | {
-        GATEWAY_FILE: templates.text("gateway.yaml", values).rstrip("\n") + "\n",
+        GATEWAY_FILE: template.text("gateway.yaml", values).rstrip("\n") + "\n",
         "compose.yaml": _compose_text(port, api_key_env),
         "Dockerfile": container.read_text("utf-8").replace("@VERSION@", __version__),
         "profiles/README": "What `hetero-gateway profile` measured, for gateway.yaml to name.\n",
-        "wheels/README": templates.text("wheels.txt", {}),
+        "wheels/README": template.text("wheels.txt", {}),
     }
 
 

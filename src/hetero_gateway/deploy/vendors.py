@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero_gateway.deploy.templates import filled, pieces
+from hetero_gateway.deploy.template import filled, pieces
 
 
 @dataclass(frozen=True, slots=True)
