@@ -66,7 +66,7 @@ def make_scheduler(policy: str, instances: int, *, observes: bool = False) -> Sc
 
 def place(scheduler: Scheduler, request: Request, now_s: float = 0.0) -> Any:
     """The dispatch of a request that is placed at once."""
-    scheduler.submit(request, now_s)
+    scheduler.place(request, now_s, at_once=False)
     (ticket,) = scheduler.pump(now_s)
     return ticket.dispatch
 

@@ -112,13 +112,13 @@ class Case:
 
 
 def first_of(scheduler: Scheduler) -> InstanceId:
-    return scheduler.specs()[0].instance_id
+    return next(iter(scheduler.members.specs.values())).instance_id
 
 
 def ejected(case: Case) -> float:
     outcomes = Outcomes(EjectionRules())
     outcomes.eject(case.now_s, "reset")
-    case.scheduler.restrain(first_of(case.scheduler), outcomes)
+    case.scheduler.restraints.heed(first_of(case.scheduler), outcomes)
     return case.cost_us()
 
 
@@ -126,19 +126,19 @@ def recovering(case: Case) -> float:
     outcomes = Outcomes(EjectionRules())
     outcomes.eject(case.now_s, "reset")
     outcomes.reprieve(case.now_s)
-    case.scheduler.restrain(first_of(case.scheduler), outcomes)
+    case.scheduler.restraints.heed(first_of(case.scheduler), outcomes)
     return case.cost_us()
 
 
 def long(case: Case) -> float:
-    for spec in case.scheduler.specs()[::8]:
+    for spec in list(case.scheduler.members.specs.values())[::8]:
         case.scheduler.replace(dataclasses.replace(spec, max_model_len=1))
     return case.cost_us()
 
 
 def changed(case: Case) -> float:
     scheduler = case.scheduler
-    spec = scheduler.specs()[0]
+    spec = next(iter(scheduler.members.specs.values()))
     other = dataclasses.replace(spec, available=False)
 
     def change() -> None:

@@ -193,7 +193,7 @@ class Front:
             return Ticket(request, now_s, (), owner, None)  # type: ignore[arg-type]
         self._idle -= 1
         self.sent_s[owner] = now_s
-        return self._scheduler.submit(request, now_s, owner=owner, first=first)
+        return self._scheduler.place(request, now_s, owner=owner, first=first, at_once=False)
 
     def settle(
         self, dispatch: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
@@ -204,12 +204,12 @@ class Front:
             request, owner = self._held.popleft()
             self._idle -= 1
             self.sent_s[owner] = now_s
-            self._scheduler.submit(request, now_s, owner=owner)
+            self._scheduler.place(request, now_s, owner=owner, at_once=False)
         return settled
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         for name in _BOTH if self._models is not None else (model,):
-            self._scheduler.observe_output_tokens(name, output_tokens)
+            self._scheduler.residual.observe(name, output_tokens)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)

@@ -96,7 +96,7 @@ class Cluster:
 
     def submit(self, request: Request) -> None:
         begin_s = time.process_time()
-        submitted = self.scheduler.submit(request, self.now_s)
+        submitted = self.scheduler.place(request, self.now_s, at_once=False)
         self._timed("pump", begin_s)
         assert not isinstance(submitted, Reject)
 

@@ -61,7 +61,7 @@ class _Several:
 
     def compile(self, jit: Jit) -> None:
         for scheduler in self.schedulers:
-            scheduler.compile(jit)
+            scheduler.policy.compile(jit)
 
     def pump(self, now_s: float) -> list[Ticket]:
         """Nobody is always the first."""
@@ -100,7 +100,7 @@ class _Several:
 
     def observe_output_tokens(self, model: str, output_tokens: float) -> None:
         for scheduler in self.schedulers:
-            scheduler.observe_output_tokens(model, output_tokens)
+            scheduler.residual.observe(model, output_tokens)
 
 
 class ReplicaScheduler(Scheduler):
@@ -173,7 +173,7 @@ class Replicas(_Several):
     ) -> Ticket | Reject:
         self._exchange(now_s)
         scheduler = self.schedulers[int(self._replica_of[owner])]
-        return scheduler.submit(request, now_s, owner=owner, first=first)
+        return scheduler.place(request, now_s, owner=owner, first=first, at_once=False)
 
     def pump(self, now_s: float) -> list[Ticket]:
         self._exchange(now_s)
@@ -213,10 +213,10 @@ class Replicas(_Several):
     ) -> bool:
         self._exchange(now_s)
         for scheduler in self.schedulers:
-            if scheduler.snapshot(instance_id).streaming:
-                scheduler.observe_steps(instance_id, steps, duration_s, now_s)
+            if scheduler.members.snapshot(instance_id).streaming:
+                scheduler.members.observe_steps(instance_id, steps, duration_s, now_s)
             else:
-                scheduler.observe_steps(instance_id, 0.0, 0.0, now_s)
+                scheduler.members.observe_steps(instance_id, 0.0, 0.0, now_s)
         return False
 
     # The exchange
@@ -251,12 +251,16 @@ class Replicas(_Several):
         self._heard.add(replica)
         if self._assumed != "nothing":
             for instance_id in self._instances:
-                scheduler.set_peer(instance_id, _EXPECTED, None, now_s)
-                self._base[replica, instance_id] = scheduler.own_load(instance_id, now_s)
+                scheduler.members.table[instance_id].set_peer(_EXPECTED, None, now_s)
+                self._base[replica, instance_id] = scheduler.members.table[instance_id].own_load(
+                    now_s
+                )
 
     def _bring_home(self, replica: int, now_s: float) -> None:
         for change in self._exchanges[replica].changes(now_s):
-            self.schedulers[replica].set_peer(change.instance_id, OTHERS, change.load, now_s)
+            self.schedulers[replica].members.table[change.instance_id].set_peer(
+                OTHERS, change.load, now_s
+            )
 
     def _on_dispatch(self, replica: int, instance_id: InstanceId, now_s: float) -> None:
         if self._assumed != "nothing":
@@ -285,10 +289,10 @@ class Replicas(_Several):
             return
         scheduler, others = self.schedulers[replica], len(self.schedulers) - 1
         base = self._base.get((replica, instance_id), PeerLoad())
-        own = scheduler.own_load(instance_id, now_s)
+        own = scheduler.members.table[instance_id].own_load(now_s)
         more = (others * max(0.0, now - was) for now, was in zip(own, base, strict=True))
         load = PeerLoad(*more)._replace(observed_s=0.0, modelled_s=0.0, prompts=0, prompt_tokens=0)
-        scheduler.set_peer(instance_id, _EXPECTED, load, now_s)
+        scheduler.members.table[instance_id].set_peer(_EXPECTED, load, now_s)
 
 
 class Shards(_Several):
@@ -347,7 +351,7 @@ class Shards(_Several):
         told_s = self._reported_s if self._interval_s else self._drain_s
         shard = min(drawn, key=told_s.__getitem__)
         scheduler = self._shards[shard]
-        ticket = scheduler.submit(request, now_s, owner=owner, first=first)
+        ticket = scheduler.place(request, now_s, owner=owner, first=first, at_once=False)
         if not isinstance(ticket, Reject):
             added_s = scheduler.drain_s(request)
             self._added[owner] = shard, added_s
@@ -381,7 +385,7 @@ class Shards(_Several):
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
     ) -> bool:
         scheduler = self.schedulers[self._shard_of[instance_id]]
-        return scheduler.observe_steps(instance_id, steps, duration_s, now_s)
+        return scheduler.members.observe_steps(instance_id, steps, duration_s, now_s)
 
     def observe_cache(
         self,

@@ -267,7 +267,7 @@ def _exchange_s(
     for replica in range(replicas - 1):
         exchange.hear(str(replica), unpack(data), now_s)
     for change in exchange.changes(now_s):
-        scheduler.set_peer(change.instance_id, OTHERS, change.load, now_s)
+        scheduler.members.table[change.instance_id].set_peer(OTHERS, change.load, now_s)
     return time.process_time() - begun_s
 
 

@@ -85,14 +85,14 @@ def state(s: Scheduler, instance_id: str) -> InstanceState:
 
 
 def loads(s: Scheduler) -> list[float]:
-    return [s.snapshot(each.instance_id).load_s for each in s.specs()]
+    return [s.members.snapshot(each.instance_id).load_s for each in list(s.members.specs.values())]
 
 
 def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
     """What the policy would see of a request now."""
     eligible = s.members.eligible(body, ())
     assert not isinstance(eligible, Reject)
-    return s._decider.views.wide(body, eligible, now_s, s._queues.get(body.model), keep=False)
+    return s._decider.views.wide(body, eligible, now_s, s.queues.get(body.model), keep=False)
 
 
 def candidates(

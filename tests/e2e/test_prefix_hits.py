@@ -86,7 +86,7 @@ async def test_what_an_engine_has_cached_is_not_prefilled(
     async def watch(fleet: Fleet) -> None:
         while True:
             await asyncio.sleep(1)
-            speeds.append(fleet.scheduler.snapshot(InstanceId("i0")).speed_factor or 0.0)
+            speeds.append(fleet.scheduler.members.snapshot(InstanceId("i0")).speed_factor or 0.0)
 
     async with emulated(settings) as (url, _):
         config = config_for(

@@ -68,7 +68,7 @@ class RunningGateway:
     def progress(self) -> list[list[float]]:
         """Each instance's sums of sequences and tokens, as the queue's policy sees them."""
         scheduler = self.gateway.fleet.scheduler
-        seen = [scheduler.snapshot(i) for i in self.gateway.fleet.instances]
+        seen = [scheduler.members.snapshot(i) for i in self.gateway.fleet.instances]
         return [
             [each.waiting, each.streaming, each.waiting_prompt_tokens, each.context_tokens]
             for each in seen
@@ -98,7 +98,7 @@ class RunningGateway:
 
 def loads_of(gateway: Gateway) -> list[tuple[float, int, int]]:
     """(load, KV tokens, in flight) of every instance."""
-    seen = [gateway.fleet.scheduler.snapshot(i) for i in gateway.fleet.instances]
+    seen = [gateway.fleet.scheduler.members.snapshot(i) for i in gateway.fleet.instances]
     return [(each.load_s, each.kv_tokens, each.in_flight) for each in seen]
 
 

@@ -106,7 +106,7 @@ async def test_the_fallback_settles_when_its_client_leaves_or_its_instance_dies(
             async with client.stream("POST", CHAT, json=slow) as response:
                 async for _ in response.aiter_raw():
                     break
-                assert scheduler.snapshot(there).in_flight == 1
+                assert scheduler.members.snapshot(there).in_flight == 1
             await eventually(lambda: fakes[0].aborted == 1)
             dying = {"model": "m", "stream": True, "fake": {"die": "after_events"}}
             text = b""
@@ -118,5 +118,5 @@ async def test_the_fallback_settles_when_its_client_leaves_or_its_instance_dies(
             assert b"upstream_error" in text
             assert b"[DONE]" not in text
             assert b"ended well" not in text
-            await eventually(lambda: scheduler.snapshot(there).in_flight == 0)
-            assert scheduler.snapshot(there).load_s == 0
+            await eventually(lambda: scheduler.members.snapshot(there).in_flight == 0)
+            assert scheduler.members.snapshot(there).load_s == 0

@@ -71,7 +71,10 @@ class Witness(Scheduler):
 
 
 def is_empty(scheduler: Scheduler) -> bool:
-    seen = [scheduler.snapshot(spec.instance_id) for spec in scheduler.specs()]
+    seen = [
+        scheduler.members.snapshot(spec.instance_id)
+        for spec in list(scheduler.members.specs.values())
+    ]
     idle = not any((each.load_s, each.kv_tokens, each.in_flight) != (0.0, 0, 0) for each in seen)
     return idle and scheduler.queued == 0
 

@@ -155,7 +155,7 @@ def simulate(
     )
     watch(fleet)
     if compiled:
-        scheduler.compile(jit)
+        scheduler.policy.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     if compiled:
         who, what = (scheduler, predictor, fleet, model), (workload, faults, predictions)
@@ -287,7 +287,9 @@ class _Run:
         asked = Request(self._model, prompt_tokens, predicted, prefix=self._keys(request))
         if self._classes:
             asked = asked._replace(request_class=self._classes[request])
-        ticket = self._scheduler.submit(asked, self._now_s, owner=request, first=first)
+        ticket = self._scheduler.place(
+            asked, self._now_s, owner=request, first=first, at_once=False
+        )
         return not isinstance(ticket, Reject)
 
     def _keys(self, request: int) -> PrefixKeys | None:
@@ -359,7 +361,7 @@ class _Run:
                     cached_tokens = self._cached_tokens[request] = self._fleet.cached_tokens(slot)
                     usage = Usage(self._prompt_tokens[request], output_tokens, cached_tokens)
                 self._predictor.observe(self._features(request), output_tokens)
-                scheduler.observe_output_tokens(self._model, output_tokens)
+                scheduler.residual.observe(self._model, output_tokens)
                 scheduler.settle(dispatch, Outcome.COMPLETED, log_s[k], usage)
                 self._release(slot)
             elif kind == PREEMPTED:
@@ -381,7 +383,7 @@ class _Run:
             made = steps[i] - self._told_steps[i]
             if made > 0:
                 took_s = seconds[i] - self._told_s[i]
-                self._scheduler.observe_steps(spec.instance_id, made, took_s, self._now_s)
+                self._scheduler.members.observe_steps(spec.instance_id, made, took_s, self._now_s)
         self._told_steps, self._told_s = steps, seconds
 
     def _change_speed(self, fault: Fault, *, begins: bool) -> None:

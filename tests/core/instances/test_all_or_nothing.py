@@ -111,7 +111,7 @@ def test_a_request_of_absurd_numbers_says_which_one(name: str, value: Any) -> No
     asked = scheduler(spec("a"))
     with pytest.raises(ValueError, match=f"a request's {name} must be within"):
         asked.place(request()._replace(**{name: value}), 0.0)
-    assert asked.queued == asked.in_flight(InstanceId("a")) == 0
+    assert asked.queued == asked.members.table[InstanceId("a")].in_flight == 0
 
 
 def test_the_largest_request_that_is_let_in_can_be_charged_and_taken_off() -> None:

@@ -120,7 +120,7 @@ class Engine:
             self.running.append([first, 1])
 
     def _look(self) -> None:
-        changed = self.scheduler.observe_steps(I0, self._steps, self._busy_s, self.now_s)
+        changed = self.scheduler.members.observe_steps(I0, self._steps, self._busy_s, self.now_s)
         self.alarms += changed
         if self.now_s - self._scraped_s >= SCRAPE_S:
             self._scraped_s = self.now_s
@@ -142,7 +142,7 @@ def test_what_was_cached_makes_no_machine_look_faster(share: float, tells: Tells
     # Single seconds scatter: nearly all of a prompt is cached, or nothing.
     assert np.mean(engine.speeds) == pytest.approx(1, abs=0.02)
     assert np.mean([0.95 <= f <= 1.05 for f in engine.speeds]) > 0.9
-    verdict = engine.scheduler.drift(I0).verdict()  # type: ignore[union-attr]
+    verdict = engine.scheduler.members.drifts.get(I0).verdict()  # type: ignore[union-attr]
     assert verdict.decode == pytest.approx(1, abs=0.05)
     assert verdict.prefill is None or verdict.prefill == pytest.approx(1, abs=0.12)
     steps = list(seen.steps)

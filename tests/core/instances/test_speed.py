@@ -102,7 +102,7 @@ def test_plain_requests_teach_how_fast_an_instance_is(factor: float, together: i
             now_s = min(end_s, now_s + 0.25)
             s.pump(now_s)
         for ticket in tickets:
-            s.observe_answer(ticket.dispatch, 100, now_s)  # type: ignore[union-attr, arg-type]
+            ticket.dispatch.state.observe_answer(ticket.dispatch, 100, now_s)  # type: ignore[union-attr, arg-type]
         for ticket in tickets:
             s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)  # type: ignore[union-attr, arg-type]
     assert state(s, "a").speed == pytest.approx(factor, rel=0.15)
@@ -112,7 +112,7 @@ def test_plain_requests_teach_how_fast_an_instance_is(factor: float, together: i
 def test_an_absurd_length_that_an_engine_tells_is_hardly_believed(told: int) -> None:
     s = scheduler(spec("a"), policy="finish-time")
     ticket = s.place(request()._replace(streams=False), 0.0)
-    s.observe_answer(ticket.dispatch, told, 1.0)  # type: ignore[union-attr, arg-type]
+    ticket.dispatch.state.observe_answer(ticket.dispatch, told, 1.0)  # type: ignore[union-attr, arg-type]
     assert 0.2 < state(s, "a").speed <= 1.0
 
 

@@ -37,7 +37,7 @@ DEPTH = 8
 
 
 def submitted(s: Scheduler, now_s: float = 0.0, **changes: object) -> Ticket:
-    ticket = s.submit(request(**changes), now_s)  # type: ignore[arg-type]
+    ticket = s.place(request(**changes), now_s, at_once=False)  # type: ignore[arg-type]
     assert isinstance(ticket, Ticket), ticket
     return ticket
 
@@ -93,7 +93,7 @@ def test_no_more_are_in_flight_than_the_engine_runs_and_a_few(
         submitted(s, prompt_tokens=8)
     for _ in range(seats):
         s.pump(0.0)
-        for slot_dispatch in s.outstanding(InstanceId("a")):
+        for slot_dispatch in s.members.table[InstanceId("a")].outstanding():
             s.first_token(slot_dispatch, 0.0)
     assert state(s, "a").in_flight == seats + more
 
@@ -141,8 +141,8 @@ def test_tickets_are_placed_in_the_order_they_came() -> None:
 def test_a_retry_goes_to_the_head_and_not_where_it_failed() -> None:
     s = finish_time(spec("a"), spec("b"))
     place(s, 40)
-    retry = s.submit(request(), 0.5, [InstanceId("a")], first=True)
-    on_b = next(iter(s.outstanding(InstanceId("b"))))
+    retry = s.place(request(), 0.5, [InstanceId("a")], first=True, at_once=False)
+    on_b = next(iter(s.members.table[InstanceId("b")].outstanding()))
     s.first_token(on_b, 0.6)
     (placed,) = s.pump(0.6)
     assert placed is retry
@@ -156,7 +156,7 @@ def test_a_cancelled_ticket_leaves_the_queue_once() -> None:
     assert s.cancel(first)
     assert not s.cancel(first)
     assert s.queued == 1
-    for dispatch in s.outstanding(InstanceId("a")):
+    for dispatch in s.members.table[InstanceId("a")].outstanding():
         s.first_token(dispatch, 1.0)
     assert s.pump(1.0) == [second]
     assert not s.cancel(second)
@@ -166,7 +166,7 @@ def test_a_full_queue_refuses() -> None:
     s = finish_time(spec("a"), max_queued=3)
     for _ in range(DEPTH + 3):
         place(s, 1)
-    result = s.submit(request(), 0.0)
+    result = s.place(request(), 0.0, at_once=False)
     assert isinstance(result, Reject)
     assert result.reason is RejectReason.QUEUE_FULL
     assert s.queued == 3
@@ -179,7 +179,7 @@ def test_a_retry_keeps_its_place_in_a_full_queue() -> None:
         place(s, 1)
     assert s.queued == 3
     s.settle(first.dispatch, Outcome.UPSTREAM_ERROR)
-    retry = s.submit(first.request, 1.0, (first.decision.instance_id,), first=True)
+    retry = s.place(first.request, 1.0, (first.decision.instance_id,), first=True, at_once=False)
     assert isinstance(retry, Ticket)
     assert s.queued == 4
 
@@ -193,7 +193,7 @@ def test_a_wake_up_is_always_to_come() -> None:
     assert s.queued == 1
     following_s = s.next_wakeup_s()
     assert following_s > drain_s
-    s.submit(request()._replace(streams=False), drain_s + 1)
+    s.place(request()._replace(streams=False), drain_s + 1, at_once=False)
     s.pump(drain_s + 1)
     following_s = s.next_wakeup_s()
     assert following_s > drain_s + 1
@@ -204,7 +204,7 @@ def test_who_can_never_be_served_is_refused_at_once() -> None:
     place(s, 50)
     reasons = []
     for body in (request(model="other"), request(9000)):
-        result = s.submit(body, 0.0)
+        result = s.place(body, 0.0, at_once=False)
         assert isinstance(result, Reject)
         reasons.append(result.reason)
     assert reasons == [RejectReason.UNKNOWN_MODEL, RejectReason.FITS_NO_INSTANCE]
@@ -243,7 +243,7 @@ def test_models_on_one_instance_share_its_room_by_arrival() -> None:
 def test_a_request_that_does_not_stream_leaves_its_place_when_its_prefill_is_predicted() -> None:
     s = finish_time(spec("a"))
     for _ in range(DEPTH + 1):
-        s.submit(request()._replace(streams=False), 0.0)
+        s.place(request()._replace(streams=False), 0.0, at_once=False)
     assert len(s.pump(0.0)) == DEPTH
     while s.queued:
         wake_s = s.next_wakeup_s()
@@ -341,7 +341,7 @@ def test_an_instance_observed_to_be_slow_gets_less() -> None:
     for ticket in place(s, 8):
         s.first_token(ticket.dispatch, 0.1)
     for i in range(20):
-        s.observe_steps(InstanceId("a"), 10, 1.0, 0.2 + i)
+        s.members.observe_steps(InstanceId("a"), 10, 1.0, 0.2 + i)
     chosen = {t.decision.instance_id for t in place(s, 6, 30.0)}
     assert chosen == {"b"}
 
@@ -366,35 +366,37 @@ def test_a_stand_in_is_the_middle_of_the_known_ones_and_stays() -> None:
         spec("new", None, weight=2.0),
     )  # fmt: skip
     place(s, 1)
-    taken_for = s.stand_in(InstanceId("new"))
+    taken_for = s.members.stand_in(InstanceId("new"))
     assert taken_for.p8 == pytest.approx(1.5 * FAST.constants.p8 / 2)
     s.remove(InstanceId("slow"))
     s.remove(InstanceId("middle"))
     place(s, 1)
-    assert s.stand_in(InstanceId("new")) == taken_for
+    assert s.members.stand_in(InstanceId("new")) == taken_for
 
 
 def test_an_unprofiled_engine_that_tells_its_capacity_refuses_what_does_not_fit() -> None:
     small = dataclasses.replace(spec("small", None), kv_capacity_tokens=1000)
     s = finish_time(small)
-    told = s.submit(request(2000, 10.0), 0.0)
+    told = s.place(request(2000, 10.0), 0.0, at_once=False)
     assert isinstance(told, Reject)
     assert told.reason is RejectReason.FITS_NO_INSTANCE
-    assert not isinstance(finish_time(spec("any", None)).submit(request(2000, 10.0), 0.0), Reject)
+    assert not isinstance(
+        finish_time(spec("any", None)).place(request(2000, 10.0), 0.0, at_once=False), Reject
+    )
 
 
 def test_an_estimate_that_waits_is_made_to_fit_who_is_left() -> None:
     s = finish_time(spec("small", max_model_len=1024), spec("large", max_model_len=4096))
     place(s, 60)
     asked = request(3000, 10.0)._replace(certain_tokens=0)
-    tickets = [s.submit(asked, 0.0) for _ in range(3)]
+    tickets = [s.place(asked, 0.0, at_once=False) for _ in range(3)]
     assert all(isinstance(ticket, Ticket) for ticket in tickets)
     s.remove(InstanceId("large"))
     s.pump(1.0)
     for ticket in tickets:
         assert ticket.rejected is None
         assert ticket.request.prompt_tokens == 1023
-    queue = s._queues["m"]
+    queue = s.queues["m"]
     assert queue.prompt_tokens == sum(
         t.request.prompt_tokens for line in queue._lines.values() for t in line
     )
@@ -420,7 +422,7 @@ def test_the_drain_rule_keeps_the_end_of_a_batch_from_the_slow_instance() -> Non
     s = full_but_for_the_slow()
     submitted(s, 0.0)
     assert s.pump(0.1) == []
-    s.settle(next(iter(s.outstanding(InstanceId("fast")))), Outcome.COMPLETED, 1.0)
+    s.settle(next(iter(s.members.table[InstanceId("fast")].outstanding())), Outcome.COMPLETED, 1.0)
     assert [t.decision.instance_id for t in s.pump(1.0)] == ["fast"]
 
 
@@ -447,7 +449,7 @@ def test_explaining_a_full_cluster_says_that_it_waits() -> None:
     place(s, 600)
     while s.queued and any(state(s, name).waiting for name in "ab"):
         for name in "ab":
-            for dispatch in s.outstanding(InstanceId(name)):
+            for dispatch in s.members.table[InstanceId(name)].outstanding():
                 s.first_token(dispatch, 0.0)
         s.pump(0.0)
     result = s.explain(request())
@@ -464,7 +466,7 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
 ) -> None:
     s = finish_time(*(spec(f"i{i}", p, max_model_len=None) for i, p in enumerate(machines)))  # type: ignore[arg-type]
     for i, (prompt, output) in enumerate(there):
-        s.submit(request(prompt, output), 0.0)
+        s.place(request(prompt, output), 0.0, at_once=False)
         for ticket in s.pump(0.0):
             if ticket.dispatch is not None and i % 3:
                 s.first_token(ticket.dispatch, 0.0)
@@ -476,9 +478,9 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(
     latency_s = figures.column("latency_s")
     residual = 256.0
     for k, instance_id in enumerate(decision.ids):
-        machine = s.spec(instance_id).profile
+        machine = s.members.specs[instance_id].profile
         c, kv = machine.constants, machine.kv_capacity_tokens
-        outstanding = list(s.outstanding(instance_id))
+        outstanding = list(s.members.table[instance_id].outstanding())
         waiting = [d.request for d in outstanding if not d.streaming]
         streaming = [d.request for d in outstanding if d.streaming]
         n = len(outstanding)
@@ -578,7 +580,7 @@ def test_at_the_end_of_a_batch_no_prompt_is_expected_to_come_in_between() -> Non
     s = finish_time(spec("a", profile(max_num_seqs=8)))
     streaming(s, 9)
     submitted(s, 0.0)
-    dispatch = next(iter(s.outstanding(InstanceId("a"))))
+    dispatch = next(iter(s.members.table[InstanceId("a")].outstanding()))
 
     def latency_s(now_s: float) -> float:
         figures = chosen(s.choose(request(), now_s=now_s)).choice.figures
@@ -678,17 +680,21 @@ def test_plain_floats_and_arrays_decide_the_same(
                 ends = tuple(400 * (i + 1) for i in range(pieces))
                 hashes = tuple(100 * (pick % 5) + i for i in range(pieces))
                 body = body._replace(prefix=PrefixKeys(hashes, ends, 400 * pieces))
-            tickets = [s.submit(body._replace(streams=pick % 4 > 0), now_s) for s in both]
+            tickets = [
+                s.place(body._replace(streams=pick % 4 > 0), now_s, at_once=False) for s in both
+            ]
             if not isinstance(tickets[0], Reject):
                 placed.append(tuple(tickets))  # type: ignore[arg-type]
         elif kind == "observe":
             name = InstanceId(f"i{pick % len(machines)}")
             for s in both:
-                s.observe_steps(name, 1 + pick, 0.2, now_s)
+                s.members.observe_steps(name, 1 + pick, 0.2, now_s)
         elif kind == "peer":
             name = InstanceId(f"i{pick % len(machines)}")
             for s in both:
-                s.set_peer(name, "p", PeerLoad(1.0, prompt, 2, 1, 1, prompt, prompt, output, 10))
+                s.members.table[name].set_peer(
+                    "p", PeerLoad(1.0, prompt, 2, 1, 1, prompt, prompt, output, 10)
+                )
         elif placed:
             for s, ticket in zip(both, placed[pick % len(placed)], strict=True):
                 if ticket.dispatch is None:
@@ -748,19 +754,21 @@ def test_placing_in_one_step_is_submitting_and_pumping() -> None:
 def test_asking_gives_no_stand_in() -> None:
     s = finish_time(spec("new", None), spec("slow", SLOW), spec("fast", FAST))
     s.explain(request())
-    assert s.knows("m")
+    assert s.members.knows("m")
     assert s.members.pool("m").context_tokens
     s.remove(InstanceId("slow"))
     place(s, 3)
     # The middle of those that are there when it is used, not of those that somebody looked at.
-    assert s.stand_in(InstanceId("new")).p8 == pytest.approx(FAST.constants.p8)
+    assert s.members.stand_in(InstanceId("new")).p8 == pytest.approx(FAST.constants.p8)
 
 
 def test_the_load_of_a_peer_counts_like_our_own() -> None:
     s = finish_time(spec("a"), spec("b"))
-    s.set_peer(InstanceId("a"), "other", PeerLoad(5.0, 9000, 8, 8, 0, 6400, 6400.0, 2000.0, 0.0))
+    s.members.table[InstanceId("a")].set_peer(
+        "other", PeerLoad(5.0, 9000, 8, 8, 0, 6400, 6400.0, 2000.0, 0.0)
+    )
     assert {t.decision.instance_id for t in place(s, 4)} == {"b"}
-    s.set_peer(InstanceId("a"), "other", None)
+    s.members.table[InstanceId("a")].set_peer("other", None)
     assert place_one(s, 100, 50.0).instance_id == "a"
 
 

@@ -60,7 +60,9 @@ class Loop:
                     engine.tokens = 0
             if kind == "send":
                 body = Request("m", 100, 100.0)
-                self.scheduler.submit(body, now_s, owner=1 + int(self.rng.exponential(100)))
+                self.scheduler.place(
+                    body, now_s, owner=1 + int(self.rng.exponential(100)), at_once=False
+                )
             elif kind == "step":
                 self.step(name, now_s)
             elif kind == "look":
@@ -106,13 +108,13 @@ class Loop:
         for name in self.engines:
             made, self.steps[name] = self.steps[name], 0
             if made:
-                self.scheduler.observe_steps(InstanceId(name), made, 1.0, now_s)
+                self.scheduler.members.observe_steps(InstanceId(name), made, 1.0, now_s)
         self.at(now_s + 1.0, "look")
 
     def scrape(self, now_s: float) -> None:
         for name, engine in self.engines.items():
             running, waiting = len(engine.running), len(engine.queue)
-            self.scheduler.observe_queue(InstanceId(name), running, waiting, now_s)
+            self.scheduler.members.table[InstanceId(name)].observe_queue(running, waiting, now_s)
         self.at(now_s + self.scrapes_s, "scrape")
 
 
@@ -153,12 +155,12 @@ def test_an_engine_with_more_slots_than_were_learnt_gets_them_used() -> None:
     engines = {"fast": Engine(0.01, 4), "slow": Engine(0.04, 64)}
     loop = Loop(engines, 32, scrapes_s=0.0, seed=0)
     loop.run(20.0, 0.0)
-    learnt = loop.scheduler.snapshot(InstanceId("fast")).learnt_max_num_seqs
+    learnt = loop.scheduler.members.snapshot(InstanceId("fast")).learnt_max_num_seqs
     assert learnt <= 6
     engines["fast"].slots = 24
     loop.clients = 0
     rate = loop.run(140.0, 100.0)
-    learnt = loop.scheduler.snapshot(InstanceId("fast")).learnt_max_num_seqs
+    learnt = loop.scheduler.members.snapshot(InstanceId("fast")).learnt_max_num_seqs
     assert learnt >= 20
     assert rate >= 0.9 * ideal(engines, 32)
 
@@ -203,5 +205,5 @@ def test_more_is_tried_more_seldom_where_it_fails() -> None:
 
 def test_a_profiled_instance_is_taken_at_its_word() -> None:
     s = scheduler(spec("a"), policy="finish-time")
-    s.observe_queue(InstanceId("a"), 3, 100, 1.0)
-    assert s.snapshot(InstanceId("a")).learnt_max_num_seqs is None
+    s.members.table[InstanceId("a")].observe_queue(3, 100, 1.0)
+    assert s.members.snapshot(InstanceId("a")).learnt_max_num_seqs is None

@@ -41,7 +41,7 @@ def full(discipline: QueueDiscipline) -> Scheduler:
 
 def submitted(s: Scheduler, now_s: float, *, first: bool = False, **changes: object) -> Ticket:
     asked = request()._replace(**changes)  # type: ignore[arg-type]
-    ticket = s.submit(asked, now_s, first=first)
+    ticket = s.place(asked, now_s, first=first, at_once=False)
     assert isinstance(ticket, Ticket)
     return ticket
 
@@ -50,7 +50,9 @@ def order(s: Scheduler, now_s: float) -> list[Ticket]:
     """Who goes, one after the other, as seats get free."""
     result: list[Ticket] = []
     while s.queued:
-        s.settle(next(iter(s.outstanding(InstanceId("a")))), Outcome.COMPLETED, now_s)
+        s.settle(
+            next(iter(s.members.table[InstanceId("a")].outstanding())), Outcome.COMPLETED, now_s
+        )
         result += s.pump(now_s)
     return result
 
@@ -226,7 +228,7 @@ def test_shares_are_of_what_answers_were_and_not_of_what_was_predicted(told: boo
     for _ in range(300):
         for client in ("long", "short"):
             submitted(s, 0.0, client=client, prompt_tokens=100, predicted_output_tokens=100.0)
-    going = list(s.outstanding(InstanceId("a")))
+    going = list(s.members.table[InstanceId("a")].outstanding())
     tokens = {"long": 0, "short": 0, "": 0}
     for i in range(200):
         dispatch = going.pop(0)
@@ -353,6 +355,6 @@ def test_shares_that_begin_while_requests_are_out_count_what_goes_from_then_on()
     went = order(s, 2.0)
     assert went.index(ticket) <= 1
     assert set(went) == {ticket, *flood}
-    for dispatch in s.outstanding(InstanceId("a")):
+    for dispatch in s.members.table[InstanceId("a")].outstanding():
         s.settle(dispatch, Outcome.COMPLETED, 3.0)
     assert (discipline._total, discipline._out) == (0, {})

@@ -49,7 +49,7 @@ def test_who_may_get_a_request_is_judged_one_by_one(
     pool = s.members.pool("m")
     for _ in range(2):  # the second time from what was kept
         judged = pool.eligible(wanted, exclude)
-        reasons = [_why_not(each, wanted, exclude) for each in s.specs()]
+        reasons = [_why_not(each, wanted, exclude) for each in list(s.members.specs.values())]
         if isinstance(judged, Eligible):
             assert list(judged.positions()) == [i for i, why in enumerate(reasons) if why is None]
             assert [(e.instance_id, why) for e, why in judged.excluded] == [
@@ -104,7 +104,7 @@ def ejected(of: Scheduler, *names: str) -> None:
     for name in names:
         outcomes = Outcomes(EjectionRules(base_s=1000.0, max_s=1000.0))
         outcomes.eject(0.0, "reset")
-        of.restrain(InstanceId(name), outcomes)
+        of.restraints.heed(InstanceId(name), outcomes)
 
 
 @pytest.mark.parametrize("policy", ["finish-time", "min-max", "capacity-weighted"])
@@ -121,14 +121,14 @@ def test_the_same_few_cost_one_look_at_the_many() -> None:
     ejected(s, "i1")
     (eligible,) = {id(one): one for one in (s.members.eligible(request(), ()),)}.values()
     assert isinstance(eligible, Eligible)
-    left = s._restraints.judge(eligible, (), 1.0)
+    left = s.restraints.judge(eligible, (), 1.0)
     assert isinstance(left, Eligible)
-    assert s._restraints.judge(eligible, (), 2.0) is left
+    assert s.restraints.judge(eligible, (), 2.0) is left
     pool = s.members.pool("m")
     assert pool.narrowed(left.kept) is pool.narrowed(left.kept)
     assert pool.narrowed(left.kept).ids == tuple(f"i{i}" for i in range(MANY) if i != 1)
     ejected(s, "i2")
-    other = s._restraints.judge(eligible, (), 3.0)
+    other = s.restraints.judge(eligible, (), 3.0)
     assert isinstance(other, Eligible)
     assert [why for _, why in other.excluded] == ["ejected", "ejected"]
 
@@ -139,7 +139,7 @@ def test_an_instance_of_another_model_restrains_nobody() -> None:
     ejected(s, "other")
     eligible = s.members.eligible(request(), ())
     assert isinstance(eligible, Eligible)
-    assert s._restraints.judge(eligible, (), 1.0) is eligible
+    assert s.restraints.judge(eligible, (), 1.0) is eligible
 
 
 def test_a_doubted_one_among_many_is_tried() -> None:

@@ -122,7 +122,7 @@ def test_a_queued_request_is_matched_when_it_is_placed() -> None:
     # It waits; meanwhile its beginning is computed there for somebody else.
     first = tickets[0].dispatch
     assert first is not None
-    late = s.submit(asking(0, 24), 0.1)
+    late = s.place(asking(0, 24), 0.1, at_once=False)
     s.cancel(tickets[8])
     finish(s, tickets[0], 0.2)
     assert s.pump(0.2) == [late]
@@ -181,7 +181,7 @@ def test_an_instance_that_lost_its_cache_begins_anew(how: str) -> None:
     assert caches(s).eta(home) == 1.0
     assert cached_of(s, asking(1, 8)) == {"a": None, "b": None}
     s.settle(dispatch, Outcome.COMPLETED)  # of the cache that is gone
-    assert s.snapshot(home).in_flight == 0
+    assert s.members.snapshot(home).in_flight == 0
 
 
 def test_a_new_weight_forgets_nothing() -> None:
@@ -256,7 +256,7 @@ def test_without_keys_or_without_the_index_all_is_as_before(
         body = asking(name, pieces, output)
         fresh = body._replace(prefix=text(1000 + i, pieces))
         tickets = [
-            s.submit(b, 0.1 * i)
+            s.place(b, 0.1 * i, at_once=False)
             for s, b in zip(every, (body, body._replace(prefix=None), fresh), strict=True)
         ]
         for s in every:
@@ -297,7 +297,7 @@ def test_whatever_trust_does_what_was_charged_comes_off(
         name = "ab"[pick % 2]
         open_tickets = [t for t in tickets if t.dispatch and t.dispatch.outcome is None]
         if kind == "submit":
-            ticket = s.submit(asking(pick % 4, pieces), now_s)
+            ticket = s.place(asking(pick % 4, pieces), now_s, at_once=False)
             assert isinstance(ticket, Ticket)
             tickets.append(ticket)
         elif kind == "lose":

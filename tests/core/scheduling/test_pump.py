@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class Bug(Exception):
 
 
 def submitted(s: Scheduler, body: Request, now_s: float = 0.0, **options: Any) -> Ticket:
-    ticket = s.submit(body, now_s, **options)
+    ticket = s.place(body, now_s, **options, at_once=False)
     assert isinstance(ticket, Ticket), ticket
     return ticket
 
@@ -84,7 +85,13 @@ def test_what_breaks_the_pump_fails_alone_and_leaves_nothing(name: str, break_by
         else:
             assert ticket.failed is None
             assert ticket.dispatch is not None
-    assert sum(s.snapshot(each.instance_id).in_flight for each in s.specs()) == 3
+    assert (
+        sum(
+            s.members.snapshot(each.instance_id).in_flight
+            for each in list(s.members.specs.values())
+        )
+        == 3
+    )
     for ticket in tickets:
         if ticket.dispatch is not None:
             assert s.settle(ticket.dispatch, Outcome.COMPLETED, 1.0)
@@ -118,7 +125,7 @@ def test_one_that_fails_when_it_is_placed_at_once_leaves_the_queue(name: str) ->
 )
 def test_absurd_numbers_are_refused_at_the_door_and_hurt_nobody(name: str, body: Request) -> None:
     s = scheduler(spec("a"), spec("b", SLOW), policy=name)
-    for door in (s.submit, s.place):
+    for door in (partial(s.place, at_once=False), s.place):
         with pytest.raises(ValueError, match="must be within"):
             door(body, 0.0)
     for judge in (s.choose, s.explain):
@@ -154,7 +161,7 @@ def test_whatever_fails_in_between_every_sum_ends_at_zero(
         placed = [t.dispatch for t in tickets if t.dispatch is not None]
         if event in ("submit", "place"):
             try:
-                ticket = (s.submit if event == "submit" else s.place)(body, now_s)
+                ticket = s.place(body, now_s, at_once=event != "submit")
             except ValueError:
                 continue
             assert not isinstance(ticket, Reject)
@@ -175,11 +182,11 @@ def test_whatever_fails_in_between_every_sum_ends_at_zero(
         outcomes = (ticket.dispatch, ticket.rejected, ticket.failed)
         assert sum(outcome is not None for outcome in outcomes) == 1
     assert s.queued == 0
-    for each in s.specs():
+    for each in list(s.members.specs.values()):
         at = state(s, each.instance_id)
         assert (at.load_s, at.kv_tokens, at.in_flight) == (0.0, 0, 0)
         assert (at.waiting, at.streaming, at.context) == (0, 0, 0.0)
-        assert s.snapshot(InstanceId(each.instance_id)).in_flight == 0
+        assert s.members.snapshot(InstanceId(each.instance_id)).in_flight == 0
 
 
 # Who passes whom

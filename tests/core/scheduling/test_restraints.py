@@ -17,7 +17,7 @@ NOW_S = 100.0
 def eject(of: Scheduler, instance_id: str) -> Outcomes:
     outcomes = Outcomes(EjectionRules())
     outcomes.eject(NOW_S, "reset")
-    of.restrain(InstanceId(instance_id), outcomes)
+    of.restraints.heed(InstanceId(instance_id), outcomes)
     return outcomes
 
 
@@ -46,7 +46,7 @@ def test_half_open_it_gets_exactly_one_until_that_is_over(policy: str) -> None:
     outcomes = eject(chosen, "b")
     went = [sent_to(chosen, NOW_S + 2) for _ in range(4)]
     assert went.count("b") == 1
-    (trial,) = chosen.outstanding(InstanceId("b"))
+    (trial,) = chosen.members.table[InstanceId("b")].outstanding()
     assert outcomes.trial is trial
     chosen.settle(trial, Outcome.CLIENT_DISCONNECTED, NOW_S + 3)
     went = [sent_to(chosen, NOW_S + 3) for _ in range(4)]
@@ -85,7 +85,7 @@ def test_of_those_that_are_barred_the_busy_one_is_asked_before_the_ejected_one()
     eject(chosen, "a")
     busy = Outcomes(EjectionRules())
     busy.busy(NOW_S, others=0)
-    chosen.restrain(InstanceId("b"), busy)
+    chosen.restraints.heed(InstanceId("b"), busy)
     assert {sent_to(chosen, NOW_S) for _ in range(10)} == {"b"}
 
 
@@ -108,7 +108,7 @@ def test_nobody_is_heeded_any_more_when_it_is_open_or_gone() -> None:
     outcomes = eject(chosen, "b")
     outcomes.reprieve(NOW_S)
     outcomes.advance(NOW_S + 11)
-    chosen.restrain(InstanceId("b"), outcomes)
+    chosen.restraints.heed(InstanceId("b"), outcomes)
     eject(chosen, "a")
     chosen.remove(InstanceId("a"))
-    assert chosen._restraints.by_id == {}
+    assert chosen.restraints.by_id == {}

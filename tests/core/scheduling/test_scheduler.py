@@ -261,7 +261,7 @@ def test_an_estimated_length_goes_to_the_largest_instance_and_is_never_refused()
             assert decision.request.kv_tokens <= 4096
         ticket = s.place(asked, 0.0)
         s.settle(ticket.dispatch, Outcome.COMPLETED, 1.0)
-    assert s.snapshot(InstanceId("large")).load_s == 0
+    assert s.members.snapshot(InstanceId("large")).load_s == 0
 
 
 def test_an_exact_prompt_is_refused_for_itself_and_not_for_a_predicted_output() -> None:
@@ -342,7 +342,7 @@ def test_every_row_of_a_decision_follows_the_equations() -> None:
     decision = chosen(s.choose(body))
     for row in decision.explain():
         p = FAST if row.instance_id == "fast" else SLOW
-        seen = s.snapshot(row.instance_id)
+        seen = s.members.snapshot(row.instance_id)
         assert row.request_time_s == pytest.approx(request_time_s(p, 1000, 128.0))
         assert row.kv_usage == pytest.approx(seen.kv_tokens / p.kv_capacity_tokens)
         assert row.kv_usage > 0
@@ -360,7 +360,9 @@ def test_the_load_after_a_decision_is_the_load_after_its_dispatch(name: str) -> 
         decision = chosen(s.choose(request()))
         row = next(r for r in decision.explain() if r.instance_id == decision.instance_id)
         s.dispatch(decision)
-        assert s.snapshot(decision.instance_id).load_s == pytest.approx(row.load_after_s, abs=1e-9)
+        assert s.members.snapshot(decision.instance_id).load_s == pytest.approx(
+            row.load_after_s, abs=1e-9
+        )
 
 
 def test_a_decision_keeps_the_figures_it_was_made_from() -> None:
@@ -400,7 +402,10 @@ def test_choosing_changes_no_load() -> None:
     for _ in range(5):
         s.choose(request())
     assert loads(s) == [0.0, 0.0]
-    assert not s.outstanding(InstanceId("a")) | s.outstanding(InstanceId("b"))
+    assert (
+        not s.members.table[InstanceId("a")].outstanding()
+        | s.members.table[InstanceId("b")].outstanding()
+    )
 
 
 def test_after_everything_is_settled_every_load_is_zero() -> None:

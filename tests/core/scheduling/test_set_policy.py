@@ -18,7 +18,9 @@ from tests.core.builders import FAST, SLOW, chosen, request, scheduler, spec, st
 def sums(s: Scheduler) -> list[tuple[float, ...]]:
     return [
         (seen.load_s, seen.kv_tokens, seen.in_flight, seen.waiting, seen.streaming)
-        for seen in (s.snapshot(each.instance_id) for each in s.specs())
+        for seen in (
+            s.members.snapshot(each.instance_id) for each in list(s.members.specs.values())
+        )
     ]
 
 
@@ -59,8 +61,8 @@ def test_whatever_policies_follow_each_other_every_sum_ends_at_zero(
         elif open_:
             ticket = open_.pop(int(rng.integers(len(open_))))
             s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
-        for each in s.specs():
-            s.observe_steps(each.instance_id, 10, 0.1, now_s)
+        for each in list(s.members.specs.values()):
+            s.members.observe_steps(each.instance_id, 10, 0.1, now_s)
     while waiting or open_:
         now_s += 1.0
         for ticket in open_:

@@ -64,7 +64,7 @@ class Overload:
                 name = "batch" if rng.random() < batch else "interactive"
                 client = str(int(rng.integers(3)))
                 asked = Request("m", 100, 100.0, client=client, request_class=name)
-                ticket = s.submit(asked, now_s)
+                ticket = s.place(asked, now_s, at_once=False)
                 if isinstance(ticket, Reject):
                     self.refused[name].append(ticket)
             pump(now_s)
@@ -99,19 +99,21 @@ def test_batches_are_refused_first(discipline: str) -> None:
 
 def test_one_client_s_backlog_refuses_nobody_else_under_fair_shares() -> None:
     s = limited("clients")
-    flood = [s.submit(Request("m", 100, 100.0, client="flood"), 0.0) for _ in range(5000)]
+    flood = [
+        s.place(Request("m", 100, 100.0, client="flood"), 0.0, at_once=False) for _ in range(5000)
+    ]
     s.pump(0.0)
     assert isinstance(flood[-1], Reject)
-    assert isinstance(s.submit(Request("m", 100, 100.0, client="quiet"), 0.1), Ticket)
+    assert isinstance(s.place(Request("m", 100, 100.0, client="quiet"), 0.1, at_once=False), Ticket)
 
 
 def test_a_retry_is_never_refused_and_without_a_limit_nobody_is() -> None:
     s = limited("fifo", None)
     for _ in range(3000):
-        assert isinstance(s.submit(Request("m", 100, 100.0), 0.0), Ticket)
+        assert isinstance(s.place(Request("m", 100, 100.0), 0.0, at_once=False), Ticket)
     s.set_limits(2.0, 10_000, LIMITS)
-    assert isinstance(s.submit(Request("m", 100, 100.0), 0.0), Reject)
-    assert isinstance(s.submit(Request("m", 100, 100.0), 0.0, first=True), Ticket)
+    assert isinstance(s.place(Request("m", 100, 100.0), 0.0, at_once=False), Reject)
+    assert isinstance(s.place(Request("m", 100, 100.0), 0.0, first=True, at_once=False), Ticket)
 
 
 def test_where_the_queue_has_no_limit_the_goal_for_the_first_token_is_one() -> None:

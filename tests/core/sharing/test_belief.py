@@ -168,10 +168,10 @@ class Gateway:
 
     def apply(self, now_s: float) -> None:
         for change in self.exchange.changes(now_s):
-            self.scheduler.set_peer(change.instance_id, OTHERS, change.load, now_s)
+            self.scheduler.members.table[change.instance_id].set_peer(OTHERS, change.load, now_s)
 
     def scrape(self, requests: float, *, full: bool = False) -> None:
-        own = self.scheduler.own_load(A, 0.0)
+        own = self.scheduler.members.table[A].own_load(0.0)
         self.exchange.note_report(A, EngineReport(requests, own.in_flight, full))
 
 

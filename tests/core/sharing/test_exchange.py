@@ -49,7 +49,7 @@ class Gateway:
 
     def apply(self, now_s: float) -> None:
         for change in self.exchange.changes(now_s):
-            self.scheduler.set_peer(change.instance_id, OTHERS, change.load, now_s)
+            self.scheduler.members.table[change.instance_id].set_peer(OTHERS, change.load, now_s)
 
     def hear(self, message: Message | None, now_s: float = 0.0, replica: str = "him") -> None:
         self.exchange.hear(replica, told(message), now_s)
@@ -153,7 +153,7 @@ def test_news_are_of_some_instances_and_leave_the_others_as_they_were() -> None:
     # What ended in between differs in nothing from what was said last: it is said all the same.
     other.scheduler.settle(dispatch, Outcome.COMPLETED, 0.0)
     g.hear(other.say(0.0))
-    assert g.exchange.totals() == [(A, other.scheduler.own_load(A, 0.0))]
+    assert g.exchange.totals() == [(A, other.scheduler.members.table[A].own_load(0.0))]
 
 
 def test_news_of_what_nobody_knows_are_none() -> None:
@@ -197,7 +197,7 @@ def test_whatever_is_lost_or_late_the_next_whole_makes_it_exact(seed: int) -> No
     g.hear(other.say(1.0), 1.0)
     for late_one in late:
         g.hear(late_one, 1.0)
-    want = {i: other.scheduler.own_load(i, 1.0) for i in (A, B)}
+    want = {i: other.scheduler.members.table[i].own_load(1.0) for i in (A, B)}
     for instance_id, load in g.exchange.totals():
         # Counts of prompts are relative to when the other was heard first.
         assert load[:9] == want[instance_id][:9]
@@ -221,7 +221,7 @@ def test_news_of_more_instances_than_there_can_be_are_not_kept() -> None:
 def test_rows_of_instances_that_are_not_here_are_counted_and_charged_to_nobody() -> None:
     g = Gateway()
     other = Gateway([(A, "http://elsewhere"), (InstanceId("c"), "http://c")])
-    other.scheduler.set_peer(A, "x", None)
+    other.scheduler.members.table[A].set_peer("x", None)
     for _ in range(3):
         other.place(0.0)
     message = told(other.say(0.0))
@@ -255,9 +255,9 @@ def test_what_others_saw_of_an_engines_speed_is_averaged_by_modelled_time() -> N
     g = Gateway()
     state = g.scheduler.members.table[A]
     seen = PeerLoad(observed_s=4.0, modelled_s=2.0)
-    g.scheduler.set_peer(A, OTHERS, seen)
+    g.scheduler.members.table[A].set_peer(OTHERS, seen)
     assert state.speed == pytest.approx((0.2 + 4.0) / (0.2 + 2.0))
-    g.scheduler.set_peer(A, OTHERS, None)
+    g.scheduler.members.table[A].set_peer(OTHERS, None)
     assert state.speed == 1.0
 
 
@@ -277,7 +277,7 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
                 load = PeerLoad(
                     9.0, 260_000, 60, 0, 60, 0, 0.0, 0.0, 240_000.0, 0, 0, tick, 2000 * tick
                 )
-                g.scheduler.set_peer(A, OTHERS, load, now_s)
+                g.scheduler.members.table[A].set_peer(OTHERS, load, now_s)
             if tick and tick % 10 == 0:
                 c = state.constants
                 assert c is not None
@@ -285,7 +285,7 @@ def test_an_engine_shared_with_another_gateway_is_not_taken_for_slow() -> None:
                 step_s = c.p5 * context + c.p6 * 64 + c.p7 * context / 64 + c.p8
                 prompts_s = 10 * (c.p1 * 2000 + c.p2 + c.p4)
                 steps = (1.0 - prompts_s) / step_s
-                g.scheduler.observe_steps(A, steps, 1.0, now_s)
+                g.scheduler.members.observe_steps(A, steps, 1.0, now_s)
         return state.speed
 
     assert speed(told=False) > 1.5

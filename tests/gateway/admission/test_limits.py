@@ -236,7 +236,9 @@ async def test_a_key_has_models_classes_and_an_end(workers: int, tmp_path: Path)
             await eventually(lambda: not running.settled())
             scheduler = running.gateway.fleet.scheduler
             dispatches = [
-                d for i in running.gateway.fleet.instances for d in scheduler.outstanding(i)
+                d
+                for i in running.gateway.fleet.instances
+                for d in scheduler.members.table[i].outstanding()
             ]
             assert [dispatch.request.request_class for dispatch in dispatches] == ["batch"]
             await stream

@@ -406,13 +406,13 @@ async def test_the_speed_factor_follows_what_the_streams_show_whether_a_policy_a
         body = chat(events=60, delay_s=0.06)
         streams = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
         scheduler, there = running.gateway.fleet.scheduler, InstanceId("i0")
-        await eventually(lambda: (scheduler.snapshot(there).speed_factor or 0) > 2)
+        await eventually(lambda: (scheduler.members.snapshot(there).speed_factor or 0) > 2)
         if policy == "finish-time":
             row = (await client.get("/admin/instances")).json()["instances"][0]
             assert row["speed_factor"] > 2
         await asyncio.gather(*streams)
         await eventually(lambda: running.gateway.placement.idle)
-        assert scheduler.snapshot(there).waiting == 0
+        assert scheduler.members.snapshot(there).waiting == 0
 
 
 async def test_a_request_whose_progress_nobody_sees_spoils_no_observation() -> None:
@@ -420,7 +420,7 @@ async def test_a_request_whose_progress_nobody_sees_spoils_no_observation() -> N
         plain = chat(stream=False, first_delay_s=3.0)
         stream = chat(events=60, delay_s=0.03)
         await asyncio.gather(*(client.post(CHAT, json=body) for body in (plain, stream)))
-        observations = running.gateway.fleet.scheduler.observations(InstanceId("i0"))
+        observations = running.gateway.fleet.scheduler.members.table[InstanceId("i0")].observations
         # The stream's two looks were both while the plain one was there, but for a first moment.
         assert len(observations.steps) <= 1
 
@@ -432,7 +432,7 @@ async def test_the_speed_factor_follows_what_plain_answers_take() -> None:
         for _ in range(4):
             body = {"model": "m", "prompt": [1] * 50, "fake": {"first_delay_s": 0.5}}
             assert (await client.post(CHAT, json=body)).status_code == 200
-        assert scheduler.snapshot(InstanceId("i0")).speed_factor > 2
+        assert scheduler.members.snapshot(InstanceId("i0")).speed_factor > 2
 
 
 async def test_answers_shorter_than_an_interval_do_not_look_like_a_hang() -> None:
@@ -445,7 +445,7 @@ async def test_answers_shorter_than_an_interval_do_not_look_like_a_hang() -> Non
         for _ in range(16):
             streams.append(asyncio.create_task(client.post(CHAT, json=body)))
             await asyncio.sleep(0.15)
-        assert scheduler.snapshot(there).speed_factor < 1.5
+        assert scheduler.members.snapshot(there).speed_factor < 1.5
         await asyncio.gather(*streams)
 
 

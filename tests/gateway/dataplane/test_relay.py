@@ -538,7 +538,7 @@ async def test_the_engines_kv_pool_and_usage_are_read() -> None:
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",engine="0"} 1.0\n'
     )
     async with rig([fake]) as (running, *_):
-        spec = running.gateway.fleet.scheduler.spec("i0")  # type: ignore[arg-type]
+        spec = running.gateway.fleet.scheduler.members.specs["i0"]  # type: ignore[arg-type]
         assert spec.profile.kv_capacity_tokens == 1600
         text = await running.metrics()
         assert 'instance_kv_usage_ratio{backend="i0",source="engine"} 0.25' in text

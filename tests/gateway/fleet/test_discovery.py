@@ -267,7 +267,7 @@ async def test_a_pod_that_moves_drains_where_it_was() -> None:
                 await eventually(lambda: list(shown(running)) == ["a.2"])
                 old = running.gateway.fleet.instances[InstanceId("a")]
                 assert old.leaving
-                assert running.gateway.fleet.scheduler.snapshot(old.id).in_flight == 1
+                assert running.gateway.fleet.scheduler.members.snapshot(old.id).in_flight == 1
                 assert (await under_way).text.endswith("data: [DONE]\n\n")
             await eventually(lambda: list(running.gateway.fleet.instances) == ["a.2"])
             await eventually(running.settled)
@@ -314,7 +314,7 @@ async def test_profiles_by_label_and_by_what_the_engine_serves() -> None:
             instances = running.gateway.fleet.instances
             names = {str(i.id): i.profile_name for i in instances.values()}
             assert names == {"a": FAST, "b": SLOW, "c": "unprofiled"}
-            specs = running.gateway.fleet.scheduler.specs()
+            specs = list(running.gateway.fleet.scheduler.members.specs.values())
             assert [spec.profile is not None for spec in specs] == [True, True, False]
 
 

@@ -323,7 +323,7 @@ async def test_a_prefix_cache_is_known_from_the_start_and_no_longer_than_it_tell
 
             assert await shown() == (True, pytest.approx(0.9))
             fakes[0].metrics = ""
-            snapshot = running.gateway.fleet.scheduler.snapshot
+            snapshot = running.gateway.fleet.scheduler.members.snapshot
             await eventually(lambda: snapshot(InstanceId("i0")).hit_share is None)
             assert await shown() == (None, None)
             fakes[0].metrics = NO_PREFIX_CACHE

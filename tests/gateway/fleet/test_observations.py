@@ -69,7 +69,7 @@ async def traffic(client: httpx.AsyncClient, seconds: float, delay_s: float = 0.
 
 
 def speed_of(running: RunningGateway) -> float:
-    return running.gateway.fleet.scheduler.snapshot(I0).speed_factor or 0.0
+    return running.gateway.fleet.scheduler.members.snapshot(I0).speed_factor or 0.0
 
 
 async def test_rows_are_told_with_their_fields_and_nothing_of_requests(quick: None) -> None:
@@ -95,7 +95,7 @@ async def test_streams_shorter_than_a_look_are_observed() -> None:
     async with fake_instances(1) as fakes, serving(fakes) as (running, client):
         for _ in range(8):
             await client.post(CHAT, json=chat(0.03, 10))
-        seen = running.gateway.fleet.scheduler.observations(I0)
+        seen = running.gateway.fleet.scheduler.members.table[I0].observations
         await eventually(lambda: running.gateway.placement.idle)
         (row,) = seen.steps.last(1)
         assert 0.015 < row.duration_s / row.steps < 0.09
@@ -159,7 +159,7 @@ async def test_nothing_is_recalibrated_unless_it_is_on(quick: None) -> None:
         await traffic(client, 6.0, delay_s=0.05)
         row = (await client.get("/admin/instances")).json()["instances"][0]
         assert row["recalibrated"] is False
-        assert running.gateway.fleet.scheduler.spec(I0).profile == load_profile(FAST)
+        assert running.gateway.fleet.scheduler.members.specs[I0].profile == load_profile(FAST)
         assert row["speed_factor"] > 2
         refused = await client.patch("/admin/instances/i0", json={"recalibrated": True})
         assert refused.status_code == 400
@@ -178,7 +178,7 @@ async def test_recalibrated_constants_are_bounded_and_can_be_taken_back(quick: N
         fleet, original = running.gateway.fleet, load_profile(FAST).constants
         load = asyncio.create_task(traffic(client, 9.0, delay_s=0.1))  # 12 ms by the profile
         await eventually(lambda: fleet.instances[I0].calibrated is not None, within_s=15)
-        fitted = fleet.scheduler.spec(I0).profile
+        fitted = fleet.scheduler.members.specs[I0].profile
         assert fitted is not None
         assert 2 < fitted.constants.p8 / original.p8 <= MOST_CHANGE * 1.001
         await load
@@ -188,7 +188,7 @@ async def test_recalibrated_constants_are_bounded_and_can_be_taken_back(quick: N
         assert (row["recalibrated"], row["profile"]) == (True, FAST)
         back = (await client.patch("/admin/instances/i0", json={"recalibrated": False})).json()
         assert back["recalibrated"] is False
-        assert fleet.scheduler.spec(I0).profile.constants == original  # type: ignore[union-attr]
+        assert fleet.scheduler.members.specs[I0].profile.constants == original  # type: ignore[union-attr]
         await traffic(client, 4.0)
         assert fleet.instances[I0].calibrated is None
 
@@ -234,7 +234,7 @@ async def test_an_unprofiled_instance_learns_its_constants_where_that_is_on(quic
             status = (await client.get("/admin/instances")).json()["instances"][0]
             assert (status["profile"], status["recalibrated"]) == ("learned", True)
             assert status["kv_capacity_tokens"] == 64_000
-            profile = running.gateway.fleet.scheduler.spec(I0).profile
+            profile = running.gateway.fleet.scheduler.members.specs[I0].profile
             assert profile is not None
             assert profile.constants.p8 + 3 * profile.constants.p6 == pytest.approx(0.05, rel=0.3)
 

@@ -156,7 +156,7 @@ def test_queues_of_models_that_nobody_serves_are_not_kept() -> None:
     for number in range(2000):
         model = f"adapter-{number}"
         s.replace(spec("a", models=frozenset({"base", model})))
-        ticket = s.submit(request(model=model), 0.0)
+        ticket = s.place(request(model=model), 0.0, at_once=False)
         assert not isinstance(ticket, Reject)
         s.cancel(ticket)
-    assert len(s._queues) <= 256
+    assert len(s.queues) <= 256

@@ -124,7 +124,7 @@ def test_buckets_are_cumulative_and_bounds_belong_to_the_lower_one() -> None:
 async def test_a_forgotten_instance_leaves_no_series() -> None:
     scheduler = Scheduler(make_policy("min-max"), np.random.default_rng(0))
     scheduler.add(InstanceSpec(InstanceId("kept"), frozenset("m")))
-    rows = [InstanceGauges(scheduler.snapshot(InstanceId("kept")), True, None, None)]
+    rows = [InstanceGauges(scheduler.members.snapshot(InstanceId("kept")), True, None, None)]
     metrics = Metrics("min-max", lambda: rows)
     for name in ("kept", "gone"):
         metrics.series("m", name).outcomes["completed"] += 1

@@ -229,7 +229,7 @@ async def test_what_500_mixed_requests_were_charged_comes_off_once_each(tmp_path
         assert {id(each) for each in settled} == {id(each) for each in dispatched}
         assert picker.loads() == [(0.0, 0, 0)] * 2
         for instance in picker.gateway.fleet.instances:
-            snapshot = scheduler.snapshot(instance)
+            snapshot = scheduler.members.snapshot(instance)
             assert (snapshot.waiting, snapshot.streaming, snapshot.context_tokens) == (0, 0, 0)
 
 
@@ -268,10 +268,10 @@ async def test_first_bytes_and_usage_are_reported(tmp_path, changes):
         body = chat(fake={"events": 8, "first_delay_s": 0.3, "delay_s": 0.05})
         scheduler = picker.gateway.fleet.scheduler
         async with client.stream("POST", CHAT, json=body) as answer:
-            assert scheduler.snapshot("i0").waiting == 1  # though its head is here
+            assert scheduler.members.snapshot("i0").waiting == 1  # though its head is here
             lines = answer.aiter_lines()
             await anext(lines)
-            await eventually(lambda: scheduler.snapshot("i0").streaming == 1)
+            await eventually(lambda: scheduler.members.snapshot("i0").streaming == 1)
             async for _ in lines:
                 pass
         await eventually(picker.settled)
@@ -296,7 +296,7 @@ async def test_without_reports_first_tokens_are_predicted(tmp_path):
             assert answer.status_code == 200
             await asyncio.sleep(0.1)  # its prefill takes less by the profile
             await client.post(CHAT, json=chat(stream=False))  # a decision looks at what is due
-            assert scheduler.snapshot("i0").streaming == 1
+            assert scheduler.members.snapshot("i0").streaming == 1
         await eventually(picker.settled)
 
 

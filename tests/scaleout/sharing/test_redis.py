@@ -298,7 +298,9 @@ async def test_messages_longer_than_a_short_one_come_whole(server: RedisServer) 
         await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)
         for _ in range(800):
             first.place()
-        loaded = sum(1 for i in first.fleet.instances if first.fleet.scheduler.in_flight(i))
+        loaded = sum(
+            1 for i in first.fleet.instances if first.fleet.scheduler.members.table[i].in_flight
+        )
         assert loaded * 112 > 2**16
         await until(lambda: second.in_flight() == 800)
 

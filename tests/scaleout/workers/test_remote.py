@@ -88,9 +88,9 @@ async def test_streams_of_both_workers_set_one_speed() -> None:
         await asyncio.gather(*await streaming(client, running, 4))
         await eventually(running.settled)
         rows = list(
-            running.gateway.fleet.scheduler.observations(
+            running.gateway.fleet.scheduler.members.table[
                 next(iter(running.gateway.fleet.instances))
-            ).steps
+            ].observations.steps
         )
         assert rows
         assert sum(row.steps for row in rows) > 10
@@ -167,7 +167,7 @@ async def test_no_request_ends_with_the_scheduler_and_it_is_exact_again() -> Non
         await eventually(lambda: in_flight(running) == 0)  # it has let go of what was theirs
         for worker in running.workers:  # and they have charged it themselves
             scheduler = worker.fleet.scheduler
-            assert sum(scheduler.snapshot(i).in_flight for i in worker.fleet.instances) == 3
+            assert sum(scheduler.members.snapshot(i).in_flight for i in worker.fleet.instances) == 3
         alone = await post(client, running, body())
         assert alone.status_code == 200
         hub._server = await asyncio.get_running_loop().create_unix_server(
@@ -181,7 +181,7 @@ async def test_no_request_ends_with_the_scheduler_and_it_is_exact_again() -> Non
         await eventually(running.settled)
         for worker in running.workers:
             scheduler = worker.fleet.scheduler
-            assert all(scheduler.snapshot(i).load_s == 0 for i in worker.fleet.instances)
+            assert all(scheduler.members.snapshot(i).load_s == 0 for i in worker.fleet.instances)
 
 
 async def test_who_waits_when_the_scheduler_goes_is_placed_all_the_same() -> None:

@@ -211,7 +211,7 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             assert max(float(width.rstrip("%")) for width in widths) == 100
             assert float(widths[2].rstrip("%")) == 0
 
-            drift = running.gateway.fleet.scheduler.drift(InstanceId("i0"))
+            drift = running.gateway.fleet.scheduler.members.drifts.get(InstanceId("i0"))
             assert drift is not None
             drift.drifted = True
             await page.until("#instances", lambda text: text.count("profile drifted") == 1)

@@ -254,7 +254,7 @@ async def test_the_instances_are_brought_in_line_with_the_file(tmp_path: Path) -
         assert (await rig.client.post("/admin/reload")).json()["changed"] == ["i0"]
         assert list(fleet.instances.values()) == [instance, second]
         assert instance.up
-        assert fleet.scheduler.spec(instance.id).weight == 3
+        assert fleet.scheduler.members.specs[instance.id].weight == 3
 
 
 async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ async def test_a_removed_instance_ends_its_streams_and_is_counted_until_then(
         await rig.reload(instances=[e for e in entries if e["id"] != left])
         assert fleet.instances[left].leaving
         held = fakes[int(left[1])]
-        assert fleet.scheduler.snapshot(left).in_flight == held.open > 0
+        assert fleet.scheduler.members.snapshot(left).in_flight == held.open > 0
         requests = held.requests
         assert (await rig.post()).status_code == 200
         assert held.requests == requests
@@ -334,7 +334,7 @@ async def test_what_is_wanted_again_before_it_has_gone_stays(tmp_path: Path) -> 
         await rig.reload()
         assert list(fleet.instances.values()) == [instance]
         assert not instance.leaving
-        assert fleet.scheduler.snapshot(instance.id).in_flight == 1
+        assert fleet.scheduler.members.snapshot(instance.id).in_flight == 1
         assert (await rig.post()).status_code == 200
         assert (await under_way).text.endswith("data: [DONE]\n\n")
 
@@ -362,7 +362,7 @@ async def test_a_changed_profile_file_is_read_again(tmp_path: Path) -> None:
     async with started(tmp_path, profiles=("p.yaml",)) as rig:
         measure(profile, 0.02)
         assert (await rig.reload())["changed"] == ["i0"]
-        spec = rig.running.gateway.fleet.scheduler.spec(InstanceId("i0"))
+        spec = rig.running.gateway.fleet.scheduler.members.specs[InstanceId("i0")]
         assert spec.profile is not None
         assert spec.profile.constants.p8 == 0.02
         assert (await rig.reload())["changed"] == []

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.drift import Drift
+from hetero_gateway.core.instances.observation import seconds
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot, snapshot_of
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
@@ -105,6 +106,36 @@ class Members:
             self.drifts.get(instance_id),
             queues=self._gives_stand_ins,
         )
+
+    # What is observed
+
+    def observe_steps(
+        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
+    ) -> bool:
+        """The instance made so many decode steps in the last ``duration_s``, while it streamed.
+
+        Returns whether its profile has begun or ceased to drift (``drift``). Raises KeyError when
+        there is no such instance.
+        """
+        state = self.table[instance_id]
+        if state.tracked != state.in_flight:
+            # Others are there whose progress nobody sees: the row would say that it is slow.
+            duration_s = 0.0
+        row = state.observe_steps(steps, duration_s, now_s)
+        if state.stands_in and row is not None:
+            self.table.spread_stand_in_speed()
+        drift = self.drifts.get(instance_id)
+        constants = constants_of(self.specs[instance_id])
+        seen = state.observations
+        first_tokens, steps_known, observed_s = seen.take_fresh(), seen.take_fresh_steps(), 0.0
+        if drift is None or constants is None:
+            return False
+        for first in first_tokens:
+            drift.observe(first.ttft_s, *seconds(first.terms, constants))
+        for known in steps_known:
+            drift.observe(known.duration_s, *seconds(known.terms, constants))
+            observed_s += known.duration_s
+        return observed_s > 0 and drift.judge(observed_s, now_s)
 
     # Who can take what
 

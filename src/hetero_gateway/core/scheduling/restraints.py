@@ -20,7 +20,7 @@ _MOST_NAMED = 5
 
 
 class Restraints:
-    """The instances that stand elsewhere than open. ``by_id``: their outcomes."""
+    """The instances whose circuit breaker is not closed. ``by_id``: their outcomes."""
 
     __slots__ = ("_last", "by_id")
 
@@ -31,6 +31,13 @@ class Restraints:
 
     def __repr__(self) -> str:
         return f"<Restraints {self.by_id!r}>"
+
+    def heed(self, instance_id: InstanceId, outcomes: Outcomes) -> None:
+        """Restrain an instance as its circuit breaker has it, until that is closed again."""
+        if outcomes.breaker is BreakerState.CLOSED:
+            self.by_id.pop(instance_id, None)
+        else:
+            self.by_id[instance_id] = outcomes
 
     def judge(
         self, eligible: Eligible, exclude: Collection[InstanceId], now_s: float

@@ -31,20 +31,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.profile import Constants
-from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
-from hetero_gateway.core.instances.drift import Drift
-from hetero_gateway.core.instances.observation import Observations, seconds
-from hetero_gateway.core.instances.outcomes import BreakerState, Outcomes
-from hetero_gateway.core.instances.snapshot import InstanceSnapshot
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.policies import Policy
-from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider, Views, drain_time_s
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
-from hetero_gateway.core.scheduling.members import Members, constants_of
+from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.probes import Probes
 from hetero_gateway.core.scheduling.queue import ModelQueue, QueueDiscipline, Ticket
@@ -55,7 +49,6 @@ from hetero_gateway.core.types import (
     InstanceId,
     InstanceSpec,
     Outcome,
-    PrefixKeys,
     Reject,
     RejectReason,
     Request,
@@ -129,14 +122,14 @@ class Scheduler:
         self._decider = Decider(policy, rng, views, small_pool)
         # What chooses among the eligible instances; ``set_policy`` changes it.
         self.policy = policy
-        self._restraints = Restraints()
+        self.restraints = Restraints()
         self._reference = reference
         self._max_queued = max_queued
         self._waits: WaitLimits | None = None
         self._observes = observes
         self._discipline: QueueDiscipline = Fifo() if discipline is None else discipline
         self._shares = discipline if isinstance(discipline, Clients) else None
-        self._queues: dict[str, ModelQueue] = {}
+        self.queues: dict[str, ModelQueue] = {}
         self._most_queues = _MOST_QUEUES
         # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
         self._unseen: list[tuple[float, int, Dispatch]] = []
@@ -149,10 +142,6 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self.members!r}>"
 
-    def compile(self, jit: Jit) -> None:
-        """Have ``jit`` compile what the policy computes with. See ``Policy.compile``."""
-        self.policy.compile(jit)
-
     def fresh(self, model: str) -> Fresh | None:
         """What placements of this model's requests follow from, for who does without the scheduler.
 
@@ -160,9 +149,9 @@ class Scheduler:
         """
         pool = self.members.pool(model)
         if (
-            self._queues
+            self.queues
             or self._observes
-            or self._restraints.by_id
+            or self.restraints.by_id
             or type(self._discipline) is not Fifo
             or self._max_queued < MOST_QUEUED
             or self.on_dispatch is not None
@@ -200,7 +189,7 @@ class Scheduler:
         """
         self._discipline = discipline
         self._shares = discipline if isinstance(discipline, Clients) else None
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.set_discipline(discipline)
 
     # Membership
@@ -223,7 +212,7 @@ class Scheduler:
 
     def remove(self, instance_id: InstanceId, now_s: float = 0.0) -> list[Dispatch]:
         """An instance leaves; everything on it is settled and returned. KeyError: unknown."""
-        self._restraints.by_id.pop(instance_id, None)
+        self.restraints.by_id.pop(instance_id, None)
         if self._shares is not None:
             for dispatch in self.members.table[instance_id].outstanding():
                 self._shares.settled(dispatch, None, 0.0)
@@ -232,78 +221,14 @@ class Scheduler:
             self.caches.leave(instance_id)
         return orphans
 
-    def restrain(self, instance_id: InstanceId, outcomes: Outcomes) -> None:
-        """Heed where an instance's outcomes have it stand, until it is open again."""
-        if outcomes.breaker is BreakerState.CLOSED:
-            self._restraints.by_id.pop(instance_id, None)
-        else:
-            self._restraints.by_id[instance_id] = outcomes
-
-    def specs(self) -> list[InstanceSpec]:
-        return list(self.members.specs.values())
-
-    def spec(self, instance_id: InstanceId) -> InstanceSpec:
-        return self.members.specs[instance_id]
-
-    def knows(self, model: str) -> bool:
-        """Whether any instance, available or not, serves the model."""
-        return self.members.knows(model)
-
-    def in_flight(self, instance_id: InstanceId) -> int:
-        """How many requests are on an instance now. KeyError: unknown."""
-        return self.members.table[instance_id].in_flight
-
-    def outstanding(self, instance_id: InstanceId) -> frozenset[Dispatch]:
-        """What is on an instance now. KeyError: unknown."""
-        return self.members.table[instance_id].outstanding()
-
-    def snapshot(self, instance_id: InstanceId) -> InstanceSnapshot:
-        """All that there is to show of an instance. KeyError: unknown."""
-        return self.members.snapshot(instance_id)
-
-    def set_peer(
-        self, instance_id: InstanceId, peer: str, load: PeerLoad | None, now_s: float = 0.0
-    ) -> None:
-        """What another gateway has on an instance now: load that is not ours. KeyError: unknown.
-
-        None: the peer is gone, or has nothing there.
-        """
-        self.members.table[instance_id].set_peer(peer, load, now_s)
-
-    def own_load(self, instance_id: InstanceId, now_s: float) -> PeerLoad:
-        """What is ours on an instance now, for other gateways. KeyError: unknown."""
-        return self.members.table[instance_id].own_load(now_s)
-
     # The queue
-
-    def submit(
-        self,
-        request: Request,
-        now_s: float,
-        exclude: Collection[InstanceId] = (),
-        *,
-        owner: Any = None,
-        first: bool = False,
-    ) -> Ticket | Reject:
-        """Put a request into its model's queue; ``pump`` places it.
-
-        Args:
-            exclude: instances that were tried already.
-            owner: kept on the ticket.
-            first: at the head of the queue, for a retry.
-
-        Returns:
-            A ticket, or why nobody can ever take the request as things are.
-
-        Raises:
-            ValueError: a number of the request is out of bounds (``Request.check``).
-        """
-        return self.place(request, now_s, exclude, owner=owner, first=first, at_once=False)
 
     def _forget_queues(self) -> None:
         """Those of models that nobody serves any more, as adapters that were unloaded."""
-        self._queues = {m: queue for m, queue in self._queues.items() if queue or self.knows(m)}
-        self._most_queues = max(_MOST_QUEUES, 2 * len(self._queues))
+        self.queues = {
+            m: queue for m, queue in self.queues.items() if queue or self.members.knows(m)
+        }
+        self._most_queues = max(_MOST_QUEUES, 2 * len(self.queues))
 
     def place(
         self,
@@ -341,7 +266,7 @@ class Scheduler:
             return Reject(
                 RejectReason.QUEUE_FULL, f"{self.queued} requests wait for an instance already."
             )
-        queue = self._queues.get(request.model)
+        queue = self.queues.get(request.model)
         if self._waits is not None and self.queued and not first:
             wait_s = self.predicted_wait_s(request, now_s)
             most_s = self._waits.of(request, queue.first_token_s if queue else 0.0)
@@ -349,10 +274,10 @@ class Scheduler:
                 detail = f"It would wait for about {wait_s:.3g} s; at most {most_s:g} s is wanted."
                 return Reject(RejectReason.WAIT_TOO_LONG, detail, wait_s)
         if queue is None:
-            if len(self._queues) >= self._most_queues:
+            if len(self.queues) >= self._most_queues:
                 self._forget_queues()
             queue = ModelQueue(request.model, self._discipline)
-            self._queues[request.model] = queue
+            self.queues[request.model] = queue
         queue.arrive(ticket, first=first)
         self.queued += 1
         if self.queued > 1 or not at_once:
@@ -370,7 +295,7 @@ class Scheduler:
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a ticket out of its queue; False when it is not in it any more."""
-        queue = self._queues.get(ticket.request.model)
+        queue = self.queues.get(ticket.request.model)
         if queue is None or not queue.drop(ticket):
             return False
         self.queued -= 1
@@ -389,7 +314,7 @@ class Scheduler:
         if not self.queued:
             return []
         done: list[Ticket] = []
-        open_queues = [queue for queue in self._queues.values() if queue]
+        open_queues = [queue for queue in self.queues.values() if queue]
         while open_queues:
             queue = open_queues[0]
             if len(open_queues) > 1:
@@ -481,29 +406,24 @@ class Scheduler:
             times.append(self._pumped_s + MOST_PATIENCE_S)
             times += [
                 q.last_arrival_s + idle_before_drain_s(q.mean_gap_s)
-                for q in self._queues.values()
+                for q in self.queues.values()
                 if q
             ]
-            if self._restraints.by_id:
-                times.append(self._restraints.next_change_s(self._pumped_s))
+            if self.restraints.by_id:
+                times.append(self.restraints.next_change_s(self._pumped_s))
         # What the last pump has seen is over: a timer at it would never rest.
         return min((t for t in times if t > self._pumped_s), default=None)
 
-    def queued_for(self, model: str) -> int:
-        """How many requests wait for this model."""
-        queue = self._queues.get(model)
-        return 0 if queue is None else len(queue)
-
     def predicted_wait_s(self, request: Request, now_s: float) -> float:
         """How long a request that comes now would wait here, behind those who wait already."""
-        queue = self._queues.get(request.model)
+        queue = self.queues.get(request.model)
         if not queue:
             return 0.0
         return predicted_wait_s(queue, request, self.drain_time_s(request.model), now_s)
 
     def drain_time_s(self, model: str) -> float:
         """How long the model's queue would take at full speed, in seconds, by the cost model."""
-        pool, queue = self.members.pool(model), self._queues.get(model)
+        pool, queue = self.members.pool(model), self.queues.get(model)
         return drain_time_s(pool, queue) if queue and pool.ids else 0.0
 
     def _place(
@@ -524,14 +444,14 @@ class Scheduler:
                     return False
                 eligible = takers = roomy
             waited_s = now_s - ticket.enqueued_s
-            if self._restraints.by_id:
+            if self.restraints.by_id:
                 judged = self._judge_now(ticket, eligible, now_s)
                 if judged is None or isinstance(judged, Reject):
                     ticket.rejected, ticket.waits = judged, judged is None
                     return judged is not None
                 takers = judged
                 if eligible is None and not ticket.exclude:
-                    trial = self._restraints.trial(takers)
+                    trial = self.restraints.trial(takers)
             probes, decision = self._probes, None
             if now_s >= probes.next_s:
                 probes.revise(now_s)
@@ -557,9 +477,9 @@ class Scheduler:
     ) -> Eligible | Reject | None:
         """Who of those that may get it had better not is left out; None: it has to wait."""
         if among is None:
-            return self._restraints.judge(ticket.eligible, ticket.exclude, now_s)
+            return self.restraints.judge(ticket.eligible, ticket.exclude, now_s)
         # The others are only kept free: no reason to have one that fails.
-        return self._restraints.strictly(among, now_s)
+        return self.restraints.strictly(among, now_s)
 
     def _pass_unseen(self, now_s: float) -> None:
         while self._unseen and self._unseen[0][0] <= now_s:
@@ -601,15 +521,15 @@ class Scheduler:
     ) -> tuple[Request, Eligible] | Reject:
         """As ``Members.judge``, and without those that had better not get it now."""
         judged = self.members.judge(request, exclude)
-        if isinstance(judged, Reject) or judged[0] is not request or not self._restraints.by_id:
+        if isinstance(judged, Reject) or judged[0] is not request or not self.restraints.by_id:
             return judged
-        eligible = self._restraints.judge(judged[1], exclude, now_s)
+        eligible = self.restraints.judge(judged[1], exclude, now_s)
         return eligible if isinstance(eligible, Reject) else (request, eligible)
 
     def _would_choose(
         self, request: Request, eligible: Eligible, now_s: float, *, takes_turn: bool = True
     ) -> Decision:
-        queue = self._queues.get(request.model)
+        queue = self.queues.get(request.model)
         return self._decider.would_choose(request, eligible, now_s, queue, takes_turn=takes_turn)
 
     # A request's events
@@ -633,8 +553,8 @@ class Scheduler:
             tracked=queues or (self._observes and request.streams),
             alone=queues or state.in_flight == state.tracked,
         )
-        if self._restraints.by_id:
-            self._restraints.sent(dispatch)
+        if self.restraints.by_id:
+            self.restraints.sent(dispatch)
         if self.on_dispatch is not None:
             self.on_dispatch(decision.instance_id, now_s)
         keys = request.prefix
@@ -697,43 +617,6 @@ class Scheduler:
                     self.caches.observe(dispatch, hits)
         return True
 
-    def observe_steps(
-        self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
-    ) -> bool:
-        """The instance made so many decode steps in the last ``duration_s``, while it streamed.
-
-        Returns whether its profile has begun or ceased to drift (``drift``). Raises KeyError when
-        there is no such instance.
-        """
-        state = self.members.table[instance_id]
-        if state.tracked != state.in_flight:
-            # Others are there whose progress nobody sees: the row would say that it is slow.
-            duration_s = 0.0
-        row = state.observe_steps(steps, duration_s, now_s)
-        if state.stands_in and row is not None:
-            self.members.table.spread_stand_in_speed()
-        drift = self.members.drifts.get(instance_id)
-        constants = constants_of(self.members.specs[instance_id])
-        seen = state.observations
-        first_tokens, steps_known, observed_s = seen.take_fresh(), seen.take_fresh_steps(), 0.0
-        if drift is None or constants is None:
-            return False
-        for first in first_tokens:
-            drift.observe(first.ttft_s, *seconds(first.terms, constants))
-        for known in steps_known:
-            drift.observe(known.duration_s, *seconds(known.terms, constants))
-            observed_s += known.duration_s
-        return observed_s > 0 and drift.judge(observed_s, now_s)
-
-    def observe_queue(
-        self, instance_id: InstanceId, running: int, waiting: int, now_s: float
-    ) -> None:
-        """An instance's engine says how many sequences it runs, and how many wait in its queue.
-
-        Raises KeyError when there is no such instance.
-        """
-        self.members.table[instance_id].observe_queue(running, waiting, now_s)
-
     def observe_cache(
         self,
         instance_id: InstanceId,
@@ -751,39 +634,3 @@ class Scheduler:
             self.caches.switch(instance_id, on=caching is not False)
             if renewed:
                 self.caches.forget(instance_id)
-
-    def forget_cache(self, instance_id: InstanceId) -> None:
-        """An instance's prefix cache is empty. KeyError: there is no such instance."""
-        if self.caches is not None:
-            self.caches.forget(instance_id)
-
-    def know(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
-        """An instance has the text of these keys in its prefix cache."""
-        if self.caches is not None and instance_id in self.caches.index:
-            self.caches.index.touch(instance_id, keys)
-
-    def observe_answer(
-        self,
-        dispatch: Dispatch,
-        output_tokens: float,
-        now_s: float,
-        usage: Usage | None = None,
-    ) -> None:
-        """As ``settle`` with ``unseen_tokens``, of one that is settled right after this."""
-        dispatch.state.observe_answer(dispatch, output_tokens, now_s, usage)
-
-    def observe_output_tokens(self, model: str, output_tokens: float) -> None:
-        """A sequence finished after so many output tokens."""
-        self.residual.observe(model, output_tokens)
-
-    def drift(self, instance_id: InstanceId) -> Drift | None:
-        """How far an instance's profile is from what is seen of it; None: it has no profile."""
-        return self.members.drifts.get(instance_id)
-
-    def stand_in(self, instance_id: InstanceId) -> Constants:
-        """What an instance without a profile is taken for."""
-        return self.members.stand_in(instance_id)
-
-    def observations(self, instance_id: InstanceId) -> Observations:
-        """What was seen of an instance. Raises KeyError when there is none."""
-        return self.members.table[instance_id].observations

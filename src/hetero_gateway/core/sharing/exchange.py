@@ -195,7 +195,7 @@ class Exchange:
         # What is not known to have been applied is applied again, nothing included.
         self._applied = np.full((len(self._ids), FIELDS), np.nan)
         self._begun = np.zeros((len(self._ids), FIELDS - _PROMPTS))
-        self._specs = [self._scheduler.spec(instance_id) for instance_id in self._ids]
+        self._specs = [self._scheduler.members.specs[instance_id] for instance_id in self._ids]
         self._belief = Belief(self._specs)
         for replica in self._replicas.values():
             self._match(replica)
@@ -214,7 +214,7 @@ class Exchange:
         It counts as said only once ``said`` is called.
         """
         for position, instance_id in enumerate(self._ids):
-            spec = self._scheduler.spec(instance_id)
+            spec = self._scheduler.members.specs[instance_id]
             if spec is not self._specs[position]:
                 self._specs[position] = spec
                 self._belief.change(position, spec)
@@ -260,8 +260,9 @@ class Exchange:
         self._said = None
 
     def _own_rows(self, positions: NDArray[np.intp], now_s: float) -> Rows:
-        own_load, ids = self._scheduler.own_load, self._ids
-        rows = np.array([own_load(ids[i], now_s) for i in positions.tolist()], dtype=float)
+        table, ids = self._scheduler.members.table, self._ids
+        own = [table[ids[i]].own_load(now_s) for i in positions.tolist()]
+        rows = np.array(own, dtype=float)
         rows = rows.reshape(positions.size, FIELDS)
         speeds = rows[:, _OBSERVED_S : _MODELLED_S + 1]
         seen = (speeds != self._speeds[positions]).any(axis=1)
@@ -360,8 +361,8 @@ class Exchange:
         self._queued_since_s = min(self._queued_since_s, now_s)
         if now_s - self._queued_since_s < MOST_PATIENCE_S:
             return None
-        in_flight = self._scheduler.in_flight
-        return np.array([not in_flight(instance_id) for instance_id in self._ids], dtype=bool)
+        table = self._scheduler.members.table
+        return np.array([not table[instance_id].in_flight for instance_id in self._ids], dtype=bool)
 
     # How it stands
 

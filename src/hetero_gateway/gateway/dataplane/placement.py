@@ -165,7 +165,7 @@ class Placement:
 
     def knows(self, model: str) -> bool:
         """Whether any instance, available or not, serves the model."""
-        return self._scheduler.knows(model)
+        return self._scheduler.members.knows(model)
 
     def context_tokens(self, instance_id: InstanceId) -> int:
         """The longest sequence of an instance, as far as it is known."""
@@ -174,7 +174,9 @@ class Placement:
 
     def know(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """An instance has more in its prefix cache than it was sent: an answer."""
-        self._scheduler.know(instance_id, keys)
+        caches = self._scheduler.caches
+        if caches is not None and instance_id in caches.index:
+            caches.index.touch(instance_id, keys)
 
     def oldest_wait_s(self) -> float:
         """How long the one that came first has been waiting, in seconds; 0 when nobody waits."""

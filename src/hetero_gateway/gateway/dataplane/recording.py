@@ -164,7 +164,7 @@ class RecordingRecorder(Recorder):
 
     def _describe(self, instance: Instance) -> None:
         """Say what an instance is, where it is new or what is known of it has changed."""
-        known = self._fleet.scheduler.spec(instance.id).profile, instance.weight
+        known = self._fleet.scheduler.members.specs[instance.id].profile, instance.weight
         if self._described.get(instance.id) != known:
             self._described[instance.id] = known
             profile = None if known[0] is None else profile_as_dict(known[0])

@@ -228,7 +228,7 @@ class StepWatch:
 
     def _tell(self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float) -> None:
         scheduler = self._fleet.scheduler
-        if scheduler.observe_steps(instance_id, steps, duration_s, now_s):
+        if scheduler.members.observe_steps(instance_id, steps, duration_s, now_s):
             self._fleet.tell_drift(instance_id)
 
 

@@ -158,7 +158,7 @@ class OutcomeWatch:
             return
         if not left:
             del self._charged[instance_id]
-            self._fleet.scheduler.set_peer(instance_id, _FAILED, None, now_s)
+            self._fleet.scheduler.members.table[instance_id].set_peer(_FAILED, None, now_s)
             return
         self._charged[instance_id] = left
         total = PeerLoad(*map(sum, zip(*(entry.load for entry in left), strict=True)))
@@ -166,7 +166,7 @@ class OutcomeWatch:
         shown = total._replace(
             streaming=sequences, context=total.context * sequences / total.streaming
         )
-        self._fleet.scheduler.set_peer(instance_id, _FAILED, shown, now_s)
+        self._fleet.scheduler.members.table[instance_id].set_peer(_FAILED, shown, now_s)
 
     # BreakerState
 
@@ -190,7 +190,7 @@ class OutcomeWatch:
         """Have scheduler, log and counts know where an instance stands."""
         outcomes = instance.outcomes
         breaker = outcomes.breaker
-        self._fleet.scheduler.restrain(instance.id, outcomes)
+        self._fleet.scheduler.restraints.heed(instance.id, outcomes)
         before = self._breakers.get(instance.id, BreakerState.CLOSED)
         if breaker is BreakerState.CLOSED:
             self._breakers.pop(instance.id, None)

@@ -123,7 +123,7 @@ class EngineCalls:
             instance.paused = False
         else:
             if path in _LOSES_ITS_CACHE:
-                fleet.scheduler.forget_cache(instance.id)
+                fleet.forget_cache(instance.id)
             return
         instance.rested_s = time.monotonic()
         fleet.publish(instance)

@@ -178,7 +178,7 @@ class HealthMonitor:
         return (
             self._probed[instance_id].rests
             and instance_id in self._fleet.instances
-            and not self._fleet.scheduler.in_flight(instance_id)
+            and not self._fleet.scheduler.members.table[instance_id].in_flight
         )
 
     def _probe_interval_s(self, instance: Instance) -> float:
@@ -380,7 +380,7 @@ class HealthMonitor:
         before, started_s = instance.engine_started_s, told.started_s
         instance.engine_started_s = started_s
         if told.asleep or (before is not None and started_s is not None and started_s != before):
-            self._fleet.scheduler.forget_cache(instance.id)
+            self._fleet.forget_cache(instance.id)
 
     def _tell_queue(self, instance: Instance, told: EngineMetrics) -> None:
         running, waiting = told.running, told.waiting
@@ -388,7 +388,9 @@ class HealthMonitor:
             return
         if self._fleet.instances.get(instance.id) is instance:
             scheduler = self._fleet.scheduler
-            scheduler.observe_queue(instance.id, int(running), int(waiting), time.monotonic())
+            scheduler.members.table[instance.id].observe_queue(
+                int(running), int(waiting), time.monotonic()
+            )
 
 
 async def _body(probe: Probe, path: str, most_bytes: int) -> tuple[bytes | None, str]:

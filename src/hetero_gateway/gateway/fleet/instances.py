@@ -385,7 +385,7 @@ class Fleet:
 
     def tell_drift(self, instance_id: InstanceId) -> None:
         """Log, once, that an instance's profile has begun or ceased to drift."""
-        drift = self.scheduler.drift(instance_id)
+        drift = self.scheduler.members.drifts.get(instance_id)
         if drift is None:
             return
         told = drift.verdict()
@@ -419,7 +419,7 @@ class Fleet:
         Of what else has a name, services elsewhere, nobody says so.
         """
         if not instance_id:
-            return self.scheduler.knows(model)
+            return self.scheduler.members.knows(model)
         instance = self.instances.get(InstanceId(instance_id))
         return instance is None or model in instance.models
 
@@ -431,13 +431,18 @@ class Fleet:
     def _live(self) -> Iterable[Instance]:
         return (i for i in self.instances.values() if i.up and not i.draining)
 
+    def forget_cache(self, instance_id: InstanceId) -> None:
+        """An instance's prefix cache is empty. KeyError: there is no such instance."""
+        if self.scheduler.caches is not None:
+            self.scheduler.caches.forget(instance_id)
+
     def gauges(self) -> Iterator[InstanceGauges]:
         """Every instance as metrics show it; some may come and go meanwhile."""
         caches = self.scheduler.caches
         for instance in tuple(self.instances.values()):
             if self.instances.get(instance.id) is instance:
                 yield InstanceGauges(
-                    snapshot=self.scheduler.snapshot(instance.id),
+                    snapshot=self.scheduler.members.snapshot(instance.id),
                     up=instance.up,
                     models=instance.models,
                     kv_usage_engine=instance.engine_kv_usage,

@@ -49,7 +49,7 @@ class Recalibration:
             for instance_id in gone:
                 del self._fitted_at_s[instance_id]
         for instance in instances.values():
-            observed_s = scheduler.observations(instance.id).observed_s
+            observed_s = scheduler.members.table[instance.id].observations.observed_s
             before_s = self._fitted_at_s.get(instance.id, 0.0)
             if observed_s < before_s:  # another instance has the id now
                 before_s = 0.0
@@ -59,9 +59,9 @@ class Recalibration:
 
     def _fit(self, instance: Instance) -> None:
         scheduler, original = self._fleet.scheduler, instance.profile
-        seen = scheduler.observations(instance.id)
+        seen = scheduler.members.table[instance.id].observations
         steps = [row for row in seen.steps.last(_MOST_ROWS) if row.known]
-        base = scheduler.stand_in(instance.id) if original is None else original.constants
+        base = scheduler.members.stand_in(instance.id) if original is None else original.constants
         fitting = asyncio.get_running_loop().run_in_executor(
             None, refit, steps, seen.first_tokens.last(_MOST_ROWS), base
         )

@@ -61,7 +61,7 @@ class Roster:
     def retire(self, instance_id: InstanceId) -> None:
         """Send it no more requests, and remove it once those that it has are over."""
         instance = self.fleet.instances[instance_id]
-        if not self.fleet.scheduler.in_flight(instance_id):
+        if not self.fleet.scheduler.members.table[instance_id].in_flight:
             self.remove(instance_id)
             return
         instance.draining = instance.leaving = True
@@ -84,7 +84,7 @@ class Roster:
         """Remove the retired that have nothing left."""
         self._seeing_off = None
         for instance_id in list(self._leaving):
-            if not self.fleet.scheduler.in_flight(instance_id):
+            if not self.fleet.scheduler.members.table[instance_id].in_flight:
                 self.remove(instance_id)
         if self._leaving:
             self._see_off_later()

@@ -148,9 +148,9 @@ class Sharing:
             return  # it was removed while it was asked
         report = None
         if told is not None and told.running is not None and told.waiting is not None:
-            spec = self._fleet.scheduler.spec(instance_id)
+            spec = self._fleet.scheduler.members.specs[instance_id]
             seats = DEFAULT_MAX_NUM_SEQS if spec.profile is None else spec.profile.max_num_seqs
-            own = self._fleet.scheduler.own_load(instance_id, time.monotonic())
+            own = self._fleet.scheduler.members.table[instance_id].own_load(time.monotonic())
             report = EngineReport(
                 requests=told.running + told.waiting,
                 own=max(own.in_flight, own.waiting + own.streaming),
@@ -319,7 +319,7 @@ class Sharing:
         scheduler, count = self._fleet.scheduler, 0
         for count, (instance_id, load) in enumerate(self._exchange.changes(now_s), 1):
             if instance_id in self._fleet.instances:
-                scheduler.set_peer(instance_id, OTHERS, load, now_s)
+                scheduler.members.table[instance_id].set_peer(OTHERS, load, now_s)
             if count % _SLICE == 0:
                 await asyncio.sleep(0)
         self._computed_s += time.process_time() - begun_s

@@ -487,7 +487,9 @@ class Hub:
         self._tell()  # whom failures have ejected is published nowhere else
         self._tell_listed()  # nor what an engine says of a model
         scheduler, now_s = self._fleet.scheduler, time.monotonic()
-        loads = [(name, scheduler.own_load(name, now_s)) for name in self._fleet.instances]
+        loads = [
+            (name, scheduler.members.table[name].own_load(now_s)) for name in self._fleet.instances
+        ]
         self._send(messages.InstanceLoads(loads))
 
 

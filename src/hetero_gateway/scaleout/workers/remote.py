@@ -535,9 +535,9 @@ class RemoteDispatcher:
         scheduler = self._fleet.scheduler
         for instance_id, total in self._view.items():
             if instance_id in self._fleet.instances:
-                own = scheduler.own_load(instance_id, now_s)
+                own = scheduler.members.table[instance_id].own_load(now_s)
                 others = PeerLoad(*(max(0.0, a - b) for a, b in zip(total, own, strict=True)))
-                scheduler.set_peer(instance_id, _OTHERS, others, now_s)
+                scheduler.members.table[instance_id].set_peer(_OTHERS, others, now_s)
         for ask in list(self._asked.values()):
             self._ask_again(ask)
 
@@ -616,7 +616,7 @@ class RemoteDispatcher:
             place.job.session = self._session
             carried.append(self._carried(place))
         for instance_id in self._fleet.instances:
-            self._fleet.scheduler.set_peer(instance_id, _OTHERS, None)
+            self._fleet.scheduler.members.table[instance_id].set_peer(_OTHERS, None)
         if carried:
             channel.send(messages.Outstanding(carried))
         if self._session > 1:

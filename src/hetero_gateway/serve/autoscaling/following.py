@@ -178,8 +178,8 @@ class Following:
         now_s, scheduler = self._loop.time(), self._fleet.scheduler
         own = model.instances(self._fleet.instances.values())
         names = {model.name}.union(*(instance.models for _, instance in own))
-        queued = sum(scheduler.queued_for(name) for name in names)
-        in_flight = sum(scheduler.in_flight(instance.id) for _, instance in own)
+        queued = sum(len(scheduler.queues.get(name, ())) for name in names)
+        in_flight = sum(scheduler.members.table[instance.id].in_flight for _, instance in own)
         series = self._metrics.every_series.items()
         counts = [(key, sum(s.outcomes.values())) for key, s in series if key[0] in names]
         model.note(now_s, counts, queued + in_flight)
@@ -219,7 +219,9 @@ class Following:
         # As they are now: constants follow the traffic, and engines report their memory.
         profiles = {key: profile for key, (_, profile) in model.types.items()}
         for key, instance in sorted(own, key=lambda each: each[1].id, reverse=True):
-            profiles[key] = self._fleet.scheduler.spec(instance.id).profile or profiles[key]
+            profiles[key] = (
+                self._fleet.scheduler.members.specs[instance.id].profile or profiles[key]
+            )
         requests = self._history.last_lengths(set(names), _REQUESTS, _LOOKED_AT)
         if len(requests) < _FEW:
             scheduler = config.scheduler

@@ -299,7 +299,7 @@ async def explain(
         return json_answer(
             document | {"chosen": None, "reason": result.detail, "candidates": candidates}
         )
-    waiting = scheduler.queued_for(model)
+    waiting = len(scheduler.queues.get(model, ()))
     waits = result.waits or waiting > 0
     if waits:
         reason = result.waiting_reason(waiting)
@@ -319,16 +319,18 @@ async def list_observations(request: Request, instance: str) -> Response:
     gateway = gateway_of(request)
     known = _known(gateway, instance)
     scheduler = gateway.fleet.scheduler
-    profile = scheduler.spec(known.id).profile
-    observations = scheduler.observations(known.id)
+    profile = scheduler.members.specs[known.id].profile
+    observations = scheduler.members.table[known.id].observations
     return json_answer(
         {
             "instance": known.id,
             "models": sorted(known.models),
             "profile": None if profile is None else describe_profile(profile),
-            "stand_in": None if profile else dataclasses.asdict(scheduler.stand_in(known.id)),
+            "stand_in": None
+            if profile
+            else dataclasses.asdict(scheduler.members.stand_in(known.id)),
             "kv_capacity_tokens": known.engine_kv_capacity_tokens,
-            "drift": describe_drift(scheduler.snapshot(known.id)),
+            "drift": describe_drift(scheduler.members.snapshot(known.id)),
             "observed_s": observations.observed_s,
             "prefix_caching": known.engine_prefix_caching,
             "step_fields": StepRow._fields,

@@ -83,7 +83,7 @@ def refusals(gateway: Gateway, model: str) -> list[dict[str, Any]]:
     """The instances that serve a model when none of them can take a request."""
     figures = ("request_time_s", "kv_usage", "workload", "load", "load_after", "in_flight")
     rows = []
-    for spec in gateway.fleet.scheduler.specs():
+    for spec in list(gateway.fleet.scheduler.members.specs.values()):
         if model in spec.models:
             why = "the request does not fit"
             if spec.draining or not spec.available:
@@ -112,8 +112,8 @@ def describe_profile(profile: Profile) -> dict[str, Any]:
 
 def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
     """An instance as JSON; never its key."""
-    profile = gateway.fleet.scheduler.spec(instance.id).profile
-    seen = gateway.fleet.scheduler.snapshot(instance.id)
+    profile = gateway.fleet.scheduler.members.specs[instance.id].profile
+    seen = gateway.fleet.scheduler.members.snapshot(instance.id)
     return {
         "id": instance.id,
         "base_url": instance.config.base_url,

@@ -125,7 +125,7 @@ class Board:
         fleet = self._gateway.fleet
         if self.trend.steps % MINUTE_STEPS == 0:  # it is seen which models are gone
             self._gateway.metrics.forget_unserved(fleet.serves, time.monotonic())
-        in_flight = sum(fleet.scheduler.in_flight(i) for i in fleet.instances)
+        in_flight = sum(fleet.scheduler.members.table[i].in_flight for i in fleet.instances)
         self.trend.step(fleet.scheduler.queued, in_flight)
 
     # Looking
@@ -243,7 +243,7 @@ class Board:
             "draining": gateway.draining,
             "waiting": None if queue is None else queue["waiting"],
             "oldest_wait_s": None if queue is None else short(queue["oldest_wait_s"], 2),
-            "in_flight": sum(fleet.scheduler.in_flight(i) for i in fleet.instances),
+            "in_flight": sum(fleet.scheduler.members.table[i].in_flight for i in fleet.instances),
             "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
             "alarms": alarms(gateway, self.trend),
         }
@@ -261,14 +261,14 @@ class Board:
 
     def _capacity_of(self, instance: Instance, usual: tuple[float, float]) -> float | None:
         """Requests/s of usual lengths by its profile, Eq. (6); None: it has none."""
-        profile = self._gateway.fleet.scheduler.spec(instance.id).profile
+        profile = self._gateway.fleet.scheduler.members.specs[instance.id].profile
         return None if profile is None else short(1.0 / request_time_s(profile, *usual), 2)
 
     def _plain_of(self, instance: Instance) -> dict[str, Any]:
         gateway = self._gateway
-        spec = gateway.fleet.scheduler.spec(instance.id)
+        spec = gateway.fleet.scheduler.members.specs[instance.id]
         profile = spec.profile
-        seen = gateway.fleet.scheduler.snapshot(instance.id)
+        seen = gateway.fleet.scheduler.members.snapshot(instance.id)
         return {
             "id": instance.id,
             "models": sorted(instance.models),
@@ -283,7 +283,7 @@ class Board:
         }
 
     def _row_of(self, instance: Instance) -> list[Any]:
-        seen = self._gateway.fleet.scheduler.snapshot(instance.id)
+        seen = self._gateway.fleet.scheduler.members.snapshot(instance.id)
         requests, tokens, failed = self.trend.of_instance(instance.id)
         engine = instance.engine_kv_usage
         return [
@@ -372,7 +372,7 @@ def alarms(gateway: Shown, trend: Trend) -> list[dict[str, Any]]:
         bad.append(f"{workers()} of {wanted} workers are connected.")
     if full := [i.id for i in instances if i.up and (i.engine_kv_usage or 0) > _FULL]:
         warnings.append(f"The KV cache of {_listed(full)} is full: the engine preempts.")
-    if drifted := [i.id for i in instances if scheduler.snapshot(i.id).drifted]:
+    if drifted := [i.id for i in instances if scheduler.members.snapshot(i.id).drifted]:
         warnings.append(f"The profile of {_listed(drifted)} has drifted from what is seen.")
     if failing := [each.config.name for each in gateway.discovery.followers() if each.problem]:
         warnings.append(f"The source {_listed(failing)} cannot be asked.")
