@@ -158,8 +158,10 @@ def simulate(
         scheduler.policy.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     if compiled:
-        who, what = (scheduler, predictor, fleet, model), (workload, faults, predictions)
-        arrays = cases.covered(*who, *what, observe_interval_s, run.records)
+        arrays = cases.covered(
+            scheduler, predictor, fleet, model, workload, faults, predictions, observe_interval_s,
+            run.records,
+        )  # fmt: skip
         if arrays is not None:
             arrays(jit_loop)
             return run.records
@@ -201,9 +203,10 @@ class _Run:
         told = workload.arrival_s, workload.prompt_tokens, workload.output_tokens
         self._arrival_s, self._prompt_tokens, self._output_tokens = map(_view, told)
         self._predictions = None if predictions is None else _view(predictions)
-        records = (_view(getattr(self.records, field)) for field in Records.__slots__)
-        self._instance, self._placed_s, self._first_token_s, self._finish_s, *counts = records
-        self._preemptions, self._cached_tokens = counts
+        (
+            self._instance, self._placed_s, self._first_token_s,
+            self._finish_s, self._preemptions, self._cached_tokens,
+        ) = (_view(getattr(self.records, field)) for field in Records.__slots__)  # fmt: skip
         self._prefixes = workload.prefixes
         self._classes = workload.classes
         # By the fleet's slot: who has it.

@@ -1,6 +1,6 @@
 """From the records of simulated requests to figures. Pure.
 
-Times count from a request's arrival, so that waiting in the gateway's queue is part of them.
+Times (``figures``) count from a request's arrival: waiting in the gateway's queue is part of them.
 
     throughput   tokens/s  output tokens over the time from the first arrival to the last
                            completion. On a finite run this is a tail metric: a single long
@@ -12,9 +12,6 @@ Times count from a request's arrival, so that waiting in the gateway's queue is 
                            arrivals, an overloaded cluster would be seen while it fills up. With
                            everything at once: from the start until the first one runs dry;
                            leaving out the start, which only prefills, would flatter it.
-    TTFT         s         first output token
-    TPOT         s/token   (last − first) / (output tokens − 1), of outputs of 2 or more
-    latency      s         last output token
     within SLO   share     of all requests, TTFT and TPOT within their limits; those that were
                            refused or lost are not
     cached       share     prompt tokens that engines had in their prefix caches, of all of the

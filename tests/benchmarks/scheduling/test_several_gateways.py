@@ -45,7 +45,7 @@ def test_every_request_is_finished_and_no_load_stays(
     assert not np.isnan(records.finish_s).any()
     for each in gateways:
         assert each.queued == 0
-        assert all(each.snapshot(i.instance_id).load_s == 0 for i in INSTANCES)
+        assert all(each.members.snapshot(i.instance_id).load_s == 0 for i in INSTANCES)
 
 
 def test_with_fresh_news_the_picks_are_those_of_one() -> None:

@@ -231,9 +231,10 @@ def engines_of(fleet: Fleet, slots: int) -> EngineTables:
     free[0], free[1 : 1 + len(nobodys)] = len(nobodys), nobodys
     count = len(fleet.profiles)
     capacity = np.array([fleet.capacity_tokens(i) for i in range(count)], np.int64)
-    by_slot = np.full(len(q), -1, np.int64), free, capacity, np.zeros(len(q), np.int64)
-    units = np.zeros((len(q), loads.DIGITS), np.int64)
-    return EngineTables(q, n, x, c, k, first, log, log_s, *by_slot, units)
+    return EngineTables(
+        q, n, x, c, k, first, log, log_s, np.full(len(q), -1, np.int64), free, capacity,
+        np.zeros(len(q), np.int64), np.zeros((len(q), loads.DIGITS), np.int64),
+    )  # fmt: skip
 
 
 def pool_of(fresh: Fresh) -> PoolTable:

@@ -85,12 +85,9 @@ def place_all(
     """Run the workload to its end."""
     size = len(pool.weight)
     there = Loads(
-        np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
-        np.zeros(size),
-        np.zeros((size, loads.DIGITS), np.int64),
-        np.zeros(size),
-    )
+        np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size),
+        np.zeros((size, loads.DIGITS), np.int64), np.zeros(size),
+    )  # fmt: skip
     takes, scores = np.ones(size, np.bool_), np.zeros((2, size))
     w = Placing(r, pool, rule, there, means, slowdowns, takes, scores)
     request, slowed = _place_until_full(e, w, 0, 0, rng)

@@ -85,12 +85,11 @@ def new_progress(members: FloatArray, most_streams: int, requests: int) -> Progr
     x[:, OBSERVED_CLOCK] = math.nan
     x[:, NEXT_DUE] = math.inf
     x[:, STREAMS_SEEN_S] = -math.inf
-    by_instance = np.zeros(size, np.int64), np.zeros(size), np.zeros((size, _STAGES), np.int64)
-    there = np.zeros((size, most_streams), np.int64)
-    by_request = np.full(requests, -1, np.int64), np.zeros(requests), np.zeros(requests, np.int64)
     return Progress(
-        np.zeros((size, _INTEGERS), np.int64), x, *by_instance, members, there,
-        speeds.new_speeds(size), *by_request, np.zeros(requests),
+        np.zeros((size, _INTEGERS), np.int64), x, np.zeros(size, np.int64), np.zeros(size),
+        np.zeros((size, _STAGES), np.int64), members, np.zeros((size, most_streams), np.int64),
+        speeds.new_speeds(size), np.full(requests, -1, np.int64), np.zeros(requests),
+        np.zeros(requests, np.int64), np.zeros(requests),
     )  # fmt: skip
 
 

@@ -59,13 +59,9 @@ def new_speeds(size: int) -> Speeds:
     times_s[_PROBED_S] = -math.inf
     times_s[_EVERY_S] = _PROBE_EVERY_S
     return Speeds(
-        estimates,
-        np.zeros(size, np.bool_),
-        times_s,
-        np.zeros(2, np.int64),
-        np.zeros(size, np.int64),
-        np.zeros(size, np.bool_),
-    )
+        estimates, np.zeros(size, np.bool_), times_s, np.zeros(2, np.int64),
+        np.zeros(size, np.int64), np.zeros(size, np.bool_),
+    )  # fmt: skip
 
 
 # SpeedEstimate
