@@ -6,7 +6,6 @@ What people wrote in a page stays: a table is replaced between its two marks onl
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import re
 import sys
@@ -17,6 +16,7 @@ from prometheus_client.core import Metric
 from starlette.routing import Route
 
 from hetero_gateway.cli import COMMANDS
+from hetero_gateway.cli.arguments import add_command
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.engines.vllm.paths import (
@@ -57,7 +57,7 @@ def commands_page() -> str:
     root = argparse.ArgumentParser(prog="hetero-gateway")
     subparsers = root.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
-        importlib.import_module(f"hetero_gateway.cli.{name}").add_parser(subparsers)
+        add_command(subparsers, name)
     helps = {action.dest: action.help or "" for action in subparsers._choices_actions}
     lines = [
         "# Commands",

@@ -25,9 +25,8 @@ from typing import cast
 import uvloop
 
 _RUN = (
-    "import argparse, sys; from hetero_gateway.cli import emulate;"
-    "p = argparse.ArgumentParser(); emulate.add_parser(p.add_subparsers());"
-    "a = p.parse_args(['emulate', *sys.argv[1:]]); sys.exit(a.run(a))"
+    "import sys; from hetero_gateway.cli import parse;"
+    "a = parse(['emulate', *sys.argv[1:]]); sys.exit(a.run(a))"
 )
 
 

@@ -91,9 +91,7 @@ def until(condition: Callable[[], bool]) -> None:
     ],
     ids=["one process", "workers", "picker"],
 )
-def test_commands_of_its_user_find_the_key_and_nothing_prints_it(
-    arguments: tuple[str, ...], config: Path, runtime: Path
-) -> None:
+def test_commands_of_its_user_find_the_key_and_nothing_prints_it(arguments, config, runtime):
     with started(*arguments, "-c", str(config), "--log-level", "debug") as gateway:
         key = key_of(gateway.url)
         assert opens(gateway.url, key)
@@ -108,7 +106,7 @@ def test_commands_of_its_user_find_the_key_and_nothing_prints_it(
     assert not list(runtime.iterdir())
 
 
-def test_whose_key_it_is_not_is_refused_and_told_of_the_option(config: Path) -> None:
+def test_whose_key_it_is_not_is_refused_and_told_of_the_option(config):
     with started("serve", "-c", str(config), "--port", "0") as gateway:
         key = key_of(gateway.url)
         explained = command("explain", gateway.url, "--prompt-tokens", "9")
@@ -127,7 +125,7 @@ def test_whose_key_it_is_not_is_refused_and_told_of_the_option(config: Path) -> 
         assert "Traceback" not in unknown.stderr + refused.stderr + named.stderr
 
 
-def test_on_a_terminal_it_prints_the_link_once(config: Path) -> None:
+def test_on_a_terminal_it_prints_the_link_once(config):
     primary, secondary = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "hetero_gateway", "serve", "-c", str(config), "--port", "0"],
@@ -156,7 +154,7 @@ def test_on_a_terminal_it_prints_the_link_once(config: Path) -> None:
         os.close(primary)
 
 
-def test_each_start_has_a_key_of_its_own(config: Path) -> None:
+def test_each_start_has_a_key_of_its_own(config):
     keys = set()
     for _ in range(2):
         with started("serve", "-c", str(config), "--port", "0") as gateway:
@@ -173,9 +171,7 @@ def processes_of(pid: int) -> dict[str, int]:
     return found
 
 
-def test_with_workers_the_key_outlives_each_process_and_ends_with_the_supervisor(
-    config: Path, runtime: Path
-) -> None:
+def test_with_workers_the_key_outlives_each_process_and_ends_with_the_supervisor(config, runtime):
     with started("serve", "-c", str(config), "--port", "0", "--workers", "2") as gateway:
         key = key_of(gateway.url)
         assert opens(gateway.url, key)
@@ -199,9 +195,7 @@ def test_with_workers_the_key_outlives_each_process_and_ends_with_the_supervisor
         until(lambda: not list(runtime.iterdir()))
 
 
-def test_a_key_that_cannot_be_kept_costs_the_commands_alone(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_cannot_be_kept_costs_the_commands_alone(config, tmp_path, monkeypatch):
     nowhere = tmp_path / "nowhere"
     nowhere.write_text("no directory")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(nowhere))

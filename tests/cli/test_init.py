@@ -7,7 +7,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.files.gateway_config import load_gateway_config
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import running_gateway
@@ -16,21 +15,18 @@ from tests.fakes.vllm import fake_instances
 NOBODY = "http://127.0.0.1:1"
 
 
-async def run(*argv: str) -> int:
+@pytest.fixture
+def init(run):
     """The command has a loop of its own."""
-    return await asyncio.to_thread(main, argv)
+    return lambda *words, code=0: asyncio.to_thread(run, "init", *words, code=code)
 
 
-async def test_what_it_writes_serves_the_servers_that_it_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_it_writes_serves_the_servers_that_it_asked(tmp_path, monkeypatch, run, init):
     monkeypatch.chdir(tmp_path)
     async with fake_instances(2, models=("llama-3-8b",)) as fakes:
-        assert await run("init", "--probe", fakes[0].url + "/v1", fakes[1].url) == 0
-        out = capsys.readouterr().out.splitlines()
+        out = (await init("--probe", fakes[0].url + "/v1", fakes[1].url)).out.splitlines()
         assert [line.endswith("serves llama-3-8b") for line in out[:2]] == [True, True]
-        assert main(["validate", "-c", "gateway.yaml"]) == 0
-        assert capsys.readouterr().err == ""
+        assert run("validate", "-c", "gateway.yaml").err == ""
         config = load_gateway_config(tmp_path / "gateway.yaml", {"server.port": 1})
         free = config.server.model_copy(update={"port": 0})
         async with (
@@ -44,12 +40,9 @@ async def test_what_it_writes_serves_the_servers_that_it_asked(
             assert answer.status_code == 200
 
 
-async def test_a_server_that_does_not_answer_is_warned_of_and_written_down(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_server_that_does_not_answer_is_warned_of_and_written_down(tmp_path, init):
     folder = tmp_path / "new" / "folder"
-    assert await run("init", "--probe", NOBODY, "-o", str(folder), "--json") == 0
-    captured = capsys.readouterr()
+    captured = await init("--probe", NOBODY, "-o", folder, "--json")
     assert captured.err.startswith(f"hetero-gateway: warning: {NOBODY}/v1/models: no answer")
     document = json.loads(captured.out)
     assert {Path(name) for name in document["files"]} == {
@@ -59,22 +52,17 @@ async def test_a_server_that_does_not_answer_is_warned_of_and_written_down(
     assert NOBODY in (folder / "gateway.yaml").read_text("utf-8")
 
 
-async def test_a_second_time_it_refuses_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await run("init", "-o", str(tmp_path)) == 0
+async def test_a_second_time_it_refuses_and_changes_nothing(tmp_path, init):
+    await init("-o", tmp_path)
     (tmp_path / "gateway.yaml").write_text("{}")
-    assert await run("init", "-o", str(tmp_path)) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "--force" in (await init("-o", tmp_path, code=2)).err
     assert (tmp_path / "gateway.yaml").read_text() == "{}"
-    assert await run("init", "-o", str(tmp_path), "--force") == 0
+    await init("-o", tmp_path, "--force")
     assert "instances:" in (tmp_path / "gateway.yaml").read_text("utf-8")
 
 
 @pytest.mark.parametrize("url", ["10.0.0.5:8000", "http://[::1", "ftp://a"])
-async def test_what_is_no_url_is_refused(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await run("init", "--probe", url, "-o", str(tmp_path)) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+async def test_what_is_no_url_is_refused(url, tmp_path, init):
+    captured = await init("--probe", url, "-o", tmp_path, code=2)
+    assert captured.err.count("\n") == 1
     assert not (tmp_path / "gateway.yaml").exists()

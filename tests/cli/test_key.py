@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import hash_of, read_clients
 from hetero_gateway.files.gateway_config import load_gateway_config
@@ -26,73 +25,53 @@ def admission_of(path: Path, hash_key: str | None = None) -> Admission:
 
 
 @pytest.mark.parametrize("hash_key", [None, "pepper"])
-def test_a_new_key_is_printed_once_and_opens(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    hash_key: str | None,
-) -> None:
+def test_a_new_key_is_printed_once_and_opens(tmp_path, monkeypatch, hash_key, run, document):
     path = config_in(tmp_path, **({"hash_key_env": "PEPPER_9"} if hash_key else {}))
     monkeypatch.setenv("PEPPER_9", "pepper")
-    argv = ["key", "new", "alice", "-c", str(path)]
-    assert main([*argv, "--requests-per-minute", "60", "--expires", "90d", "--models", "a,b"]) == 0
-    key = capsys.readouterr().out.strip()
+    flags = ("--requests-per-minute", "60", "--expires", "90d", "--models", "a,b")
+    key = run("key", "new", "alice", "-c", path, *flags).out.strip()
     assert key not in (tmp_path / "keys.yaml").read_text()
     client = admission_of(path, hash_key).client_of([(b"x-api-key", key.encode())])
     assert (client.name, client.models) == ("alice", {"a", "b"})
     with pytest.raises(Refusal):
         admission_of(path, hash_key).client_of([(b"x-api-key", key.encode() + b"x")])
-    assert main(["key", "list", "-c", str(path), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["keys"]
+    (row,) = document("key", "list", "-c", path)["keys"]
     assert (row["name"], row["requests_per_minute"], "hash" in row) == ("alice", 60, False)
 
 
-def test_a_key_that_clients_have_is_read_from_standard_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_clients_have_is_read_from_standard_input(tmp_path, monkeypatch, run):
     path, key = config_in(tmp_path), "sk-of-litellm-1234567890"
     monkeypatch.setattr("sys.stdin", io.StringIO(key + "\n"))
-    assert main(["key", "new", "bob", "-c", str(path), "--stdin"]) == 0
-    assert key not in "".join(capsys.readouterr())
-    assert (
-        admission_of(path).client_of([(b"authorization", b"Bearer " + key.encode())]).name == "bob"
-    )
+    assert key not in "".join(run("key", "new", "bob", "-c", path, "--stdin"))
+    headers = [(b"authorization", b"Bearer " + key.encode())]
+    assert admission_of(path).client_of(headers).name == "bob"
 
 
 @pytest.mark.parametrize(
     "flags",
     [["--group", "nobody"], ["--concurrency", "0"], ["--expires", "soon"], ["--share", "0"]],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
-) -> None:
-    assert main(["key", "new", "a", "-c", str(config_in(tmp_path)), *flags]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path, flags, error):
+    error("key", "new", "a", "-c", config_in(tmp_path), *flags)
     assert not (tmp_path / "keys.yaml").exists()
 
 
-def test_envoy_gets_hashes_and_expiry_times_and_no_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_envoy_gets_hashes_and_expiry_times_and_no_key(tmp_path, monkeypatch, run, error):
     monkeypatch.setenv("PEPPER_9", "pepper")
     monkeypatch.setenv("SHARED_9", "of-everybody")
     instance = {"id": "a", "base_url": "http://127.0.0.1:1", "api_key_env": "SHARED_9"}
     path = config_in(tmp_path, hash_key_env="PEPPER_9")
-    document = json.loads(path.read_text())
-    path.write_text(
-        json.dumps(document | {"server": {"api_key_env": "SHARED_9"}, "instances": [instance]})
-    )
+    more = {"server": {"api_key_env": "SHARED_9"}, "instances": [instance]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
     keys = {}
     for name, *flags in (
         ("alice",),
         ("bob", "--expires", "2027-01-01", "--requests-per-minute", "60"),
         ("carol", "--models", "m"),
     ):
-        assert main(["key", "new", name, "-c", str(path), *flags]) == 0
-        keys[name] = capsys.readouterr().out.strip()
+        keys[name] = run("key", "new", name, "-c", path, *flags).out.strip()
     output = tmp_path / "envoy.keys"
-    assert main(["key", "envoy", "-c", str(path), "-o", str(output)]) == 0
-    said = capsys.readouterr()
+    said = run("key", "envoy", "-c", path, "-o", output)
     assert said.out == ""
     assert "carol" in said.err
     assert said.err.count("in its environment") == 2
@@ -112,8 +91,7 @@ def test_envoy_gets_hashes_and_expiry_times_and_no_key(
     assert not any(secret in text for secret in (*keys.values(), "of-everybody", "pepper\n"))
     # A file that is there keeps its mode: Envoy's user may have to read it.
     output.chmod(0o640)
-    assert main(["key", "envoy", "-c", str(path), "-o", str(output), "--any-model"]) == 0
+    run("key", "envoy", "-c", path, "-o", output, "--any-model")
     assert output.stat().st_mode & 0o777 == 0o640
     assert line(keys["carol"], "never") in output.read_text().splitlines()
-    assert main(["key", "envoy", "-c", str(path), "-o", str(tmp_path / "no" / "x")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written" in error("key", "envoy", "-c", path, "-o", tmp_path / "no" / "x")

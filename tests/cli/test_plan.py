@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.planner import search
 from hetero_gateway.sim import alone
 from tests.fakes.planning import compiled_plans  # noqa: F401 - used by all
@@ -20,8 +18,7 @@ machines:
   - {id: t4-box, accelerator: T4-16GB, count: 2}
 """
 # So short that a plan takes little time.
-PLAN = """
-model: Llama-3-8B
+SHORT = """
 max_model_len: 1024
 policy: capacity-weighted
 engine: {max_num_seqs: 16}
@@ -29,6 +26,7 @@ workload:
   prompt: {median: 64, sigma: 0.5, max: 256}
   output: {median: 16, sigma: 0.5, max: 64}
 """
+PLAN = "model: Llama-3-8B" + SHORT
 
 
 @pytest.fixture(autouse=True)
@@ -44,23 +42,8 @@ def cluster(tmp_path: Path) -> Path:
     return path
 
 
-def document(capsys: pytest.CaptureFixture[str], path: Path, *flags: str) -> dict[str, Any]:
-    assert main(["plan", "-c", str(path), "--json", *flags]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
-def error(capsys: pytest.CaptureFixture[str], path: Path, *flags: str, code: int = 2) -> str:
-    assert main(["plan", "-c", str(path), *flags]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("hetero-gateway: ")
-    return err
-
-
-def test_the_document_has_its_fixed_keys(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = document(capsys, cluster)
+def test_the_document_has_its_fixed_keys(cluster, document):
+    told = document("plan", "-c", cluster)
     best = told["best"]
     assert [m["id"] for m in best["machines"]] == ["v100-box", "t4-box"]
     assert best["throughput_tokens_per_s"] > 0
@@ -91,61 +74,48 @@ def prefix_trace(directory: Path) -> Path:
     return path
 
 
-def test_hits_in_prefix_caches_count_unless_they_are_not_to(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hits_in_prefix_caches_count_unless_they_are_not_to(cluster, tmp_path, run, document):
     one = "machines: [{id: a, accelerator: V100-32GB-NVLink2, count: 1}]"
     cluster.write_text(PLAN + one, encoding="utf-8")
-    flags = ("--requests", str(prefix_trace(tmp_path)))
-    told = document(capsys, cluster, *flags)
+    words = ("plan", "-c", cluster, "--requests", prefix_trace(tmp_path))
+    told = document(*words)
     assert 0.7 < told["best"]["cached_share"] < 320 / 384
     assert told["best"]["at_rate"]["cached_share"] > 0.7
-    off = document(capsys, cluster, *flags, "--prefix-cache", "off")
+    off = document(*words, "--prefix-cache", "off")
     assert off["best"]["cached_share"] is None
     ratio = told["best"]["throughput_tokens_per_s"] / off["best"]["throughput_tokens_per_s"]
     assert ratio > 1.5
     assert [any("begin alike" in n for n in d["notes"]) for d in (told, off)] == [False, True]
-    assert main(["plan", "-c", str(cluster), *flags]) == 0
-    assert "% of the prompt tokens cached; " in capsys.readouterr().out
+    assert "% of the prompt tokens cached; " in run(*words).out
 
 
-def test_the_table_fits_a_screen_and_says_why_the_others_lose(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "-c", str(cluster)]) == 0
-    out = capsys.readouterr().out
-    assert "v100-box" in out
-    assert "derived ± 15%" in out
-    assert "GiB an accelerator too little; would help:" in out
-    assert "why not" in out
+def test_the_table_fits_a_screen_and_says_why_the_others_lose(cluster, run):
+    out = run("plan", "-c", cluster).out
+    said = ("v100-box", "derived ± 15%", "GiB an accelerator too little; would help:", "why not")
+    assert [words for words in said if words not in out] == []
     assert len(out.splitlines()) < 60
 
 
-def test_a_trace_is_planned_for(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_is_planned_for(cluster, tmp_path, document):
     trace = tmp_path / "trace.csv"
     trace.write_text("input_tokens,output_tokens\n100,50\n200,30\n", encoding="utf-8")
-    told = document(capsys, cluster, "--requests", str(trace))
+    told = document("plan", "-c", cluster, "--requests", trace)
     assert told["mean_prompt_tokens"] == pytest.approx(150, rel=0.02)
     assert told["mean_output_tokens"] == pytest.approx(40, rel=0.02)
 
 
-def test_the_fewest_accelerators_hold_a_rate(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = document(capsys, cluster, "--goal", "fewest", "--rate", "2", "--ttft-p99", "5")
+def test_the_fewest_accelerators_hold_a_rate(cluster, document):
+    told = document("plan", "-c", cluster, "--goal", "fewest", "--rate", "2", "--ttft-p99", "5")
     assert told["best"]["holds"] is True
     assert told["best"]["accelerators"] == 1
     assert told["best"]["at_rate"]["ttft_s"]["p99"] <= 5
     assert told["rate_per_s"] == 2
 
 
-def test_goodput_is_in_the_document_the_table_and_the_report(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_goodput_is_in_the_document_the_table_and_the_report(cluster, tmp_path, run, document):
     limits = ("--slo-ttft", "2", "--slo-tpot", "0.1", "--slo-share", "0.9")
-    told = document(capsys, cluster, "--goal", "goodput", *limits)
+    words = ("plan", "-c", cluster, "--goal", "goodput", *limits)
+    told = document(*words)
     best = told["best"]
     assert told["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1, "share": 0.9}
     assert best["goodput_per_s"] == told["rate_per_s"] > 0
@@ -153,15 +123,13 @@ def test_goodput_is_in_the_document_the_table_and_the_report(
     assert best["goodput_tokens_per_s"] == pytest.approx(best["goodput_per_s"] * tokens)
     assert best["at_rate"]["slo_share"] >= 0.9
     page = tmp_path / "plan.html"
-    args = ["plan", "-c", str(cluster), "--goal", "goodput", *limits, "--report", str(page)]
-    assert main(args) == 0
-    out = capsys.readouterr().out
+    out = run(*words, "--report", page).out
     assert "goodput/s" in out
     assert "(90 % within TTFT 2 s, TPOT 100 ms)" in out
     assert "<th>goodput/s</th>" in page.read_text("utf-8")
 
 
-def test_offers_are_bought_for_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offers_are_bought_for_a_rate(tmp_path, run, document):
     path = tmp_path / "offers.yaml"
     path.write_text(
         "model: Llama-3-8B\nmax_model_len: 2048\noffers:\n"
@@ -170,47 +138,34 @@ def test_offers_are_bought_for_a_rate(tmp_path: Path, capsys: pytest.CaptureFixt
         "workload: {rate_per_s: 3}\nslo: {ttft_s: 2, tpot_s: 0.2}\n",
         encoding="utf-8",
     )
-    told = document(capsys, path)
+    told = document("plan", "-c", path)
     used = [m for m in told["best"]["machines"] if m["instances"]]
     assert told["goal"] == "cost"
     assert told["best"]["usd_per_hour"] == pytest.approx(
         sum({"T4-16GB": 1.5, "V100-32GB-NVLink2": 1.2}[m["accelerator"]] for m in used)
     )
     assert 0 < told["lower_bound"] <= told["best"]["usd_per_hour"]
-    assert main(["plan", "-c", str(path)]) == 0
-    assert "per hour" in capsys.readouterr().out
-    assert main(["validate", "-c", str(path)]) == 0
-    assert "valid for plan" in capsys.readouterr().out
+    assert "per hour" in run("plan", "-c", path).out
+    assert "valid for plan" in run("validate", "-c", path).out
 
 
-def test_goodput_without_limits_is_one_line(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "-c", str(cluster), "--goal", "goodput"]) == 2
-    assert "--slo-ttft" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("--goal", "goodput"), 2, "--slo-ttft"),
+        (("--goal", "fewest", "--rate", "1e6"), 1, "nothing holds"),
+        (("--report", "no/such/folder/plan.html"), 2, "folder"),
+        (("--seed", "-1"), 2, "seed"),
+        (("--policy", "fastest"), 2, "policy"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(cluster, error, flags, code, said):
+    assert said in error("plan", "-c", cluster, *flags, code=code)
 
 
-def test_a_rate_that_nothing_holds_is_a_failure(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = error(capsys, cluster, "--goal", "fewest", "--rate", "1e6", code=1)
-    assert "nothing holds" in text
-
-
-def test_the_same_file_gives_the_same_plan(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, again = document(capsys, cluster), document(capsys, cluster)
-    assert first["best"] == again["best"]
-    assert first["candidates"] == again["candidates"]
-
-
-def test_the_report_is_one_page_without_addresses(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("plotly")
+def test_the_report_is_one_page_without_addresses(cluster, tmp_path, run):
     target = tmp_path / "plan.html"
-    assert main(["plan", "-c", str(cluster), "--report", str(target)]) == 0
+    run("plan", "-c", cluster, "--report", target)
     page = target.read_text(encoding="utf-8")
     assert "{{" not in page.split("<script", 1)[0]
     assert "default-src 'none'" in page
@@ -219,36 +174,62 @@ def test_the_report_is_one_page_without_addresses(
         assert part in page
 
 
-def test_a_report_that_cannot_be_written_fails_before_the_search(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "folder" in error(capsys, cluster, "--report", str(tmp_path / "no" / "plan.html"))
-
-
-def test_a_model_that_fits_no_machine_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_fits_no_machine_is_one_line(tmp_path, error):
     path = tmp_path / "plan.yaml"
     path.write_text(
         "model: Llama-3-70B\nmachines: [{id: t4, accelerator: T4-16GB, count: 2}]\n",
         encoding="utf-8",
     )
-    text = error(capsys, path)
+    text = error("plan", "-c", path)
     assert "fits no machine" in text
     assert "T4-16GB" in text
 
 
-def test_a_seed_below_0_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "seed" in error(capsys, cluster, "--seed", "-1")
-
-
-def test_an_unknown_policy_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "policy" in error(capsys, cluster, "--policy", "fastest")
-
-
-def test_validate_takes_a_plan(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "-c", str(cluster)]) == 0
-    assert "valid for plan" in capsys.readouterr().out
-    assert main(["validate", "-c", str(cluster), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+def test_validate_takes_a_plan(cluster, run, document):
+    assert "valid for plan" in run("validate", "-c", cluster).out
+    told = document("validate", "-c", cluster)
     assert (told["kind"], [m["id"] for m in told["machines"]]) == ("plan", ["v100-box", "t4-box"])
+
+
+# A file with checkpoints: a plan for each, and the one that serves the goal best
+
+CHECKPOINTS = """
+model: Llama-3.1-8B
+checkpoints: [{name: Llama-3.1-8B, quantization: fp8}, Llama-3.1-8B-AWQ]
+machines: [{id: box, accelerator: L4, count: 1}]
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text + SHORT, encoding="utf-8")
+    return path
+
+
+def test_the_best_for_the_goal_is_taken(tmp_path, document):
+    told = document("plan", "-c", written(tmp_path, CHECKPOINTS), "-o", tmp_path / "out")
+    rows = told["checkpoints"]
+    assert [row["storage"] for row in rows] == ["bfloat16", "fp8", "awq"]
+    (chosen,) = [row for row in rows if row["chosen"]]
+    most = max(row["throughput_tokens_per_s"] for row in rows)
+    assert chosen["throughput_tokens_per_s"] == most
+    assert chosen["storage"] != "bfloat16"
+    assert told["best"]["throughput_tokens_per_s"] == most
+    assert any("yours to judge" in note for note in told["notes"])
+    # Whichever it is, clients ask for the model's name.
+    command = (tmp_path / "out" / "commands" / "box.sh").read_text()
+    assert "--served-model-name Llama-3.1-8B " in command
+
+
+def test_one_that_has_no_plan_says_why(tmp_path, document):
+    old = CHECKPOINTS.replace("accelerator: L4", "accelerator: V100-32GB")
+    rows = document("plan", "-c", written(tmp_path, old))["checkpoints"]
+    by_storage = {row["storage"]: row for row in rows}
+    assert "fits no machine" in by_storage["fp8"]["reason"]
+    assert not by_storage["fp8"]["chosen"]
+    assert sum(row["chosen"] for row in rows) == 1
+
+
+def test_without_any_plan_the_error_is_the_models(tmp_path, error):
+    small = CHECKPOINTS.replace("Llama-3.1-8B", "Llama-3.1-405B")
+    assert "fits no machine" in error("plan", "-c", written(tmp_path, small))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -12,14 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
 from benchmarks.ports import free_port
-from hetero_gateway.cli import main, plan_watch
-from hetero_gateway.cli import plan as plan_command
+from hetero_gateway.cli import main, parse, plan_watch
+from hetero_gateway.cli.arguments import settings
 from hetero_gateway.deploy.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.lab.profiler.seen import SeenGateway
@@ -34,6 +34,7 @@ FILE = {
 }
 # Emulated, and believed by the gateway, so many times faster than the built-in profiles.
 SPEED = 10.0
+BENCH = ("--prompt", "token-ids", "--json")
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +76,8 @@ def url(tmp_path_factory) -> Iterator[str]:
     try:
         assert any("all 2 answer /health" in line for line in process.stderr)
         address = f"http://127.0.0.1:{port}"
-        trace = folder / "trace.csv"
-        rows = "".join(f"{100 + k},{10 + k % 5}\n" for k in range(30))
-        trace.write_text(f"input_tokens,output_tokens\n{rows}")
-        words = ("--requests", str(trace), "--rate", "20", "--prompt", "token-ids", "--json")
-        assert main(["bench", address, *words]) == 0
+        requests = trace_of(folder, *((100 + k, 10 + k % 5) for k in range(30)))
+        assert main(["bench", address, *requests, *("--rate", "20", *BENCH)]) == 0
         yield address
     finally:
         process.send_signal(signal.SIGTERM)
@@ -98,8 +96,24 @@ def write(folder: Path, **changes) -> Path:
     return path
 
 
-def again(cluster: Path, url: str, *words: str) -> int:
-    return main(["plan", "-c", str(cluster), "--from-gateway", url, *words])
+@pytest.fixture
+def again(run):
+    return lambda cluster, url, *words, code=0: run(
+        "plan", "-c", cluster, "--from-gateway", url, *words, code=code
+    )
+
+
+@pytest.fixture
+def replanned(again):
+    """The document of the same."""
+    return lambda *words: json.loads(again(*words, "--json").out)
+
+
+def trace_of(folder: Path, *rows: tuple[int, int]) -> tuple[str, str]:
+    """The flag of a trace of prompts and outputs, in tokens."""
+    path = folder / "trace.csv"
+    path.write_text("input_tokens,output_tokens\n" + "".join(f"{i},{o}\n" for i, o in rows))
+    return "--requests", str(path)
 
 
 def test_requests_of_other_models_count_neither_in_lengths_nor_in_the_rate():
@@ -117,10 +131,9 @@ def test_too_few_arrivals_make_no_rate(arrivals):
     assert SeenGateway("http://x", "finish-time", (), rows).rate_per_s is None
 
 
-def test_the_document_has_what_runs_and_what_would_be_better(url, cluster, capsys):
-    capsys.readouterr()
-    assert again(cluster, url, "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+def test_the_document_has_what_runs_and_what_would_be_better(url, cluster, capsys, replanned):
+    capsys.readouterr()  # of the fixture
+    document = replanned(cluster, url)
     told = document["from_gateway"]
     assert told["requests"] == 30
     assert told["rate_per_s"] == pytest.approx(20, rel=0.7)  # thirty Poisson arrivals
@@ -139,25 +152,25 @@ def test_the_document_has_what_runs_and_what_would_be_better(url, cluster, capsy
     assert document["best"]["machines"][0]["instances"][0]["count"] == 2
 
 
-def test_what_runs_has_the_times_that_the_gateway_knows(url, cluster, tmp_path, capsys):
-    trace = tmp_path / "trace.csv"
-    trace.write_text("input_tokens,output_tokens\n100,50\n120,60\n")
-    assert again(cluster, url, "--json", "--requests", str(trace)) == 0
-    observed = json.loads(capsys.readouterr().out)
-    assert main(["plan", "-c", str(cluster), "--json", "--requests", str(trace)]) == 0
-    believed = json.loads(capsys.readouterr().out)
+def step_times_s(document: dict[str, Any]) -> dict[int, float]:
+    """Of each size's instances alone."""
+    return {
+        t["tensor_parallel"]: t["alone_batch"] / t["alone_tokens_per_s"] for t in document["types"]
+    }
 
-    def alone(document, size):
-        (found,) = [t for t in document["types"] if t["tensor_parallel"] == size]
-        return found["alone_batch"] / found["alone_tokens_per_s"]
 
+def test_what_runs_has_the_times_that_the_gateway_knows(
+    url, cluster, tmp_path, document, replanned
+):
+    requests = trace_of(tmp_path, (100, 50), (120, 60))
+    observed = step_times_s(replanned(cluster, url, *requests))
+    believed = step_times_s(document("plan", "-c", cluster, *requests))
     for size in (1, 2):  # tp1 does not run, but on the same accelerators it is as fast
-        assert alone(observed, size) == pytest.approx(alone(believed, size) / SPEED, rel=0.05)
+        assert observed[size] == pytest.approx(believed[size] / SPEED, rel=0.05)
 
 
-def test_the_table_says_now_proposed_and_worth(url, cluster, capsys):
-    assert again(cluster, url) == 0
-    out = capsys.readouterr().out
+def test_the_table_says_now_proposed_and_worth(url, cluster, again):
+    out = again(cluster, url).out
     lines = [line.split() for line in out.splitlines()]
     assert ["now", "proposed", "worth"] in lines
     (row,) = [line for line in lines if line[:4] == ["tokens/s,", "all", "at", "once"]]
@@ -167,57 +180,51 @@ def test_the_table_says_now_proposed_and_worth(url, cluster, capsys):
     assert "box: tp2 → 2×tp1" in out
 
 
-def test_equal_machines_are_told_apart_only_where_one_changes(url, tmp_path, capsys):
+def test_equal_machines_are_told_apart_only_where_one_changes(url, tmp_path, replanned):
     # Two machines, one of which runs nothing yet; whichever the search gave what, b stays unused.
     machines = [{"id": i, "accelerator": "V100-32GB-NVLink2", "count": 2} for i in ("a", "box")]
     cluster = write(tmp_path, machines=machines)
-    assert again(cluster, url, "--json", "--goal", "fewest", "--rate", "0.1") == 0
-    document = json.loads(capsys.readouterr().out)
+    document = replanned(cluster, url, "--goal", "fewest", "--rate", "0.1")
     told = document["from_gateway"]
     assert told["now"]["layouts"] == {"a": [], "box": [2]}
     assert told["changes"] == [{"machine": "box", "now": [2], "proposed": [1]}]
     assert all(0 <= i < len(document["candidates"]) for i in document["pareto"])
 
 
-def test_the_files_own_requests_come_before_the_gateways(url, cluster, tmp_path, capsys):
-    trace = tmp_path / "trace.csv"
-    trace.write_text("input_tokens,output_tokens\n500,50\n600,60\n")
-    assert again(cluster, url, "--requests", str(trace), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["mean_prompt_tokens"] == pytest.approx(550, rel=0.05)
+def test_the_files_own_requests_come_before_the_gateways(url, cluster, tmp_path, replanned):
+    document = replanned(cluster, url, *trace_of(tmp_path, (500, 50), (600, 60)))
+    assert document["mean_prompt_tokens"] == pytest.approx(550, rel=0.05)
 
 
-def test_a_new_directory_can_be_written_at_once(url, cluster, tmp_path, capsys):
-    assert again(cluster, url, "-o", str(tmp_path / "out")) == 0
+def test_a_new_directory_can_be_written_at_once(url, cluster, tmp_path, again):
+    again(cluster, url, "-o", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert len(written["deployment"]["instances"]) == 2
     assert written["from_gateway"]["worth_it"] is True
 
 
-def test_fewer_accelerators_are_worth_a_change_where_they_hold_the_rate(url, cluster, capsys):
-    assert again(cluster, url, "--json", "--goal", "fewest", "--rate", "0.1") == 0
-    told = json.loads(capsys.readouterr().out)["from_gateway"]
+def test_fewer_accelerators_are_worth_a_change_where_they_hold_the_rate(url, cluster, replanned):
+    told = replanned(cluster, url, "--goal", "fewest", "--rate", "0.1")["from_gateway"]
     assert (told["now"]["accelerators"], told["proposed"]["accelerators"]) == (2, 1)
     assert told["worth_it"] is True
 
 
-def test_a_layout_that_is_the_best_already_is_left_alone(url, cluster, capsys):
+def test_a_layout_that_is_the_best_already_is_left_alone(url, cluster, again):
     # tp1's steps, of 2.7 ms, are too long.
-    assert again(cluster, url, "--goal", "fewest", "--rate", "1", "--tpot-p99", "0.0022") == 0
-    assert "No change: what runs is the best that was found." in capsys.readouterr().out
+    words = ("--goal", "fewest", "--rate", "1", "--tpot-p99", "0.0022")
+    assert "No change: what runs is the best that was found." in again(cluster, url, *words).out
 
 
-def test_instances_of_no_machine_end_with_one_line_and_code_2(url, tmp_path, capsys):
+def test_instances_of_no_machine_end_with_one_line_and_code_2(url, tmp_path, again):
     other = [{"id": "h100", "accelerator": "H100-80GB-SXM", "count": 2}]
-    assert again(write(tmp_path, machines=other), url) == 2
-    err = capsys.readouterr().err.strip()
+    err = again(write(tmp_path, machines=other), url, code=2).err.strip()
     assert "none of the gateway's instances" in err
     assert "no machine with V100-32GB-NVLink2" in err
     assert "\n" not in err
 
 
-def test_requests_longer_than_the_files_context_end_with_one_line_and_code_2(url, tmp_path, capsys):
-    assert again(write(tmp_path, max_model_len=100), url) == 2
-    err = capsys.readouterr().err.strip()
+def test_requests_longer_than_the_files_context_end_with_one_line_and_code_2(url, tmp_path, again):
+    err = again(write(tmp_path, max_model_len=100), url, code=2).err.strip()
     assert err.startswith("hetero-gateway: requests that the gateway has seen: request ")
     assert "max_model_len 100" in err
 
@@ -230,72 +237,56 @@ def test_requests_longer_than_the_files_context_end_with_one_line_and_code_2(url
         ("http://127.0.0.1:{closed}", 1, "does not answer"),
     ],
 )
-def test_an_address_without_a_gateway_is_one_line(cluster, capsys, address, code, message):
+def test_an_address_without_a_gateway_is_one_line(cluster, address, code, message, error):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         closed = unused.getsockname()[1]
-        assert again(cluster, address.format(closed=closed)) == code
-    err = capsys.readouterr().err.strip()
-    assert message in err
-    assert "\n" not in err
+        words = ("plan", "-c", cluster, "--from-gateway", address.format(closed=closed))
+        assert message in error(*words, code=code)
 
 
-def test_a_server_that_is_no_gateway_is_one_line(url, cluster, capsys):
+def test_a_server_that_is_no_gateway_is_one_line(url, cluster, again):
     instances = httpx.get(f"{url}/admin/instances", timeout=PATIENCE_S).json()["instances"]
-    assert again(cluster, instances[0]["base_url"]) == 1
-    assert "not a gateway's answer" in capsys.readouterr().err
+    assert "not a gateway's answer" in again(cluster, instances[0]["base_url"], code=1).err
 
 
-def test_an_unset_key_variable_is_named(url, cluster, capsys):
-    assert again(cluster, url, "--admin-key-env", "NOT_SET_ANYWHERE") == 2
-    assert "NOT_SET_ANYWHERE is not set" in capsys.readouterr().err
+def test_an_unset_key_variable_is_named(url, cluster, again):
+    words = ("--admin-key-env", "NOT_SET_ANYWHERE")
+    assert "NOT_SET_ANYWHERE is not set" in again(cluster, url, *words, code=2).err
 
 
 @pytest.mark.slow
 def test_an_instance_that_has_become_slower_is_planned_with_its_observed_times(
-    url, cluster, tmp_path, capsys
+    url, cluster, tmp_path, run, replanned
 ):
-    engine = httpx.get(f"{url}/admin/instances", timeout=PATIENCE_S).json()["instances"][0][
-        "base_url"
-    ]
-    trace = tmp_path / "trace.csv"
-    rows = "".join(f"{80 + k % 60},{60 + k % 90}\n" for k in range(180))
-    trace.write_text(f"input_tokens,output_tokens\n{rows}")
-    assert again(cluster, url, "--json", "--requests", str(trace)) == 0
-    before = json.loads(capsys.readouterr().out)
-    httpx.post(
-        f"{engine}/emulator/slowdown", json={"factor": 3}, timeout=PATIENCE_S
-    ).raise_for_status()
+    instances = httpx.get(f"{url}/admin/instances", timeout=PATIENCE_S).json()["instances"]
+    requests = trace_of(tmp_path, *((80 + k % 60, 60 + k % 90) for k in range(180)))
+
+    def slow_down(factor: int) -> None:
+        address = f"{instances[0]['base_url']}/emulator/slowdown"
+        httpx.post(address, json={"factor": factor}, timeout=PATIENCE_S).raise_for_status()
+
+    before = replanned(cluster, url, *requests)
+    slow_down(3)
     try:
-        words = ("--requests", str(trace), "--rate", "6", "--prompt", "token-ids", "--json")
-        assert main(["bench", url, *words]) == 0
-        capsys.readouterr()
-        assert again(cluster, url, "--json", "--requests", str(trace)) == 0
+        run("bench", url, *requests, "--rate", "6", *BENCH)
+        after = replanned(cluster, url, *requests)
     finally:
-        httpx.post(
-            f"{engine}/emulator/slowdown", json={"factor": 1}, timeout=PATIENCE_S
-        ).raise_for_status()
-    after = json.loads(capsys.readouterr().out)
+        slow_down(1)
     (instance,) = after["from_gateway"]["instances"]
     assert instance["observed"] is True
     assert instance["times"] == "measured"
     # Sizes that do not run are taken for slower, too: they are on the same machine.
+    believed, observed = step_times_s(before), step_times_s(after)
     for size in (1, 2):
-        believed, observed = (
-            next(t for t in document["types"] if t["tensor_parallel"] == size)
-            for document in (before, after)
-        )
-        step_s = [t["alone_batch"] / t["alone_tokens_per_s"] for t in (believed, observed)]
-        assert 1.8 < step_s[1] / step_s[0] < 6
+        assert 1.8 < observed[size] / believed[size] < 6
 
 
 def test_watch_prints_a_line_for_each_change_of_its_proposals(url, cluster, capsys):
-    parser = argparse.ArgumentParser()
-    plan_command.add_parser(parser.add_subparsers())
     for more in ([], ["--json"]):
         words = ["plan", "-c", str(cluster), "--watch", url, "--interval", "0.1", *more]
-        args = parser.parse_args(words)
-        assert plan_watch.run(args, plan_command._overrides(args), looks=2) == 0
+        args = parse(words)
+        assert plan_watch.run(args, settings(args), looks=2) == 0
         (line,) = capsys.readouterr().out.splitlines()
         if more:
             told = json.loads(line)

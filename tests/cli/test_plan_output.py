@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from hetero_gateway.cli import main
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import load_profile
 
@@ -25,6 +23,7 @@ workload:
   prompt: {median: 50, sigma: 0.1, max: 100}
   output: {median: 20, sigma: 0.1, max: 30}
 """
+MACHINE = {"accelerator": "V100-32GB-NVLink2", "count": 1}
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 2048, "intermediate_size": 512,
@@ -34,19 +33,18 @@ CONFIG = {
 
 @pytest.fixture
 def cluster(tmp_path) -> Path:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(PLAN)
+    return write(tmp_path)
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(PLAN) | changes))
     return path
 
 
-def plan(cluster: Path, *words: str) -> int:
-    return main(["plan", "-c", str(cluster), *words])
-
-
-def test_the_directory_has_the_settings_of_the_plan(cluster, tmp_path, capsys):
+def test_the_directory_has_the_settings_of_the_plan(cluster, tmp_path, document):
     directory = tmp_path / "out"
-    assert plan(cluster, "-o", str(directory), "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = document("plan", "-c", cluster, "-o", directory)
     written = json.loads((directory / "plan.json").read_text())
     assert {k: v for k, v in printed.items() if k != "took_s"} == {
         k: v for k, v in written.items() if k != "deployment"
@@ -70,25 +68,23 @@ def test_the_directory_has_the_settings_of_the_plan(cluster, tmp_path, capsys):
     assert all(sum(map(int, row.split(","))) <= 1024 for row in rows[1:])
 
 
-def test_the_same_plan_is_written_the_same(cluster, tmp_path, monkeypatch):
+def test_the_same_plan_is_written_the_same(cluster, tmp_path, monkeypatch, run):
     texts = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        assert plan(cluster, "-o", "out") == 0
+        run("plan", "-c", cluster, "-o", "out")
         files = sorted(p for p in Path("out").rglob("*") if p.is_file())
         texts.append({str(p): p.read_text() for p in files})
     assert texts[0] == texts[1]
 
 
-def test_a_config_json_is_served_from_its_own_directory(tmp_path, capsys):
+def test_a_config_json_is_served_from_its_own_directory(tmp_path, run):
     model = tmp_path / "my model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
-    data = yaml.safe_load(PLAN) | {"model": {"config": "my model/config.json", "name": "mine"}}
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(yaml.safe_dump(data))
-    assert plan(cluster, "-o", str(tmp_path / "out")) == 0
+    cluster = write(tmp_path, model={"config": "my model/config.json", "name": "mine"})
+    run("plan", "-c", cluster, "-o", tmp_path / "out")
     script = (tmp_path / "out" / "commands" / "box.sh").read_text()
     assert f"MODEL:-{shlex.quote(str(model))}" in script
     assert "--served-model-name mine" in script
@@ -105,27 +101,22 @@ def test_a_config_json_is_served_from_its_own_directory(tmp_path, capsys):
         ({"name": "Llama-3.1-8B", "quantization": "awq"}, "MODEL:?name a checkpoint"),
     ],
 )
-def test_the_checkpoint_is_stored_as_planned_or_asked_for(tmp_path, capsys, model, words):
-    data = yaml.safe_load(PLAN) | {"model": model}
-    data["machines"][0]["accelerator"] = "L40S-48GB"
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(yaml.safe_dump(data))
-    assert plan(cluster, "-o", str(tmp_path / "out")) == 0
+def test_the_checkpoint_is_stored_as_planned_or_asked_for(tmp_path, model, words, run):
+    machine = {"id": "box", "accelerator": "L40S-48GB", "count": 1}
+    run("plan", "-c", write(tmp_path, model=model, machines=[machine]), "-o", tmp_path / "out")
     script = (tmp_path / "out" / "commands" / "box.sh").read_text()
     assert words in script
     assert ("--quantization fp8" in script) is (isinstance(model, dict) and "fp8" in str(model))
 
 
-def test_machines_are_reached_at_their_addresses(tmp_path, capsys):
-    data = yaml.safe_load(PLAN)
-    data["machines"] = [
-        {"id": "one", "accelerator": "V100-32GB-NVLink2", "count": 1, "address": "10.0.0.7"},
-        {"id": "two", "accelerator": "V100-32GB-NVLink2", "count": 1, "address": "[fd00::2]"},
-        {"id": "three", "accelerator": "V100-32GB-NVLink2", "count": 1},
+def test_machines_are_reached_at_their_addresses(tmp_path, run):
+    machines = [
+        {"id": "one", "address": "10.0.0.7"},
+        {"id": "two", "address": "[fd00::2]"},
+        {"id": "three"},
     ]
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(yaml.safe_dump(data))
-    assert plan(cluster, "-o", str(tmp_path / "out")) == 0
+    cluster = write(tmp_path, machines=[MACHINE | each for each in machines])
+    run("plan", "-c", cluster, "-o", tmp_path / "out")
     config = load_gateway_config(tmp_path / "out" / "gateway.yaml")
     assert [i.base_url for i in config.instances] == [
         "http://10.0.0.7:8001",
@@ -142,19 +133,15 @@ def test_machines_are_reached_at_their_addresses(tmp_path, capsys):
         ({"address": "a b"}, "machines.0.address"),
     ],
 )
-def test_an_address_that_cannot_be_is_refused(tmp_path, capsys, changes, message):
-    data = yaml.safe_load(PLAN)
-    data["machines"][0] |= changes
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(yaml.safe_dump(data))
-    assert plan(cluster) == 2
-    assert message in capsys.readouterr().err
+def test_an_address_that_cannot_be_is_refused(tmp_path, changes, message, run):
+    cluster = write(tmp_path, machines=[{"id": "box"} | MACHINE | changes])
+    assert message in run("plan", "-c", cluster, code=2).err
 
 
-def test_an_emulated_plan_says_so_and_has_its_ports(cluster, tmp_path, capsys):
+def test_an_emulated_plan_says_so_and_has_its_ports(cluster, tmp_path, run):
     directory = tmp_path / "out"
     words = ("--emulate", "--time-scale", "5", "--first-port", "23456", "--gateway-port", "23400")
-    assert plan(cluster, "-o", str(directory), *words) == 0
+    run("plan", "-c", cluster, "-o", directory, *words)
     script = (directory / "start.sh").read_text()
     assert "emulate --profile profiles/v100-32gb-nvlink2-llama-3-8b-tp1.yaml" in script
     assert "--time-scale 5" in script
@@ -176,24 +163,13 @@ def test_an_emulated_plan_says_so_and_has_its_ports(cluster, tmp_path, capsys):
         (("-o", "{new}", "--first-port", "8000"), "include the gateway's"),
     ],
 )
-def test_flags_that_cannot_be_end_with_one_line_and_code_2(
-    cluster, tmp_path, capsys, words, message
-):
+def test_flags_that_cannot_be_end_with_one_line_and_code_2(cluster, tmp_path, words, message, run):
     places = {"here": tmp_path, "new": tmp_path / "new"}
-    assert plan(cluster, *(word.format(**places) for word in words)) == 2
-    captured = capsys.readouterr()
+    captured = run("plan", "-c", cluster, *(word.format(**places) for word in words), code=2)
     assert message in captured.err.splitlines()[-1]
     assert not (tmp_path / "new").exists()
 
 
-def test_a_port_that_is_none_is_a_usage_error(cluster, tmp_path):
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "hetero_gateway", "plan", "-c", str(cluster)),
-            *("-o", str(tmp_path / "out"), "--first-port", "70000"),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 2
-    assert "--first-port: must be from 1 to 65535" in run.stderr
+def test_a_port_that_is_none_is_a_usage_error(cluster, tmp_path, run):
+    words = ("plan", "-c", cluster, "-o", tmp_path / "out", "--first-port", "70000")
+    assert "--first-port: must be from 1 to 65535" in run(*words, code=2).err

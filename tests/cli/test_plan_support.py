@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.stages import instance_memory
 
 
-def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", "support", *words, "--json"]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
-def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    return err
-
-
-def test_a_card_on_every_accelerator_at_every_size(capsys: pytest.CaptureFixture[str]) -> None:
-    told = document(capsys, "Llama-3.1-8B")
+def test_a_card_on_every_accelerator_at_every_size(document):
+    told = document("plan", "support", "Llama-3.1-8B")
     assert told["modelled"]
     assert told["parameters"] == pytest.approx(8.03e9, rel=0.001)
     assert told["kv_bytes_per_token"] == {"auto": 131072, "fp8": 65536}
@@ -42,11 +25,9 @@ def test_a_card_on_every_accelerator_at_every_size(capsys: pytest.CaptureFixture
     assert all(a["source"] for a in told["accelerators"])
 
 
-def test_the_memory_is_that_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    told = document(
-        capsys, "Llama-3.1-8B", "--accelerator", "L4", "--accelerator", "T4", "--max-model-len",
-        "8192",
-    )  # fmt: skip
+def test_the_memory_is_that_of_a_plan(document):
+    words = ("--accelerator", "L4", "--accelerator", "T4", "--max-model-len", "8192")
+    told = document("plan", "support", "Llama-3.1-8B", *words)
     l4, t4 = told["accelerators"]
     options = EngineOptions(max_model_len=8192, max_num_batched_tokens=2048)
     memory = instance_memory(
@@ -59,54 +40,47 @@ def test_the_memory_is_that_of_a_plan(capsys: pytest.CaptureFixture[str]) -> Non
     assert t4["fits"][0]["shortfall_bytes"] > 2**30
 
 
-def test_the_table_names_what_fits_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "support", "Llama-3.3-70B-AWQ", "--accelerator", "A10G"]) == 0
-    out = capsys.readouterr().out
+def test_the_table_names_what_fits_and_what_is_missing(run):
+    out = run("plan", "support", "Llama-3.3-70B-AWQ", "--accelerator", "A10G").out
     assert "70.55 billion" in out
     assert "vLLM takes  t = 1, 2, 4, 8" in out
     (row,) = [line for line in out.splitlines() if "A10G-24GB" in line]
     assert re.search(r"−2\d\.\d GiB .* −\d\.\d GiB .* \d+k · \d+ .* \d+k · \d+ ", row)
 
 
-def test_a_storage_that_a_card_does_not_load_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (card,) = document(capsys, "Llama-3.1-8B-AWQ", "--accelerator", "V100")["accelerators"]
+def test_a_storage_that_a_card_does_not_load_is_refused(document):
+    (card,) = document("plan", "support", "Llama-3.1-8B-AWQ", "--accelerator", "V100")[
+        "accelerators"
+    ]
     assert "awq needs CUDA capability 7.5" in card["fits"][0]["reason"]
 
 
-def test_users_own_accelerators_and_engine_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_users_own_accelerators_and_engine_count(tmp_path, document):
     path = tmp_path / "plan.yaml"
     path.write_text(
         "model: Llama-3.1-8B\nmachines: [{id: a, accelerator: mine, count: 1}]\n"
         "max_model_len: 2048\nengine: {gpu_memory_utilization: 0.5}\n"
         "accelerators: {mine: {memory_bytes: 80e9, memory_bytes_per_s: 1e12, flop_per_s: 1e14}}\n"
     )
-    told = document(capsys, "Llama-3.1-8B", "-c", str(path))
+    told = document("plan", "support", "Llama-3.1-8B", "-c", path)
     mine = told["accelerators"][0]
     assert mine["name"] == "mine"
     assert told["context"] == 2048
     assert mine["fits"][0]["fits"]
     whole = tmp_path / "whole.yaml"
     whole.write_text(path.read_text().replace("0.5", "0.9"))
-    more = document(capsys, "Llama-3.1-8B", "-c", str(whole))["accelerators"][0]
+    more = document("plan", "support", "Llama-3.1-8B", "-c", whole)["accelerators"][0]
     assert more["fits"][0]["kv_tokens"] > mine["fits"][0]["kv_tokens"] + 200_000
     assert "no link" in mine["fits"][1]["reason"]
 
 
-def test_layers_that_keep_a_window_or_a_state_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    kinds = document(capsys, "gpt-oss-20b", "--accelerator", "H100")["layer_kinds"]
+def test_layers_that_keep_a_window_or_a_state_are_named(document):
+    kinds = document("plan", "support", "gpt-oss-20b", "--accelerator", "H100")["layer_kinds"]
     assert any("a window of 128 tokens" in kind for kind in kinds)
     assert any("32 experts, 4 a token" in kind for kind in kinds)
 
 
-def test_a_family_that_is_not_modelled_has_bounds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_is_not_modelled_has_bounds(tmp_path, run, document):
     (tmp_path / "config.json").write_text(
         json.dumps({
             "model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"],
@@ -116,36 +90,37 @@ def test_a_family_that_is_not_modelled_has_bounds(
             },
         })
     )  # fmt: skip
-    told = document(capsys, str(tmp_path), "--accelerator", "T4")
+    told = document("plan", "support", tmp_path, "--accelerator", "T4")
     assert told["modelled"] is False
     assert "share caches" in told["reason"]
     assert told["kv_bytes_per_token"] == {"least": 0, "most": 30 * 2 * 2 * 256 * 2}
     assert told["weight_bytes"] is None
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 2e10}}')
-    (card,) = document(capsys, str(tmp_path), "--accelerator", "T4")["accelerators"]
+    (card,) = document("plan", "support", tmp_path, "--accelerator", "T4")["accelerators"]
     assert card["least_count"] == 2
-    assert main(["plan", "support", str(tmp_path), "--accelerator", "T4"]) == 0
-    assert "T4-16GB: at least 2, by the weights alone" in capsys.readouterr().out
+    out = run("plan", "support", tmp_path, "--accelerator", "T4").out
+    assert "T4-16GB: at least 2, by the weights alone" in out
 
 
-def test_a_family_that_nobody_checked_is_uncertain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_nobody_checked_is_uncertain(tmp_path, document):
     config = {
         "model_type": "brand_new", "num_hidden_layers": 4, "hidden_size": 512,
         "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024,
         "vocab_size": 32000,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (doubt,) = document(capsys, str(tmp_path), "--accelerator", "T4")["doubts"]
+    (doubt,) = document("plan", "support", tmp_path, "--accelerator", "T4")["doubts"]
     assert "brand_new" in doubt["what"]
     assert doubt["kv_error"] == 0.3
 
 
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no built-in card" in error(capsys, "support", "Lama-9B")
-    assert "not in the catalogue" in error(capsys, "support", "Llama-3-8B", "--accelerator", "X9")
-    assert "made for" in error(capsys, "support", "Llama-3-8B", "--max-model-len", "9000")
-    assert "-c CLUSTER.yaml" in error(capsys)
+def test_errors_are_one_line(tmp_path, error):
     (tmp_path / "config.json").write_text('{"a": 1}')
-    assert "config.json" in error(capsys, "support", str(tmp_path))
+    for words, said in (
+        (("support", "Lama-9B"), "no built-in card"),
+        (("support", "Llama-3-8B", "--accelerator", "X9"), "not in the catalogue"),
+        (("support", "Llama-3-8B", "--max-model-len", "9000"), "made for"),
+        ((), "-c CLUSTER.yaml"),
+        (("support", tmp_path), "config.json"),
+    ):
+        assert said in error("plan", *words)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hetero_gateway.cli import main
-from hetero_gateway.cli.plan_again import Again
-from hetero_gateway.cli.plan_watch import Watch
+from hetero_gateway.cli import parse
+from hetero_gateway.cli.plan_again import Replan
+from hetero_gateway.cli.plan_watch import LoadWatch
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.plan_request import load_request
@@ -73,19 +72,19 @@ class Gateway:
         self.arrived += [self.now_s + i * step_s for i in range(round(60 * number * rate_per_s))]
         self.now_s += 60 * number
 
-    def ask(self) -> Again:
+    def ask(self) -> Replan:
         rows = tuple(TraceRequest(at_s, 500, 150, "m") for at_s in self.arrived)
         seen = SeenGateway(
             "http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,)
         )
         question = self._request.question
         present = place(self.instances, question.machines, self._request.model, accelerator)
-        return Again(seen, self._request, present)
+        return Replan(seen, self._request, present)
 
 
 def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_path):
     gateway = Gateway(tmp_path, running("a"), running("b", asleep=True))
-    watch = Watch(gateway.ask, lambda name: False)
+    watch = LoadWatch(gateway.ask, lambda name: False)
     gateway.minutes(5, 0.5)
     assert watch.look(gateway.now_s)[0] == []
     gateway.minutes(3, 7.0)
@@ -104,20 +103,15 @@ def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_pa
 def test_without_a_request_there_is_nothing_to_propose(tmp_path):
     gateway = Gateway(tmp_path, running("a"))
     with pytest.raises(HeteroGatewayError, match="no request yet"):
-        Watch(gateway.ask, lambda name: False).look(gateway.now_s)
+        LoadWatch(gateway.ask, lambda name: False).look(gateway.now_s)
 
 
-def test_it_does_not_go_with_what_plans_once(tmp_path, capsys):
+def test_it_does_not_go_with_what_plans_once(tmp_path, error):
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(CLUSTER))
-    words = ["plan", "-c", str(file), "--watch", "http://127.0.0.1:1", "-o", str(tmp_path / "x")]
-    assert main(words) == 2
-    assert "--watch: not together with" in capsys.readouterr().err
+    words = ("plan", "-c", file, "--watch", "http://127.0.0.1:1", "-o", tmp_path / "x")
+    assert "--watch: not together with" in error(*words)
 
 
-def test_its_arguments_are_those_of_plan() -> None:
-    parser = argparse.ArgumentParser()
-    from hetero_gateway.cli import plan_watch
-
-    plan_watch.add_arguments(parser)
-    assert parser.parse_args(["--watch", "http://x"]).interval == 60
+def test_its_arguments_are_those_of_plan():
+    assert parse(["plan", "--watch", "http://x"]).interval == 60

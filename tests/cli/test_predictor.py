@@ -8,7 +8,6 @@ import httpx
 import numpy as np
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.core.lengths.length_model import TrainedPredictor
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.files.length_model_file import read_length_model
@@ -28,20 +27,26 @@ def write_trace(tmp_path: Path, count: int = 2000, *, shuffled: bool = False) ->
     return path
 
 
+@pytest.fixture
+def output(tmp_path) -> Path:
+    return tmp_path / "predictor.json"
+
+
+@pytest.fixture
+def fit(run):
+    return lambda trace, *words, code=0: run(
+        "predictor", "fit", "--requests", trace, "-o", *words, code=code
+    )
+
+
 def predict(path: Path, prompt_tokens: int) -> float:
     return TrainedPredictor(read_length_model(path)).predict(LengthFeatures("", prompt_tokens))
 
 
-def test_a_trace_gives_a_file_that_predicts_and_a_table_of_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "predictor.json"
-    assert (
-        main(["predictor", "fit", "--requests", str(write_trace(tmp_path)), "-o", f"{output}"]) == 0
-    )
+def test_a_trace_gives_a_file_that_predicts_and_a_table_of_errors(tmp_path, fit, output):
+    lines = fit(write_trace(tmp_path), output).out.splitlines()
     assert predict(output, 100) == pytest.approx(20, rel=0.1)
     assert predict(output, 1900) == pytest.approx(400, rel=0.1)
-    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "trace.csv: 2000 requests; error on the last 500, in tokens"
     rmse = {
         row[-4]: float(row[-1])
@@ -54,54 +59,48 @@ def test_a_trace_gives_a_file_that_predicts_and_a_table_of_errors(
     assert (about["source"], about["requests"]) == ("trace.csv", 2000)
 
 
-def test_the_document_tells_each_predictors_error_by_prompt_length(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace, output = write_trace(tmp_path), tmp_path / "p.json"
-    assert main(["predictor", "fit", "--requests", f"{trace}", "-o", f"{output}", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    buckets = document["held_out"]["buckets"]
+def test_the_document_tells_each_predictors_error_by_prompt_length(tmp_path, fit, output):
+    trace = write_trace(tmp_path)
+    told = json.loads(fit(trace, output, "--json").out)
+    buckets = told["held_out"]["buckets"]
     assert [b["prompt_tokens"]["up_to"] for b in buckets] == [64, 256, 1024, 4096]
-    total = document["held_out"]["total"]
+    total = told["held_out"]["total"]
     assert set(total) == {"mean", "bucket-mean", "trained", "oracle"}
     for name in total:
         assert sum(b["errors"][name]["requests"] for b in buckets) == total[name]["requests"] == 500
-    assert document["leaves"] == {"": 2}
+    assert told["leaves"] == {"": 2}
 
 
 def test_the_held_out_requests_are_the_last_to_arrive_whatever_the_order_of_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = []
-    for shuffled in (False, True):
-        trace = write_trace(tmp_path, shuffled=shuffled)
-        argv = ["predictor", "fit", "--requests", f"{trace}", "-o", f"{tmp_path}/p.json", "--json"]
-        assert main(argv) == 0
-        found.append(json.loads(capsys.readouterr().out)["held_out"])
-    assert found[0] == found[1]
+    tmp_path, fit, output
+):
+    first, second = (
+        json.loads(fit(write_trace(tmp_path, shuffled=shuffled), output, "--json").out)["held_out"]
+        for shuffled in (False, True)
+    )
+    assert first == second
 
 
-async def test_a_gateways_own_requests_are_learnt_with_their_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_gateways_own_requests_are_learnt_with_their_limits(run, monkeypatch, output):
     monkeypatch.setenv("KEY", "admin-secret-31415")
-    output = tmp_path / "predictor.json"
     async with fake_instances(1) as fakes:
         config = config_for(fakes, server={"admin_key_env": "KEY"})
         async with (
             running_gateway(config) as running,
             httpx.AsyncClient(base_url=running.url) as client,
         ):
-            argv = ["predictor", "fit", "--from-gateway", running.url, "-o", f"{output}"]
-            assert await asyncio.to_thread(main, argv) == 1
-            assert "--admin-key-env" in capsys.readouterr().err
-            argv += ["--admin-key-env", "KEY"]
-            assert await asyncio.to_thread(main, argv) == 2
-            assert "no requests in it" in capsys.readouterr().err
+
+            async def learnt(*flags, code=0):
+                words = ("predictor", "fit", "--from-gateway", running.url, "-o", output, *flags)
+                return await asyncio.to_thread(run, *words, code=code)
+
+            assert "--admin-key-env" in (await learnt(code=1)).err
+            key = ("--admin-key-env", "KEY")
+            assert "no requests in it" in (await learnt(*key, code=2)).err
             for i in range(80):
                 body = {"model": "m", "messages": [], "max_tokens": 4 if i % 2 else 900}
                 await client.post("/v1/chat/completions", json=body)
-            assert await asyncio.to_thread(main, argv) == 0
+            await learnt(*key)
     text = output.read_text()
     assert json.loads(text)["about"]["requests"] == 80
     assert "127.0.0.1" not in text
@@ -116,24 +115,16 @@ async def test_a_gateways_own_requests_are_learnt_with_their_limits(
         (["--from-gateway", "ftp://x"], 2, "URL: must be http://"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_one_line(
-    argv: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predictor", "fit", *argv, "-o", str(tmp_path / "p.json")]) == code
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "p.json").exists()
+def test_what_cannot_be_read_is_told_in_one_line(argv, code, said, error, output):
+    assert said in error("predictor", "fit", *argv, "-o", output, code=code)
+    assert not output.exists()
 
 
-def test_too_few_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = write_trace(tmp_path, count=60)
-    assert main(["predictor", "fit", "--requests", f"{trace}", "-o", f"{tmp_path}/p.json"]) == 2
-    assert "60 requests, of which 45 are to train on" in capsys.readouterr().err
+def test_too_few_requests_are_refused(tmp_path, fit, output):
+    said = fit(write_trace(tmp_path, count=60), output, code=2).err
+    assert "60 requests, of which 45 are to train on" in said
 
 
 @pytest.mark.parametrize("share", ["0", "1", "nan", "x"])
-def test_a_share_that_is_none_is_a_usage_error(share: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["predictor", "fit", "--requests", "t.csv", "-o", "p.json", "--hold-out", share])
-    assert caught.value.code == 2
+def test_a_share_that_is_none_is_a_usage_error(share, fit):
+    assert "--hold-out" in fit("t.csv", "p.json", "--hold-out", share, code=2).err

@@ -41,7 +41,7 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 60.0
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_sighup_reloads_and_sigterm_drains(tmp_path: Path, workers: int) -> None:
+async def test_sighup_reloads_and_sigterm_drains(tmp_path, workers):
     path = tmp_path / "gateway.yaml"
     async with fake_instances(2) as fakes:
         write(path, fakes[:1])
@@ -87,9 +87,7 @@ async def test_sighup_reloads_and_sigterm_drains(tmp_path: Path, workers: int) -
             await asyncio.to_thread(gateway.stop, signal.SIGKILL)
 
 
-async def test_a_worker_that_is_started_again_has_the_configuration_in_effect(
-    tmp_path: Path,
-) -> None:
+async def test_a_worker_that_is_started_again_has_the_configuration_in_effect(tmp_path):
     path = tmp_path / "gateway.yaml"
     async with fake_instances(1) as fakes:
         write(path, fakes)

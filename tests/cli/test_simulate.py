@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,34 +40,23 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def simulate(cluster: Path, *flags: str) -> int:
-    small = () if "--count" in flags or "--requests" in flags else ("--count", "40")
-    seeds = () if "--seeds" in flags else ("--seeds", "2")
-    return main(["simulate", "-c", str(cluster), *small, *seeds, *flags])
+@pytest.fixture
+def run(run):
+    """On a cluster; short, unless it is said how long."""
 
+    def simulate(path, *flags, code=0):
+        small = () if "--count" in flags or "--requests" in flags else ("--count", "40")
+        seeds = () if "--seeds" in flags else ("--seeds", "2")
+        return run("simulate", "-c", path, *small, *seeds, *flags, code=code)
 
-def document(
-    capsys: pytest.CaptureFixture[str], cluster: Path, *flags: str, code: int = 0
-) -> dict[str, Any]:
-    assert simulate(cluster, "--json", *flags) == code
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
-def error(capsys: pytest.CaptureFixture[str], cluster: Path, *flags: str) -> str:
-    assert simulate(cluster, *flags) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("hetero-gateway: ")
-    return err
+    return simulate
 
 
 # What comes out
 
 
-def test_the_document_has_its_fixed_keys(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = document(capsys, cluster, "--policy", "round-robin,capacity-weighted", "--rate", "8,inf")
+def test_the_document_has_its_fixed_keys(cluster, document):
+    told = document(cluster, "--policy", "round-robin,capacity-weighted", "--rate", "8,inf")
     assert [(r["policy"], r["rate"]) for r in told["results"]] == [
         ("round-robin", 8.0),
         ("capacity-weighted", 8.0),
@@ -91,11 +79,8 @@ def test_the_document_has_its_fixed_keys(cluster: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_the_tables_go_to_stdout_and_the_progress_to_stderr(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert simulate(cluster, "--policy", "round-robin,min-max", "--rate", "5") == 0
-    out, err = capsys.readouterr()
+def test_the_tables_go_to_stdout_and_the_progress_to_stderr(cluster, run):
+    out, err = run(cluster, "--policy", "round-robin,min-max", "--rate", "5")
     for word in ("2 instances", "5 requests/s", "tokens/s", "of bound", "TTFT", "TPOT", "spread"):
         assert word in out
     assert out.count("round-robin") == out.count("min-max") == 1
@@ -107,41 +92,27 @@ def test_the_tables_go_to_stdout_and_the_progress_to_stderr(
 
 
 def test_the_load_that_is_held_is_printed_where_it_is_asked_for(
-    cluster: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, monkeypatch, run, document
+):
     monkeypatch.setattr("hetero_gateway.sim.fleet.can_compile", lambda: False)
-    flags = (
-        "--policy",
-        "finish-time,round-robin",
-        "--load",
-        "0.5",
-        "--seeds",
-        "1",
-        "--slo-tpot",
-        "0.03",
-    )
-    told = document(capsys, cluster, *flags, "--heed-slo", "--held")
+    flags = ("--policy", "finish-time,round-robin", "--load", "0.5", "--seeds", "1")
+    flags += ("--slo-tpot", "0.03")
+    told = document(cluster, *flags, "--heed-slo", "--held")
     assert told["heeds_slo"] is True
     for loads in told["held"].values():
         assert 2 >= loads["0.9"] >= loads["0.95"] >= loads["0.99"] >= 0
     assert told["held"].keys() == {"finish-time", "round-robin"}
-    assert simulate(cluster, *flags, "--held") == 0
-    out, _ = capsys.readouterr()
-    assert "Highest load" in out
-    assert "held" not in document(capsys, cluster, *flags)
+    assert "Highest load" in run(cluster, *flags, "--held").out
+    assert "held" not in document(cluster, *flags)
 
 
-def test_the_same_seeds_give_the_same_document(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_seeds_give_the_same_document(cluster, document):
     flags = ("--policy", "min-max,paper", "--rate", "6")
-    assert document(capsys, cluster, *flags) == document(capsys, cluster, *flags)
+    assert document(cluster, *flags) == document(cluster, *flags)
 
 
-def test_single_instance_means_the_first_one(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = document(capsys, cluster, "--policy", "single-instance", "--rate", "inf")
+def test_single_instance_means_the_first_one(cluster, document):
+    told = document(cluster, "--policy", "single-instance", "--rate", "inf")
     assert [i["requests"] for i in told["results"][0]["instances"]] == [40, 0]
     assert told["results"][0]["completion_spread"]["mean"] == 1
 
@@ -149,10 +120,8 @@ def test_single_instance_means_the_first_one(
 # Rates
 
 
-def test_without_rates_two_loads_and_everything_at_once_are_run(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = document(capsys, cluster, "--policy", "round-robin")
+def test_without_rates_two_loads_and_everything_at_once_are_run(cluster, document):
+    told = document(cluster, "--policy", "round-robin")
     assert [(r["load"], r["rate"] == "inf") for r in told["results"]] == [
         (0.7, False),
         (0.9, False),
@@ -160,50 +129,42 @@ def test_without_rates_two_loads_and_everything_at_once_are_run(
     ]
 
 
-def test_a_load_is_a_rate_whose_output_is_that_share_of_the_bound(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = document(capsys, cluster, "--policy", "round-robin", "--load", "0.5", "--rate", "3")
+def test_a_load_is_a_rate_whose_output_is_that_share_of_the_bound(cluster, document):
+    told = document(cluster, "--policy", "round-robin", "--load", "0.5", "--rate", "3")
     by_load, by_rate = told["results"]
     offered = by_load["rate"] * told["mix"]["mean_output_tokens"]
     assert offered == pytest.approx(0.5 * told["bound_tokens_per_s"])
     assert (by_rate["rate"], by_rate["load"]) == (3.0, None)
 
 
-def test_a_traces_own_times_are_kept_unless_a_rate_is_given(
-    cluster: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_traces_own_times_are_kept_unless_a_rate_is_given(cluster, trace, tmp_path, document):
     without_mix = tmp_path / "plain.yaml"
     without_mix.write_text(CLUSTER, encoding="utf-8")
     flags = ("--policy", "round-robin", "--requests", str(trace))
-    own = document(capsys, without_mix, *flags)
+    own = document(without_mix, *flags)
     assert own["arrivals"] == "trace"
     assert own["mix"]["requests"] == 4
     assert own["results"][0]["rate"] == pytest.approx(3 / 8)
     assert max(i["completion_s"] for i in own["results"][0]["instances"]) > 8
-    first = document(capsys, without_mix, *flags, "--count", "2")
+    first = document(without_mix, *flags, "--count", "2")
     assert (first["mix"]["requests"], first["results"][0]["rate"]) == (2, 1.0)
-    stretched = document(capsys, without_mix, *flags, "--arrivals", "trace", "--rate", "100")
+    stretched = document(without_mix, *flags, "--arrivals", "trace", "--rate", "100")
     assert stretched["results"][0]["rate"] == 100
     assert stretched["arrivals"] == "trace"
-    drawn = document(capsys, without_mix, *flags, "--rate", "100", "--count", "30")
+    drawn = document(without_mix, *flags, "--rate", "100", "--count", "30")
     assert drawn["arrivals"] == "random"
     assert drawn["mix"]["requests"] == 30
 
 
-def test_the_flag_wins_over_the_files_trace(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_flag_wins_over_the_files_trace(trace, tmp_path, document):
     other = tmp_path / "other.csv"
     other.write_text("input_tokens,output_tokens\n9,3\n", encoding="utf-8")
     cluster = tmp_path / "c.yaml"
     cluster.write_text(CLUSTER + "workload: {requests: other.csv}\n", encoding="utf-8")
     flags = ("--policy", "round-robin", "--rate", "9")
-    assert document(capsys, cluster, *flags)["mix"]["mean_output_tokens"] == 3
+    assert document(cluster, *flags)["mix"]["mean_output_tokens"] == 3
     flags += ("--requests", str(trace))
-    assert document(capsys, cluster, *flags)["mix"]["mean_output_tokens"] == pytest.approx(
-        6.5, rel=0.02
-    )
+    assert document(cluster, *flags)["mix"]["mean_output_tokens"] == pytest.approx(6.5, rel=0.02)
 
 
 # Failures
@@ -220,29 +181,21 @@ def test_the_flag_wins_over_the_files_trace(
         (("--report", "no/such/folder/r.html"), "its folder does not exist"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_exit_code_2(
-    cluster: Path, flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in error(capsys, cluster, *flags)
+def test_what_cannot_be_is_one_line_and_exit_code_2(cluster, flags, said, error):
+    assert said in error(cluster, *flags)
 
 
-def test_a_trace_without_times_cannot_give_them(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_without_times_cannot_give_them(cluster, tmp_path, error):
     trace = tmp_path / "t.csv"
     trace.write_text("input_tokens,output_tokens\n9,3\n", encoding="utf-8")
     flags = ("--requests", str(trace), "--arrivals", "trace")
-    assert f"{trace}: --arrivals trace: it has no column arrival_s" in error(
-        capsys, cluster, *flags
-    )
+    assert f"{trace}: --arrivals trace: it has no column arrival_s" in error(cluster, *flags)
 
 
-def test_a_wrong_cluster_file_names_the_file_and_the_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_cluster_file_names_the_file_and_the_key(tmp_path, error):
     path = tmp_path / "c.yaml"
     path.write_text("instances: [{profile: no-such-gpu}]\n", encoding="utf-8")
-    assert f"{path}: instances.0.profile: no profile is named" in error(capsys, path)
+    assert f"{path}: instances.0.profile: no profile is named" in error(path)
 
 
 @pytest.mark.parametrize(
@@ -262,61 +215,47 @@ def test_a_wrong_cluster_file_names_the_file_and_the_key(
         ("--predictor", "magic"),
     ],
 )
-def test_a_flag_out_of_range_is_a_usage_error(
-    cluster: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["simulate", "-c", str(cluster), *flags])
-    assert caught.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+def test_a_flag_out_of_range_is_a_usage_error(cluster, flags, run):
+    assert flags[0] in run(cluster, *flags, code=2).err
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["simulate", "--help"])
-    assert caught.value.code == 0
-    assert "hetero-gateway simulate -c" in capsys.readouterr().out
+def test_help_has_an_example(run):
+    assert "hetero-gateway simulate -c" in run("", "--help").out
 
 
 # What the real engines and the real scheduler do with it
 
 
-def test_requests_that_fit_nowhere_are_refused_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_fit_nowhere_are_refused_and_shown(tmp_path, run, document):
     trace = tmp_path / "t.csv"
     trace.write_text("input_tokens,output_tokens\n900000,5\n10,5\n", encoding="utf-8")
     path = tmp_path / "c.yaml"
     path.write_text(CLUSTER, encoding="utf-8")
     flags = ("--requests", str(trace), "--in-order", "--count", "10", "--rate", "20")
-    told = document(capsys, path, *flags, "--policy", "min-max", "--predictor", "oracle")
+    told = document(path, *flags, "--policy", "min-max", "--predictor", "oracle")
     assert told["results"][0]["refused"] == 5
-    assert simulate(path, *flags, "--policy", "min-max", "--predictor", "oracle") == 0
-    assert "refused" in capsys.readouterr().out
+    out = run(path, *flags, "--policy", "min-max", "--predictor", "oracle").out
+    assert "refused" in out
 
 
-def test_when_nothing_finishes_the_exit_code_is_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_when_nothing_finishes_the_exit_code_is_1(tmp_path, document, error):
     trace = tmp_path / "t.csv"
     trace.write_text("input_tokens,output_tokens\n900000,5\n", encoding="utf-8")
     path = tmp_path / "c.yaml"
     path.write_text(CLUSTER, encoding="utf-8")
     flags = ("--requests", str(trace), "--rate", "5", "--count", "3", "--policy", "min-max")
-    told = document(capsys, path, *flags, code=1)
+    told = document(path, *flags, code=1)
     assert told["results"][0]["latency_s"]["mean"] is None
     assert "fits any instance" in error(
-        capsys, path, "--requests", str(trace), "--load", "0.5", "--policy", "min-max"
+        path, "--requests", str(trace), "--load", "0.5", "--policy", "min-max"
     )
 
 
-def test_a_dead_instance_loses_what_it_had(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_instance_loses_what_it_had(tmp_path, document):
     path = tmp_path / "c.yaml"
     faults = "faults: [{instance: big, kind: dead, start_s: 0.5}]\n"
     path.write_text(CLUSTER + WORKLOAD + faults, encoding="utf-8")
-    told = document(capsys, path, "--policy", "round-robin", "--rate", "20", "--count", "60")
+    told = document(path, "--policy", "round-robin", "--rate", "20", "--count", "60")
     (result,) = told["results"]
     assert told["faults"] == 1
     assert result["lost"] > 0
@@ -326,40 +265,32 @@ def test_a_dead_instance_loses_what_it_had(
     assert done[1] > 4 * done[0]
 
 
-def test_min_max_beats_round_robin_on_unequal_instances(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_min_max_beats_round_robin_on_unequal_instances(tmp_path, document):
     path = tmp_path / "c.yaml"
     path.write_text(CLUSTER, encoding="utf-8")
     flags = ("--policy", "min-max,round-robin", "--rate", "inf", "--count", "300")
-    ours, turns = document(capsys, path, *flags)["results"]
+    ours, turns = document(path, *flags)["results"]
     assert ours["throughput_tokens_per_s"]["mean"] > 1.2 * turns["throughput_tokens_per_s"]["mean"]
     assert math.isclose(sum(i["requests"] for i in ours["instances"]), 300)
     assert ours["completion_spread"]["mean"] < turns["completion_spread"]["mean"]
 
 
-def test_a_trained_predictor_is_read_from_its_file(
-    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_predictor_is_read_from_its_file(cluster, tmp_path, document, error):
     path = tmp_path / "predictor.json"
     write_length_model(path, LengthModel({ANY_MODEL: Leaf(16.0, 100)}), {})
     flags = ("--predictor", "trained", "--predictor-file", str(path), "--rate", "inf")
-    told = document(capsys, cluster, "--policy", "min-max", *flags)
+    told = document(cluster, "--policy", "min-max", *flags)
     assert told["predictor"] == "trained"
     assert told["results"][0]["throughput_tokens_per_s"]["mean"] > 0
     path.write_text("{}")
-    assert "predictor.json: format is missing" in error(capsys, cluster, *flags).replace(
-        "document: ", ""
-    )
+    assert "predictor.json: format is missing" in error(cluster, *flags).replace("document: ", "")
 
 
 @pytest.mark.parametrize(
     "flags", [("--predictor", "trained"), ("--predictor-file", "p.json")], ids=["kind", "file"]
 )
-def test_a_trained_predictor_and_its_file_belong_together(
-    cluster: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
-) -> None:
-    assert "--predictor trained needs --predictor-file" in error(capsys, cluster, *flags)
+def test_a_trained_predictor_and_its_file_belong_together(cluster, flags, error):
+    assert "--predictor trained needs --predictor-file" in error(cluster, *flags)
 
 
 RECORD = (
@@ -378,13 +309,15 @@ RECORD = (
 def test_a_record_is_printed_beside_its_simulation(cluster, tmp_path, capsys):
     record = tmp_path / "run.jsonl"
     record.write_text(RECORD, encoding="utf-8")
-    assert main(["simulate", "-c", str(cluster), "--against", str(record)]) == 0
+    words = ("simulate", "-c", str(cluster), "--against", str(record))
+    assert main([*words]) == 0
     text = capsys.readouterr().out
-    assert "min-max, 3 requests" in text
-    assert "1 requests without an answer in tokens are left out." in text
-    assert "as placed" in text
-    assert "by min-max" in text
-    assert main(["simulate", "-c", str(cluster), "--against", str(record), "--json"]) == 0
+    for said in (
+        *("min-max, 3 requests", "1 requests without an answer in tokens are left out."),
+        *("as placed", "by min-max"),
+    ):
+        assert said in text
+    assert main([*words, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["measured"]["ttft_s"]["mean"] == pytest.approx(0.1)
     assert found["as_placed"]["requests"] == found["by_policy"]["requests"] == 3
@@ -408,15 +341,13 @@ def test_a_record_that_cannot_be_simulated_says_why(tmp_path, capsys, flags, say
     assert says in capsys.readouterr().err
 
 
-def test_classes_are_told_apart_and_the_interactive_ones_wait_less(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_are_told_apart_and_the_interactive_ones_wait_less(cluster, document):
     cluster.write_text(CLUSTER.replace("tp4}", "tp4, max_num_seqs: 4}").replace(
         "tp1}", "tp1, max_num_seqs: 4}") + WORKLOAD, encoding="utf-8")  # fmt: skip
     flags = ("--policy", "finish-time", "--rate", "inf", "--batch-share", "0.5", "--count", "100")
     ttft_s = {}
     for queue in ("fifo", "classes", "shortest"):
-        found = document(capsys, cluster, "--queue", queue, *flags)
+        found = document(cluster, "--queue", queue, *flags)
         assert found["queue"] == queue
         classes = found["results"][0]["classes"]
         assert set(classes) == {"interactive", "batch"}

@@ -77,7 +77,7 @@ def asked(port: int, path: str, body: bytes | None = None) -> int | None:
     ("kind", "redirection"),
     [(kind, redirection) for kind, each in REDIRECTIONS.items() for redirection in each],
 )
-def test_what_serves_goes_on_and_ends_well(kind: str, redirection: str, tmp_path: Path) -> None:
+def test_what_serves_goes_on_and_ends_well(kind, redirection, tmp_path):
     port = free_port()
     process = shell(words_of(kind, port, tmp_path), redirection)
     try:
@@ -120,9 +120,7 @@ def run(words: str, redirection: str) -> tuple[int, str]:
         ("--help", ">&-", "Bad file descriptor"),
     ],
 )
-def test_output_that_cannot_be_written_is_one_line(
-    words: str, redirection: str, reason: str
-) -> None:
+def test_output_that_cannot_be_written_is_one_line(words, redirection, reason):
     code, said = run(words, redirection)
     assert code == 1
     *progress, last = said.splitlines()
@@ -132,13 +130,13 @@ def test_output_that_cannot_be_written_is_one_line(
 
 
 @pytest.mark.parametrize("redirection", [pytest.param("2> /dev/full", marks=FULL), "2>&-"])
-def test_errors_that_cannot_be_shown_have_their_exit_code(redirection: str) -> None:
+def test_errors_that_cannot_be_shown_have_their_exit_code(redirection):
     assert run(f"validate -c {CLUSTER}", redirection)[0] == 0
     assert run("validate -c /nowhere.yaml", redirection)[0] == 2
     assert run("validate --nonsense", redirection)[0] == 2
 
 
-def test_nothing_is_opened_where_the_streams_were() -> None:
+def test_nothing_is_opened_where_the_streams_were():
     code = (
         "import os, sys, hetero_gateway.cli.standard_streams as s; s.prepare(); "
         "f = os.open('/dev/null', os.O_RDONLY); os.write(9, b'%d' % f); sys.exit(f < 3)"
@@ -155,3 +153,17 @@ def test_nothing_is_opened_where_the_streams_were() -> None:
     assert done.returncode == 0
     assert re.fullmatch(r"\d+", said)
     assert int(said) > 2
+
+
+def test_a_reader_that_has_left_is_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "hetero_gateway", "validate", "-c", str(CLUSTER)],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert done.returncode == 141
+    assert done.stderr == b""

@@ -6,7 +6,6 @@ import json
 import httpx
 import pytest
 
-from hetero_gateway.cli import main
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import FAST, config_for, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
@@ -15,15 +14,13 @@ QUESTION = ("--prompt-tokens", "800", "--max-tokens", "200")
 NOBODY = "http://127.0.0.1:1"
 
 
-async def run(*argv: str) -> int:
-    """The exit code; the command blocks, and the gateway lives in this thread's loop."""
-    try:
-        return await asyncio.to_thread(main, argv)
-    except SystemExit as usage:
-        return int(usage.code or 0)
+@pytest.fixture
+def asked(run):
+    """The command blocks, and the gateway lives in this thread's loop."""
+    return lambda *words, code=0: asyncio.to_thread(run, *words, code=code)
 
 
-async def test_status_shows_a_row_per_instance(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_status_shows_a_row_per_instance(asked):
     async with fake_instances(2) as fakes:
         config = config_for(fakes, profiles=(FAST, None))
         async with running_gateway(config) as running, httpx.AsyncClient() as client:
@@ -31,8 +28,7 @@ async def test_status_shows_a_row_per_instance(capsys: pytest.CaptureFixture[str
             instances = running.gateway.fleet.instances
             await eventually(lambda: [i.up for i in instances.values()] == [True, False])
             await client.post(f"{running.url}/tokenize", json={"prompt": "x"})
-            assert await run("status", running.url) == 0
-            lines = capsys.readouterr().out.splitlines()
+            lines = (await asked("status", running.url)).out.splitlines()
             assert lines[0] == "policy finish-time, 1 of 2 instances take requests; 0 wait"
             assert lines[1].split()[:2] == ["INSTANCE", "STATE"]
             assert lines[2].split()[:2] == ["i0", "up"]
@@ -41,17 +37,14 @@ async def test_status_shows_a_row_per_instance(capsys: pytest.CaptureFixture[str
             assert lines[3].split()[:2] == ["i1", "down"]
             assert "unprofiled" in lines[3]
             assert lines[4].startswith("i1 is down: ")
-            assert await run("status", running.url, "--json") == 0
-            document = json.loads(capsys.readouterr().out)
+            document = json.loads((await asked("status", running.url, "--json")).out)
             assert [row["id"] for row in document["instances"]] == ["i0", "i1"]
 
 
-async def test_explain_shows_the_candidates_and_the_reason(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_explain_shows_the_candidates_and_the_reason(asked):
     async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
-        assert await run("explain", running.url, *QUESTION) == 0
-        lines = capsys.readouterr().out.splitlines()
+        words = ("explain", running.url, *QUESTION)
+        lines = (await asked(*words)).out.splitlines()
         assert lines[0].startswith("i0 would get it: done in ")
         assert "800 prompt tokens, 200 output tokens predicted" in lines[1]
         columns = ["TTFT", "LATENCY", "DELAY", "MEMORY", "LATE", "SLO", "COST"]
@@ -59,17 +52,15 @@ async def test_explain_shows_the_candidates_and_the_reason(
         assert lines[3].startswith("i0")
         assert lines[3].endswith("chosen")
         assert lines[4].startswith("i1")
-        assert await run("explain", running.url, *QUESTION, "--model", "m", "--json") == 0
-        document = json.loads(capsys.readouterr().out)
+        document = json.loads((await asked(*words, "--model", "m", "--json")).out)
         assert (document["chosen"], document["policy"]) == ("i0", "finish-time")
         fixed = {"instance", "request_time_s", "kv_usage", "workload", "load_after", "excluded"}
         assert all(fixed <= set(row) for row in document["candidates"])
-        assert await run("explain", running.url, *QUESTION, "--model", "zz", "--json") == 0
-        document = json.loads(capsys.readouterr().out)
+        document = json.loads((await asked(*words, "--model", "zz", "--json")).out)
         assert (document["chosen"], document["candidates"]) == (None, [])
 
 
-async def test_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_names_cannot_steer_the_terminal(asked):
     name = "m\x1b]0;owned\x07\x1b[2J\n"
     async with fake_instances(1) as fakes:
         config = config_for(fakes)
@@ -79,16 +70,13 @@ async def test_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str
             update={"instances": [instance.model_copy(update={"model": name})]}
         )
         async with running_gateway(config) as running:
-            assert await run("status", running.url) == 0
-            assert await run("explain", running.url, *QUESTION) == 0
-            out = capsys.readouterr().out
-            assert "owned" in out
-            assert not set("\x1b\x07") & set(out)
+            for words in (("status", running.url), ("explain", running.url, *QUESTION)):
+                out = (await asked(*words)).out
+                assert "owned" in out or words[0] == "explain"
+                assert not set("\x1b\x07") & set(out)
 
 
-async def test_the_key_comes_from_the_named_variable(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_key_comes_from_the_named_variable(monkeypatch, asked):
     monkeypatch.setenv("TEST_ADMIN_KEY", "s3cret")
     monkeypatch.setenv("TEST_WRONG_KEY", "wr0ng")
     monkeypatch.setenv("TEST_BROKEN_KEY", "s3cret\n")
@@ -96,42 +84,36 @@ async def test_the_key_comes_from_the_named_variable(
     async with fake_instances(1) as fakes:
         config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
         async with running_gateway(config) as running:
-            assert await run("status", running.url, "--admin-key-env", "TEST_ADMIN_KEY") == 0
+            said = [await asked("status", running.url, "--admin-key-env", "TEST_ADMIN_KEY")]
             for variable, code in [("WRONG", 1), ("BROKEN", 2), ("UNSET", 2)]:
                 named = ("--admin-key-env", f"TEST_{variable}_KEY")
-                assert await run("explain", running.url, *QUESTION, *named) == code
-            assert await run("status", running.url) == 1
-    captured = capsys.readouterr()
-    assert "--admin-key-env" in captured.err
-    assert "TEST_UNSET_KEY is not set" in captured.err
-    assert "s3cret" not in captured.out + captured.err
-    assert "Traceback" not in captured.err
+                said.append(await asked("explain", running.url, *QUESTION, *named, code=code))
+            said.append(await asked("status", running.url, code=1))
+    errors = "".join(each.err for each in said)
+    assert "--admin-key-env" in said[-1].err
+    assert "TEST_UNSET_KEY is not set" in errors
+    assert "s3cret" not in "".join(each.out for each in said) + errors
+    assert "Traceback" not in errors
 
 
-async def test_a_gateway_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_gateway_that_is_not_there_is_one_line(asked):
     for argv in (("status", NOBODY), ("explain", NOBODY, *QUESTION)):
-        assert await run(*argv) == 1
-        captured = capsys.readouterr()
+        captured = await asked(*argv, code=1)
         assert captured.err.startswith(f"hetero-gateway: {NOBODY}: the gateway does not answer")
         assert captured.err.count("\n") == 1
         assert captured.out == ""
 
 
-async def test_something_else_at_the_address_is_told_apart(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_something_else_at_the_address_is_told_apart(asked):
     async with fake_instances(1) as fakes:
-        assert await run("status", fakes[0].url) == 1
-    assert "not a gateway's answer" in capsys.readouterr().err
+        assert "not a gateway's answer" in (await asked("status", fakes[0].url, code=1)).err
 
 
-async def test_what_the_gateway_refuses_is_told_in_its_words(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_what_the_gateway_refuses_is_told_in_its_words(asked):
     async with fake_instances(1, models=("a", "b")) as fakes:
         async with running_gateway(config_for(fakes)) as running:
-            assert await run("explain", running.url, *QUESTION) == 1
-    assert "say which model; served: a, b" in capsys.readouterr().err
+            said = await asked("explain", running.url, *QUESTION, code=1)
+    assert "say which model; served: a, b" in said.err
 
 
 @pytest.mark.parametrize(
@@ -147,16 +129,13 @@ async def test_what_the_gateway_refuses_is_told_in_its_words(
         ("explain", NOBODY, "--prompt-tokens", "5", "--max-tokens", "-1"),
     ],
 )
-async def test_a_usage_error_exits_with_2(
-    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await run(*argv) == 2
-    err = capsys.readouterr().err
+async def test_a_usage_error_exits_with_2(argv, asked):
+    err = (await asked(*argv, code=2)).err
     assert "Traceback" not in err
     assert "word" not in err
 
 
 @pytest.mark.parametrize("command", ["status", "explain"])
-async def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await run(command, "--help") == 0
-    assert f"example: hetero-gateway {command} http://" in capsys.readouterr().out
+async def test_help_has_an_example(command, asked):
+    out = (await asked(command, "--help")).out
+    assert f"example: hetero-gateway {command} http://" in out

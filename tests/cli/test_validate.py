@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -12,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from hetero_gateway.cli import main
 from hetero_gateway.files.gateway_config import load_gateway_config
 from tests.fakes.gateway_files import TP4, instance, write
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_validate_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "-c", str(ROOT / "configs" / "gateway.yaml")]) == 0
-    out, err = capsys.readouterr()
+def test_validate_says_what_it_checked(run):
+    out, err = run("validate", "-c", ROOT / "configs" / "gateway.yaml")
     assert "valid; policy finish-time, 2 instances" in out
     assert TP4 in out
     assert err == ""
@@ -46,20 +43,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
-def test_validate_prints_one_line_and_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any
-) -> None:
+def test_validate_prints_one_line_and_exits_2(tmp_path, data, error):
     path = tmp_path / "bad.yaml"
     if data is not None:
         write(path, data)
-    assert main(["validate", "-c", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    err = error("validate", "-c", path)
     assert re.fullmatch(rf"hetero-gateway: {re.escape(str(path))}:?(\d+:)? .+\n", err)
     assert len(err.splitlines()) == 1
 
 
-def test_the_command_itself_exits_2_without_a_traceback(tmp_path: Path) -> None:
+def test_the_command_itself_exits_2_without_a_traceback(tmp_path):
     path = write(tmp_path / "bad.yaml", {"scheduler": {"thetta": 1}})
     done = subprocess.run(
         [sys.executable, "-m", "hetero_gateway", "validate", "-c", str(path)],
@@ -78,30 +71,29 @@ def test_the_command_itself_exits_2_without_a_traceback(tmp_path: Path) -> None:
 # What is valid and hardly meant
 
 
-def warnings_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *instances: dict[str, Any], **more: Any
-) -> list[str]:
+@pytest.fixture
+def warnings_of(tmp_path, run, document):
     """What ``validate`` warns of, without the file's name."""
-    named = [each | {"id": each.get("id", f"i{i}")} for i, each in enumerate(instances)]
-    path = write(tmp_path / "gateway.yaml", {"instances": named} | more)
-    assert main(["validate", "-c", str(path)]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith(f"hetero-gateway: {path}:") for line in lines)
-    assert main(["validate", "-c", str(path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["warnings"]
-    lines = [line.removeprefix(f"hetero-gateway: {path}:") for line in lines]
-    assert [line.partition("warning: ")[2] for line in lines] == told
-    return lines
+
+    def warnings_of(*instances: dict[str, Any], **more: Any) -> list[str]:
+        named = [each | {"id": each.get("id", f"i{i}")} for i, each in enumerate(instances)]
+        path = write(tmp_path / "gateway.yaml", {"instances": named} | more)
+        lines = run("validate", "-c", path).err.splitlines()
+        assert all(line.startswith(f"hetero-gateway: {path}:") for line in lines)
+        lines = [line.removeprefix(f"hetero-gateway: {path}:") for line in lines]
+        told = document("validate", "-c", path)["warnings"]
+        assert [line.partition("warning: ")[2] for line in lines] == told
+        return lines
+
+    return warnings_of
 
 
-def test_a_file_without_instances_is_valid_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (line,) = warnings_of(tmp_path, capsys)
+def test_a_file_without_instances_is_valid_with_a_warning(tmp_path, warnings_of):
+    (line,) = warnings_of()
     assert line == " warning: there are no instances: every request gets an error"
     source = {"name": "pods", "kind": "file", "file": "instances.yaml"}
     (tmp_path / "instances.yaml").write_text("instances: []")
-    assert warnings_of(tmp_path, capsys, discovery=[source]) == []
+    assert warnings_of(discovery=[source]) == []
 
 
 @pytest.mark.parametrize(
@@ -115,29 +107,21 @@ def test_a_file_without_instances_is_valid_with_a_warning(
         ("http://a/vllm/", "http://a/vllm"),
     ],
 )
-def test_one_address_twice_is_warned_of_in_any_spelling(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, other: str
-) -> None:
-    (line,) = warnings_of(tmp_path, capsys, {"base_url": url}, {"base_url": other})
+def test_one_address_twice_is_warned_of_in_any_spelling(tmp_path, url, other, warnings_of):
+    (line,) = warnings_of({"base_url": url}, {"base_url": other})
     number, said = line.split(": warning: ")
     text = (tmp_path / "gateway.yaml").read_text("utf-8").splitlines()
     assert other in text[int(number) - 1]
     assert said == "instance i1: it has the address of i0: one server would be counted as two"
 
 
-def test_two_servers_are_not_taken_for_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_servers_are_not_taken_for_one(warnings_of):
     urls = ["http://a:8000", "http://b:8000", "http://a:8001", "https://a:8000", "http://a:8000/x"]
-    assert warnings_of(tmp_path, capsys, *({"base_url": url} for url in urls)) == []
+    assert warnings_of(*({"base_url": url} for url in urls)) == []
 
 
-def test_a_profile_of_another_model_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_of_another_model_is_warned_of(warnings_of):
     lines = warnings_of(
-        tmp_path,
-        capsys,
         instance(id="a", profile=TP4, model=["qwen-14b", "qwen-14b-lora"]),
         instance(id="b", profile=TP4, base_url="http://b", model="Meta-Llama-3-8B-Instruct"),
         instance(id="c", profile=TP4, base_url="http://c", model="chat"),
@@ -151,11 +135,8 @@ def test_a_profile_of_another_model_is_warned_of(
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
 )
-def test_no_configuration_that_ships_is_warned_of(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["validate", "-c", str(path)]) == 0
-    assert capsys.readouterr().err == ""
+def test_no_configuration_that_ships_is_warned_of(path, run):
+    assert run("validate", "-c", path).err == ""
 
 
 NEEDY = """
@@ -170,9 +151,7 @@ models: {m: {fallbacks: [{model: n, base_url: "https://127.0.0.1:9", ca_file: no
 """
 
 
-def test_validate_reports_every_file_and_package_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_reports_every_file_and_package_that_is_missing(tmp_path, monkeypatch, run):
     found = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:
@@ -182,8 +161,7 @@ def test_validate_reports_every_file_and_package_that_is_missing(
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     path = tmp_path / "gateway.yaml"
     path.write_text(NEEDY)
-    assert main(["validate", "-c", str(path)]) == 2
-    text = capsys.readouterr().err
+    text = run("validate", "-c", path, code=2).err
     for line, rest in [
         (2, "server.certificate_file: no.crt: cannot be read: No such file"),
         (2, "server.key_file: no.key: cannot be read"),
@@ -201,7 +179,7 @@ def test_validate_reports_every_file_and_package_that_is_missing(
     assert text.count("\n") == 11
 
 
-def test_packages_and_files_that_are_there_are_no_problem(tmp_path: Path) -> None:
+def test_packages_and_files_that_are_there_are_no_problem(tmp_path):
     (tmp_path / "ca.pem").touch()
     path = tmp_path / "gateway.yaml"
     path.write_text(
@@ -212,3 +190,11 @@ instances: [{id: a, base_url: "https://127.0.0.1:9", ca_file: ca.pem}]
 """
     )
     assert load_gateway_config(path).traces.endpoint is not None
+
+
+def test_the_picker_refuses_to_isolate_clients(tmp_path, error):
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        "scheduler: {isolate_clients: true}\ninstances: [{id: a, base_url: http://127.0.0.1:1}]\n"
+    )
+    assert "scheduler.isolate_clients" in error("picker", "-c", path)

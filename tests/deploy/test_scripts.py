@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from hetero_gateway.deploy.directory import render_deployment, write_deployment
 from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
 
 PATIENCE_S = 60.0
+NASTY = '/models/it\'s a "$HOME" `model` ${X} \\ }'
 FAKE = f"""#!{sys.executable}
 import http.server, json, os, subprocess, sys
 words = sys.argv[1:]
@@ -75,6 +77,15 @@ def alive(pid: int) -> bool:
         return False
 
 
+def written(folder: Path, planned=ONE_MACHINE, **changes) -> Path:
+    """The script of the plan's only machine, on free ports."""
+    (machine,) = planned.machines
+    layout = planned.best.layouts[machine.id]
+    port = free_port(in_a_row=len(layout))
+    write_deployment(planned, options(first_port=port, **changes), folder / "a plan")
+    return folder / "a plan" / "commands" / f"{machine.id}.sh"
+
+
 @contextmanager
 def running(script: Path, environment, cwd: Path) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
@@ -115,8 +126,7 @@ def gone(pids: list[int]) -> bool:
 @pytest.mark.parametrize("emulate", [False, True])
 @pytest.mark.parametrize("planned", [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR])
 def test_bash_accepts_every_script(planned, emulate, tmp_path):
-    nasty = '/models/it\'s a "$HOME" `model` ${X} \\ }'
-    files = render_deployment(planned, options(emulate=emulate, model=nasty))
+    files = render_deployment(planned, options(emulate=emulate, model=NASTY))
     scripts = [text for name, text in files.items() if name.endswith(".sh")]
     assert scripts
     for text in scripts:
@@ -136,46 +146,34 @@ def test_shellcheck_finds_nothing():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path, fakes, number):
-    port = free_port(in_a_row=3)
-    directory = tmp_path / "a plan"
-    nasty = '/models/it\'s a "$HOME" `model` ${X} \\ }'
-    write_deployment(ONE_MACHINE, options(first_port=port, model=nasty), directory)
-    script = directory / "commands" / "v100-box.sh"
+    script = written(tmp_path, model=NASTY)
+    run = script.parents[1] / "run"
     with running(script, fakes.environment, tmp_path) as process:
         said(process, "all 3 answer /health")
-        for offset in range(3):
-            assert (
-                httpx.get(
-                    f"http://127.0.0.1:{port + offset}/health", timeout=PATIENCE_S
-                ).status_code
-                == 200
-            )
         seen = fakes.seen()
+        for each in seen:
+            port = each["words"][each["words"].index("--port") + 1]
+            health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
+            assert health.status_code == 200
         assert [s["devices"] for s in seen] == ["0,1,2,3", "4,5", "6"]
-        assert [s["words"][:2] for s in seen] == [["serve", nasty]] * 3
-        pid_files = sorted((directory / "run").glob("*.pid"))
-        assert {int(p.read_text()) for p in pid_files} == {s["pid"] for s in seen}
+        assert [s["words"][:2] for s in seen] == [["serve", NASTY]] * 3
+        assert {int(p.read_text()) for p in run.glob("*.pid")} == {s["pid"] for s in seen}
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
     assert gone([pid for s in seen for pid in (s["pid"], s["worker"])])
-    assert not list((directory / "run").glob("*.pid"))
-    assert len(list((directory / "run").glob("*.log"))) == 3
+    assert not list(run.glob("*.pid"))
+    assert len(list(run.glob("*.log"))) == 3
 
 
 def test_the_model_can_be_another_one(tmp_path, fakes):
-    port = free_port(in_a_row=3)
-    write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
     environment = fakes.environment | {"MODEL": "/my models/x"}
-    with running(tmp_path / "plan" / "commands" / "v100-box.sh", environment, tmp_path) as process:
+    with running(written(tmp_path), environment, tmp_path) as process:
         said(process, "answer /health")
         assert {s["words"][1] for s in fakes.seen()} == {"/my models/x"}
 
 
 def test_a_checkpoint_that_nobody_knows_must_be_named(tmp_path, fakes):
-    port = free_port(in_a_row=3)
-    unknown = options(first_port=port, model=None, quantization="compressed-tensors")
-    write_deployment(ONE_MACHINE, unknown, tmp_path / "plan")
-    script = tmp_path / "plan" / "commands" / "v100-box.sh"
+    script = written(tmp_path, model=None, quantization="compressed-tensors")
     without = subprocess.run([script], env=fakes.environment, capture_output=True, text=True)
     assert without.returncode != 0
     assert "name a checkpoint" in without.stderr
@@ -186,10 +184,9 @@ def test_a_checkpoint_that_nobody_knows_must_be_named(tmp_path, fakes):
 
 
 def test_an_instance_that_does_not_start_ends_the_script_with_its_last_words(tmp_path, fakes):
-    port = free_port(in_a_row=3)
-    write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
-    environment = fakes.environment | {"FAKE_FAILS": str(port + 2)}
-    with running(tmp_path / "plan" / "commands" / "v100-box.sh", environment, tmp_path) as process:
+    script = written(tmp_path)
+    last = re.findall(r"--port (\d+)", script.read_text())[-1]
+    with running(script, fakes.environment | {"FAKE_FAILS": last}, tmp_path) as process:
         said(process, "v100-box-tp1-0 has ended")
         said(process, "no such model")
         assert process.wait(PATIENCE_S) == 1
@@ -197,9 +194,7 @@ def test_an_instance_that_does_not_start_ends_the_script_with_its_last_words(tmp
 
 
 def test_a_second_start_is_refused_and_leaves_the_first_alone(tmp_path, fakes):
-    port = free_port(in_a_row=3)
-    write_deployment(ONE_MACHINE, options(first_port=port), tmp_path / "plan")
-    script = tmp_path / "plan" / "commands" / "v100-box.sh"
+    script = written(tmp_path)
     with running(script, fakes.environment, tmp_path) as process:
         said(process, "answer /health")
         second = subprocess.run(
@@ -211,10 +206,8 @@ def test_a_second_start_is_refused_and_leaves_the_first_alone(tmp_path, fakes):
 
 
 def test_an_instance_that_ends_later_is_told_and_the_others_go_on(tmp_path, fakes):
-    port = free_port(in_a_row=2)
-    two = plan({"box": ("V100-32GB-NVLink2", 2, (1, 1))})
-    write_deployment(two, options(first_port=port), tmp_path / "plan")
-    with running(tmp_path / "plan" / "commands" / "box.sh", fakes.environment, tmp_path) as process:
+    script = written(tmp_path, plan({"box": ("V100-32GB-NVLink2", 2, (1, 1))}))
+    with running(script, fakes.environment, tmp_path) as process:
         said(process, "answer /health")
         first, second = fakes.seen()
         os.kill(first["pid"], signal.SIGKILL)

@@ -83,7 +83,7 @@ def panel(files, title: str) -> str:
 
 
 @pytest.mark.system
-async def test_the_series_of_two_gateways_add_up(files, tmp_path) -> None:
+async def test_the_series_of_two_gateways_add_up(files, tmp_path):
     async with (
         fake_instances(2) as fakes,
         running_gateway(config_for(fakes)) as first,

@@ -36,7 +36,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_resolves(page: str) -> None:
+def test_every_relative_link_resolves(page):
     path = ROOT / page
     text = CODE.sub("", path.read_text("utf-8"))
     for link in (first or second for first, second in LINK.findall(text)):
@@ -49,7 +49,7 @@ def test_every_relative_link_resolves(page: str) -> None:
             assert anchor in anchors(file.resolve()), f"{page}: {link}"
 
 
-def test_the_package_and_the_scripts_name_documents_that_exist() -> None:
+def test_the_package_and_the_scripts_name_documents_that_exist():
     for folder in ("src", "scripts", "tests", "benchmarks", "configs", "docker"):
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in {".gz", ".png", ".pyc", ".csv"} or not file.is_file():

@@ -20,7 +20,7 @@ def functions(path: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_test_that_a_page_names_exists(page: str) -> None:
+def test_every_test_that_a_page_names_exists(page):
     text = (ROOT / page).read_text("utf-8")
     named = 0
     for cell in re.split(r"[|\n]", text):
@@ -36,7 +36,7 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
     assert named > 5
 
 
-def test_the_promises_are_numbered_and_each_has_a_test() -> None:
+def test_the_promises_are_numbered_and_each_has_a_test():
     page = (ROOT / "docs/design/reliability.md").read_text("utf-8")
     text = page.partition("\n## Promises\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", text, re.MULTILINE)

@@ -37,7 +37,7 @@ def known(name: str) -> bool:
     return True
 
 
-def test_every_setting_that_a_page_names_exists() -> None:
+def test_every_setting_that_a_page_names_exists():
     assert known("health.ejection.base_s")
     assert not known("health.base_s")
     unknown = {
@@ -49,7 +49,7 @@ def test_every_setting_that_a_page_names_exists() -> None:
     assert not unknown
 
 
-def test_the_configuration_of_the_migration_page_is_valid() -> None:
+def test_the_configuration_of_the_migration_page_is_valid():
     text = (ROOT / "docs" / "guide" / "migrate.md").read_text("utf-8")
     blocks = re.findall(r"```yaml\n# gateway.yaml\n(.*?)```", text, re.DOTALL)
     assert blocks
@@ -57,7 +57,7 @@ def test_the_configuration_of_the_migration_page_is_valid() -> None:
         GatewayConfig.model_validate(yaml.safe_load(block))
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation():
     # mkdocs' own tags (a slugifier) are none of this test's business.
     text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8"))
     listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"])))
@@ -65,7 +65,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == there
 
 
-def test_no_page_has_a_heading_twice() -> None:
+def test_no_page_has_a_heading_twice():
     """Anchors of a second one are spelled in one way on GitHub and in another on the site."""
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -74,7 +74,7 @@ def test_no_page_has_a_heading_twice() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(

@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = re.compile(r'\b([45]\d\d),\s*"([a-z]+_[a-z_]+)"|_unavailable\(\s*"([a-z_]+)"')
 
 
-def test_the_pages_that_are_made_from_the_code_are_as_the_code_is() -> None:
+def test_the_pages_that_are_made_from_the_code_are_as_the_code_is():
     for path, text in reference_pages.pages().items():
         assert path.read_text("utf-8") == text, f"{path.name} is out of date: run scripts/reference"
 
 
-async def test_a_running_gateway_exposes_no_metric_that_is_not_in_the_reference() -> None:
+async def test_a_running_gateway_exposes_no_metric_that_is_not_in_the_reference():
     """Nor one that the page has with other labels."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
@@ -45,12 +45,12 @@ async def test_a_running_gateway_exposes_no_metric_that_is_not_in_the_reference(
         assert all(set(sample.labels) - {"le"} == labels for sample in family.samples), name
 
 
-def test_every_argument_of_every_command_says_what_it_is() -> None:
+def test_every_argument_of_every_command_says_what_it_is():
     page = reference_pages.commands_page()
     assert not re.findall(r"^\| (`.*`) \|\s*(?:required)?\s*\|$", page, re.MULTILINE)
 
 
-def test_every_error_code_is_documented() -> None:
+def test_every_error_code_is_documented():
     page = (ROOT / "docs" / "reference" / "http.md").read_text("utf-8")
     table = page.partition("\n## Errors\n")[2]
     codes = {failure.code for failure in Failure} | {"queue_full", "queue_timeout", "wait_too_long"}
@@ -62,7 +62,7 @@ def test_every_error_code_is_documented() -> None:
     assert not {code for code in codes if f"`{code}`" not in table}
 
 
-def test_every_header_of_our_own_is_documented() -> None:
+def test_every_header_of_our_own_is_documented():
     page = (ROOT / "docs" / "reference" / "http.md").read_text("utf-8")
     named = set()
     for file in (ROOT / "src" / "hetero_gateway").rglob("*.py"):

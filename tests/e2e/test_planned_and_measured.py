@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner.planned_and_measured import simulated_output_tokens_per_s, write_plan
-from hetero_gateway.cli import emulate
+from hetero_gateway.cli import emulate, parse
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.trace import read_trace, schedule
 from hetero_gateway.lab.load.client import parse_target
@@ -34,15 +34,13 @@ REQUESTS = 400
 
 def commands(directory: Path) -> list[argparse.Namespace]:
     """The words of every ``hetero-gateway emulate`` in the directory's scripts, parsed."""
-    parser = argparse.ArgumentParser()
-    emulate.add_parser(parser.add_subparsers())
     lines = [
         line.strip()
         for script in sorted(directory.glob("commands/*.sh"))
         for line in script.read_text("utf-8").splitlines()
         if re.match(r" +hetero-gateway emulate ", line)
     ]
-    return [parser.parse_args(shlex.split(line)[1:]) for line in lines]
+    return [parse(shlex.split(line)[1:]) for line in lines]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from hetero_gateway.cli import emulate, serve
+from hetero_gateway.cli import emulate, parse
 from hetero_gateway.files.gateway_config import load_gateway_config
 from tests.fakes.emulated import emulated
 from tests.fakes.running import running_gateway
@@ -53,13 +53,9 @@ class TaskChildren:
         self._started = started
         self._workers = workers
         self._running: list[TaskChild] = []
-        self._parser = argparse.ArgumentParser()
-        commands = self._parser.add_subparsers(dest="command")
-        emulate.add_parser(commands)
-        serve.add_parser(commands)
 
     def start(self, name: str, *arguments: str) -> TaskChild:
-        words = self._parser.parse_args(arguments)
+        words = parse(arguments)
         emulates = words.command == "emulate"
         child = TaskChild(name, _emulate(words) if emulates else _serve(words, self._workers))
         self._running.append(child)

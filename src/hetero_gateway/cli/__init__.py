@@ -1,14 +1,13 @@
 """The console script ``hetero-gateway``: one file per command; each parses, calls, prints.
 
 Exit codes: 0 success, 1 a failure, 2 a usage or configuration error (one line, no traceback).
-A command module has ``add_parser(subparsers)``, which sets ``run=`` to a function that takes the
-parsed arguments and returns the exit code.
+``commands/NAME.yaml`` has a command's arguments; ``run`` of its module takes what was parsed, and
+returns the exit code.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ from hetero_gateway import __version__
 from hetero_gateway.cli import standard_streams
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, OutputError, ProfileError
 
-# The module of a command has its name.
 COMMANDS = (
     *("init", "serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
     *("predictor", "status", "explain", "picker", "key"),
@@ -38,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        args = _parse(argv)
+        args = parse(sys.argv[1:] if argv is None else argv)
         code: int = args.run(args)
     except HeteroGatewayError as error:
         return _report(error)
@@ -73,17 +71,19 @@ def _write_out() -> int:
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """``run(args)`` of what it returns runs the command."""
     parser = argparse.ArgumentParser(
         prog="hetero-gateway",
         description="A load-balancing gateway for unequal vLLM instances.",
     )
     parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    words = list(sys.argv[1:] if argv is None else argv)
-    # Only the command that was asked for is imported; --help and a wrong name list them all. Here
-    # and not above, so that a Ctrl-C while it loads is as quiet as a later one.
     if words[:1] != ["--version"]:
+        # Here and not above, so that a Ctrl-C while it loads is as quiet as a later one.
+        from hetero_gateway.cli.arguments import add_command
+
+        # Only the command that was asked for is read; --help and a wrong name list them all.
         for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
-            importlib.import_module(f"hetero_gateway.cli.{name}").add_parser(subparsers)
+            add_command(subparsers, name)
     return parser.parse_args(words)

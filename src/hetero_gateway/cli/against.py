@@ -6,33 +6,31 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from hetero_gateway.cli.reports import recorded
+from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hetero_gateway.cli.reports.recorded_table import Comparison
-    from hetero_gateway.core.costs.profile import Profile
-    from hetero_gateway.files.recorded_run import RecordedRun, RequestLine
-    from hetero_gateway.sim.cluster import SimulatedInstance
-    from hetero_gateway.sim.recorded import Recording
+from hetero_gateway.files.cluster_config import load_cluster
+from hetero_gateway.files.recorded_run import RecordedRun, RequestLine, read_recorded_run
+from hetero_gateway.sim.cluster import SimulatedInstance
+from hetero_gateway.sim.recorded import Placements, Recording, replay
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare each record with its simulations."""
-    from hetero_gateway.cli.reports import recorded_table
-    from hetero_gateway.files.recorded_run import read_recorded_run
-
     for flag in ("rate", "load", "requests", "arrivals", "count", "report"):
         if getattr(args, flag):
             raise ConfigError(f"--against takes no --{flag}: a record has its own requests")
     profiles = _cluster_profiles(args.config)
     compared = [_compare(args, path, read_recorded_run(path), profiles) for path in args.against]
     if args.json:
-        print(json.dumps([recorded_table.document(each) for each in compared]))
+        print(json.dumps([recorded.document(each) for each in compared]))
     else:
         for each in compared:
-            recorded_table.print_comparison(each)
+            recorded.print_comparison(each)
     return 0
 
 
@@ -40,17 +38,12 @@ def _cluster_profiles(path: Path | None) -> dict[str, Profile]:
     """By id: what the instances really are, where a cluster file describes them."""
     if path is None:
         return {}
-    from hetero_gateway.files.cluster_config import load_cluster
-
     return {str(i.instance_id): i.profile for i in load_cluster(path).instances}
 
 
 def _compare(
     args: argparse.Namespace, path: Path, record: RecordedRun, profiles: Mapping[str, Profile]
-) -> Comparison:
-    from hetero_gateway.cli.reports.recorded_table import Comparison
-    from hetero_gateway.sim.recorded import replay
-
+) -> recorded.RecordComparison:
     answered = [line for line in record.requests if line.instance and line.out and line.end]
     if not answered:
         raise ConfigError(f"{path}: no request of it was answered with tokens")
@@ -69,15 +62,12 @@ def _compare(
     recording = _recording(answered, [str(i.instance_id) for i in instances])
     replayed = replay(recording, instances, policy, args.scheduling, args.max_batched_tokens)
     ids = tuple(str(i.instance_id) for i in instances)
-    return Comparison(path, record.policy, ids, replayed, tuple(notes))
+    return recorded.RecordComparison(path, record.policy, ids, replayed, tuple(notes))
 
 
 def _instances(
     path: Path, record: RecordedRun, profiles: Mapping[str, Profile]
 ) -> list[SimulatedInstance]:
-    from hetero_gateway.core.types import InstanceId
-    from hetero_gateway.sim.cluster import SimulatedInstance
-
     found = []
     for name, instance in record.instances.items():
         profile = profiles.get(name) or instance.profile
@@ -114,10 +104,6 @@ def _notes(record: RecordedRun, answered: Sequence[RequestLine]) -> list[str]:
 
 def _recording(answered: Sequence[RequestLine], ids: Sequence[str]) -> Recording:
     """As arrays: each sequence counts as a request."""
-    import numpy as np
-
-    from hetero_gateway.sim.recorded import Placements, Recording
-
     position = {name: i for i, name in enumerate(ids)}
     lines = [line for line in answered for _ in range(line.n)]
 

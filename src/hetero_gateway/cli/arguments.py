@@ -1,95 +1,172 @@
-"""What several commands share of their arguments, for argparse.
+"""The words of the commands: ``commands/NAME.yaml`` says them, argparse reads them.
 
-Each type raises what argparse reports in one line.
+A file has the command's ``help``, ``description`` and ``epilog``, and its ``arguments``: by name,
+what ``add_argument`` takes, with ``type`` a name of ``_TYPES``. One without ``help`` is not shown;
+``sets`` is the key of the configuration that a flag wins over. Arguments under ``one of`` exclude
+each other; those under any other name with ``arguments`` of its own are a group with that title.
+``actions`` are commands of the command. ``run`` is the function that runs it, by default ``run`` of
+the module of its name.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
+import importlib
 import math
-import time
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 
-def rate(text: str) -> float:
-    value = float(text)  # argparse reports a ValueError
-    if math.isnan(value) or value <= 0:
-        raise argparse.ArgumentTypeError("must be above 0, or inf")
-    return value
+def add_command(subparsers: Any, name: str) -> None:
+    """Declare one; only ``run`` of what is parsed imports what the command needs."""
+    _add(subparsers, name, _read(name), f"{name}.run")
 
 
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What flags say of the configuration, by its keys; None: nothing."""
+    return {key: getattr(args, name) for name, key in args.sets.items()}
 
 
-def positive_float(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
+def _read(name: str) -> dict[str, Any]:
+    file = resources.files("hetero_gateway.cli").joinpath("commands", f"{name}.yaml")
+    told: dict[str, Any] = yaml.load(file.read_bytes(), yaml.CSafeLoader)
+    return told
 
 
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError("must be from 0 to 1")
-    return value
+@cache
+def _shared() -> dict[str, Any]:
+    return _read("shared")
 
 
-def add_log_level(parser: argparse.ArgumentParser) -> None:
-    """The option of a command that serves; see ``start_logging``."""
-    parser.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="the least severe lines to log (default: %(default)s)",
+def _add(subparsers: Any, name: str, told: Mapping[str, Any], run: str) -> None:
+    epilog = told.get("epilog")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=told["help"],
+        description=told["description"],
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter
+        if epilog and "\n" in epilog
+        else argparse.HelpFormatter,
     )
+    sets: dict[str, str] = {}
+    _add_arguments(parser, told.get("arguments", {}), sets)
+    parser.set_defaults(run=_Run(told.get("run", run)), sets=sets)
+    if "actions" in told:
+        actions = parser.add_subparsers(**told["subparsers"])
+        for action, of_action in told["actions"].items():
+            _add(actions, action, of_action, run)
 
 
-def start_logging(level: str, *, as_json: bool = False) -> None:
-    """Log to standard error, from ``level`` on."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if as_json else TextLines())
-    handler.addFilter(_rename)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+def _add_arguments(
+    container: argparse._ActionsContainer, arguments: Mapping[str, Any], sets: dict[str, str]
+) -> None:
+    for names, told in arguments.items():
+        words = dict(_shared()[names] if told is None else told)
+        if "arguments" in words:
+            group: argparse._ArgumentGroup
+            if names == "one of":
+                group = container.add_mutually_exclusive_group(
+                    required=words.get("required", False)
+                )
+            else:
+                group = container.add_argument_group(names)
+            _add_arguments(group, words["arguments"], sets)
+            continue
+        key = words.pop("sets", None)
+        if "type" in words:
+            words["type"] = _TYPES[words["type"]]
+        if words.get("action") == "boolean":
+            words["action"] = argparse.BooleanOptionalAction
+        if words.get("choices") == "policies":
+            words["choices"] = _policies()
+        words.setdefault("help", argparse.SUPPRESS)
+        added = container.add_argument(*names.split(", "), **words)
+        if key is not None:
+            sets[added.dest] = key
 
 
-def _rename(record: logging.LogRecord) -> bool:
-    """uvicorn logs what it does under a name that reads as if it had failed."""
-    if record.name == "uvicorn.error":
-        record.name = "uvicorn"
-    return True
+class _Run:
+    """A command's function, imported when it is called."""
+
+    def __init__(self, name: str) -> None:
+        self._module, _, self._function = name.partition(".")
+
+    def __call__(self, args: argparse.Namespace) -> int:
+        module = importlib.import_module(f"hetero_gateway.cli.{self._module}")
+        code: int = getattr(module, self._function)(args)
+        return code
 
 
-class TextLines(logging.Formatter):
-    """Each record as a line for people, with the access log's form of times."""
+def _policies() -> tuple[str, ...]:
+    from hetero_gateway.core.policies import POLICY_NAMES
 
-    default_time_format = "%Y-%m-%dT%H:%M:%S"
-    default_msec_format = "%s.%03dZ"
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self.converter = time.gmtime
+    return POLICY_NAMES
 
 
-class JsonLines(logging.Formatter):
-    """Each record as one line of JSON."""
+# argparse reports a ValueError itself.
 
-    def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC)
-        document = {
-            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "kind": "log",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            document["exception"] = self.formatException(record.exc_info)
-        return json.dumps(document, ensure_ascii=False)
+
+def _number(
+    name: str, kind: Callable[[str], float], allowed: Callable[[Any], bool], said: str
+) -> Any:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"must be {said}")
+        return value
+
+    parse.__name__ = name  # as argparse calls it
+    return parse
+
+
+def _several(name: str, kind: Callable[[str], float]) -> Any:
+    def parse(text: str) -> tuple[float, ...]:
+        return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+
+    parse.__name__ = name
+    return parse
+
+
+def tokens(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def names(text: str) -> tuple[str, ...]:
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if not all(parts):
+        raise argparse.ArgumentTypeError("must be names with commas between them")
+    return parts
+
+
+_rate = _number("rate", float, lambda value: value > 0, "above 0, or inf")
+_positive_float = _number("positive_float", float, lambda v: 0 < v < math.inf, "above 0")
+_TYPES: dict[str, Callable[[str], Any]] = {"path": Path} | {
+    kind.__name__: kind
+    for kind in (
+        int,
+        float,
+        names,
+        tokens,
+        _rate,
+        _several("rates", _rate),
+        _positive_float,
+        _several("positive_floats", _positive_float),
+        _number("positive_int", int, lambda value: value >= 1, "at least 1"),
+        _number("port", int, lambda value: 1 <= value <= 65535, "from 1 to 65535"),
+        _number("seconds", float, lambda value: 1 <= value <= 3600, "between 1 and 3600"),
+        _number("share", float, lambda value: 0 <= value <= 1, "from 0 to 1"),
+        _number("inner_share", float, lambda value: 0 < value < 1, "above 0 and below 1"),
+    )
+}

@@ -20,17 +20,30 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.progress import Progress
 
 from hetero_gateway.cli.made_key import dashboard_link
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from hetero_gateway.lab.load.children import Children
-    from hetero_gateway.lab.load.comparison import PolicyResult
-    from hetero_gateway.sim.workload import LogNormalLengths
+from hetero_gateway.cli.reports.report import grid
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.trace import schedule, synthetic_trace
+from hetero_gateway.lab.load.children import Children
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.comparison import (
+    PolicyResult,
+    completion_gap_s,
+    conclusion,
+    table_rows,
+)
+from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
+from hetero_gateway.lab.load.progress import progress_bar, watch
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.result import summarise
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 POLICIES = ("round-robin", "capacity-weighted", "finish-time")
 MODEL = "Llama-3-8B"
@@ -54,48 +67,9 @@ _TRICKLE_PER_S = 2.0
 # In hardware seconds; about 1 % of a run.
 _TOLERATED_LAG_S = 1.0
 
-_EXAMPLE = """\
-examples:
-  hetero-gateway demo
-  hetero-gateway demo --keep              leave it serving, with the dashboard
-  hetero-gateway demo --seconds 20 --json > demo.json
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "demo",
-        help="see it work: two emulated instances, real load, three policies compared",
-        description="Start two unequal emulated vLLM instances and the gateway, put the same load "
-        "on them under three policies, and compare. No GPU, no configuration.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=60.0,
-        metavar="S",
-        help="about how long the load takes, all policies together (default: 60)",
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        metavar="P",
-        help=f"the gateway's port (default: {_DEFAULT_PORT}, or a free one where that is taken)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the load (default: 0)")
-    parser.add_argument(
-        "--keep", action="store_true", help="then leave it serving under light load until Ctrl-C"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document, no table")
-    parser.set_defaults(run=run)
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; whatever ends it, no process stays behind."""
-    import uvloop
-
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_until_signal(args))
 
@@ -119,11 +93,6 @@ async def _until_signal(args: argparse.Namespace) -> int:
 
 
 async def _demo(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from hetero_gateway.lab.load.children import Children
-    from hetero_gateway.lab.load.progress import progress_bar
-
     console = Console(stderr=True, highlight=False)
     port = _port(args.port, console)
     with (
@@ -157,10 +126,6 @@ class _Demo:
         children: Children,
         console: Console,
     ) -> None:
-        from hetero_gateway.files.trace import schedule, synthetic_trace
-        from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
-        from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-
         self._seed = args.seed
         self._children = children
         self._console = console
@@ -180,12 +145,6 @@ class _Demo:
 
     async def run_policy(self, policy: str, progress: Progress) -> PolicyResult:
         """A fresh gateway with this policy, the whole load through it, and what came out."""
-        from hetero_gateway.lab.load.client import parse_target
-        from hetero_gateway.lab.load.comparison import PolicyResult
-        from hetero_gateway.lab.load.progress import watch
-        from hetero_gateway.lab.load.replay import ReplayOptions, replay
-        from hetero_gateway.lab.load.result import summarise
-
         await self._cluster.start_gateway(policy)
         lost_before_s = await self._cluster.lost_s()
         options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
@@ -201,8 +160,6 @@ class _Demo:
 
     def document(self, results: list[PolicyResult]) -> dict[str, Any]:
         """What ``--json`` prints."""
-        from hetero_gateway.lab.load.comparison import completion_gap_s, conclusion
-
         return {
             "time_scale": TIME_SCALE,
             "rate": RATE_PER_S,
@@ -234,10 +191,6 @@ class _Demo:
 
     async def serve(self, *, as_json: bool) -> None:
         """Keep a trickle of load on the last gateway until cancelled."""
-        from hetero_gateway.files.trace import schedule, synthetic_trace
-        from hetero_gateway.lab.load.client import parse_target
-        from hetero_gateway.lab.load.replay import ReplayOptions, replay
-
         stream = sys.stderr if as_json else sys.stdout
         url = self._cluster.url
         dashboard = dashboard_link(url, self._cluster.admin_key, stream)
@@ -267,17 +220,10 @@ def _mix() -> LogNormalLengths:
     Between ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221),
     and shorter, so that the longest answer does not outlast the run.
     """
-    from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
-
     return LogNormalLengths(LogNormal(768, 0.8, 3072), LogNormal(160, 0.7, 512))
 
 
 def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from hetero_gateway.lab.load.comparison import table_rows
-
     console = Console(highlight=False)
     console.print(
         f"{MODEL} on V100 t=4 and V100 t=1, emulated: {document['requests']} requests at "
@@ -285,13 +231,8 @@ def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
         f"{document['mean_output_tokens']:.0f} output tokens on average.",
         soft_wrap=True,
     )
-    table = Table()
-    table.add_column("")
-    for result in results:
-        table.add_column(result.policy, justify="right")
-    for name, cells in table_rows(results, list(INSTANCES)):
-        table.add_row(name, *cells)
-    console.print(table)
+    rows = [(name, *cells) for name, cells in table_rows(results, list(INSTANCES))]
+    console.print(grid(("", *(result.policy for result in results)), rows))
     console.print(
         f"Hardware time: the emulated instances run {TIME_SCALE:g} times faster than V100s, and "
         "every time and rate here is scaled back. Throughput counts prompt and output tokens until "
@@ -309,8 +250,6 @@ def _port(wanted: int | None, console: Console) -> int:
     Raises:
         ConfigError: the port that was asked for cannot be used.
     """
-    from hetero_gateway.errors import ConfigError
-
     try:
         port = _bindable(_DEFAULT_PORT if wanted is None else wanted)
         return 0 if wanted == 0 else port  # 0: each gateway takes a free one
@@ -328,10 +267,3 @@ def _bindable(port: int) -> int:
         probe.bind(("127.0.0.1", port))
         bound: int = probe.getsockname()[1]
         return bound
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 1 <= value <= 3600:
-        raise argparse.ArgumentTypeError("must be between 1 and 3600")
-    return value

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
-from hetero_gateway.cli import admin_client
-from hetero_gateway.cli.reports.columns import figure, percent, print_table
-from hetero_gateway.lab.load.admin import printable
+from hetero_gateway.cli.reports.report import figure, percent, print_table
+from hetero_gateway.lab.load.admin import fetch_document, printable
 
 # finish-time's; without any profile its cost has no unit.
 _ESTIMATES = (
@@ -21,36 +21,6 @@ _ESTIMATES = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "explain",
-        help="what a running gateway would decide for a request, and why",
-        description="Ask a running gateway where it would send a request now, and why. Nothing is "
-        "sent to any instance.",
-        epilog="example: hetero-gateway explain http://127.0.0.1:8000 "
-        "--prompt-tokens 800 --max-tokens 200 --model llama-3-8b",
-    )
-    admin_client.add_arguments(parser)
-    parser.add_argument(
-        "--prompt-tokens", type=_tokens, required=True, metavar="N", help="length of the prompt"
-    )
-    parser.add_argument(
-        "--max-tokens", type=_tokens, metavar="M", help="the request's limit (default: none)"
-    )
-    parser.add_argument("--model", metavar="NAME", help="may be left out where there is only one")
-    parser.set_defaults(run=run)
-
-
-def _tokens(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
     wanted = {
         "prompt_tokens": args.prompt_tokens,
@@ -58,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
     }
     params = {name: value for name, value in wanted.items() if value is not None}
-    document = admin_client.fetch(args, "/admin/explain", params)
+    document = fetch_document(args.url, args.admin_key_env, "/admin/explain", params)
     if args.json:
-        admin_client.print_json(document)
+        print(json.dumps(document))
         return 0
     print(printable(document["reason"]))
     print(

@@ -7,49 +7,18 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from hetero_gateway.deploy.starter import Server
-    from hetero_gateway.lab.load.client import LoadTarget
-
-
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "init",
-        help="write a gateway.yaml, a compose file and monitoring to begin with",
-        description="Write a commented gateway.yaml, and a compose file with Prometheus and "
-        "Grafana, to begin with. No file is replaced without --force.",
-        epilog="example: hetero-gateway init --probe http://10.0.0.5:8000 http://10.0.0.6:8000",
-    )
-    parser.add_argument(
-        "--probe",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="URL",
-        help="vLLM servers that are running: asked what they serve, and made the instances",
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path(), metavar="DIR", help="default: this folder"
-    )
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the servers' API key"
-    )
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
+from hetero_gateway.deploy.directory import write_beside
+from hetero_gateway.deploy.starter import GATEWAY_FILE, ProbedServer, starter_files
+from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.files.profile_file import builtin_profiles
+from hetero_gateway.files.secrets import secret
+from hetero_gateway.lab.load.client import LoadTarget, parse_target
+from hetero_gateway.lab.profiler.engine import EngineClient, look_at
 
 
 def run(args: argparse.Namespace) -> int:
-    from hetero_gateway.deploy.directory import write_beside
-    from hetero_gateway.deploy.starter import GATEWAY_FILE, starter_files
-    from hetero_gateway.files.gateway_config import load_gateway_config
-    from hetero_gateway.files.profile_file import builtin_profiles
-    from hetero_gateway.files.secrets import secret
-    from hetero_gateway.lab.load.client import parse_target
-
     key = secret(args.api_key_env, "--api-key-env")
     targets = [parse_target(url, key) for url in args.probe]
     servers = asyncio.run(_ask(targets))
@@ -81,24 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _ask(targets: Sequence[LoadTarget]) -> list[Server]:
+async def _ask(targets: Sequence[LoadTarget]) -> list[ProbedServer]:
     return await asyncio.gather(*map(_ask_one, targets))
 
 
-async def _ask_one(target: LoadTarget) -> Server:
+async def _ask_one(target: LoadTarget) -> ProbedServer:
     """What a server says; a server that says nothing is written down all the same."""
-    from hetero_gateway.deploy.starter import Server
-    from hetero_gateway.errors import HeteroGatewayError
-    from hetero_gateway.lab.profiler.engine import EngineClient, look_at
-
     client = EngineClient(target)
     try:
         look = await look_at(client)
     except HeteroGatewayError as error:
-        return Server(target.base_url, problem=str(error))
+        return ProbedServer(target.base_url, problem=str(error))
     finally:
         await client.aclose()
-    return Server(
+    return ProbedServer(
         target.base_url,
         served=look.served,
         version=look.version,

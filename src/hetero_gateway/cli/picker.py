@@ -5,52 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 from hetero_gateway.cli import standard_streams
-from hetero_gateway.cli.arguments import add_log_level, start_logging
+from hetero_gateway.cli.arguments import settings
+from hetero_gateway.cli.log_lines import start_logging
 from hetero_gateway.cli.made_key import MadeKey
-from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "picker",
-        help="choose instances for Envoy (ext_proc)",
-        description="Run the scheduler as an endpoint picker: Envoy moves the bytes, and asks here "
-        "over gRPC (ext_proc) where each request goes. /metrics, /admin and /dashboard are on the "
-        "HTTP port of the configuration's server section.",
-        epilog="example: hetero-gateway picker -c gateway.yaml --port 9002",
-    )
-    parser.add_argument(
-        "-c",
-        "--config",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the gateway's configuration",
-    )
-    parser.add_argument("--host", help="address of ext_proc (default: the file's picker.host)")
-    parser.add_argument(
-        "--port", type=int, help="port of ext_proc (default: the file's picker.port); 0: a free one"
-    )
-    parser.add_argument("--http-port", type=int, help="port of /metrics, /admin and /dashboard")
-    parser.add_argument("--policy", choices=POLICY_NAMES, help="the policy (default: the file's)")
-    add_log_level(parser)
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     standard_streams.tolerate_output()
-    flags = {
-        "picker.host": args.host,
-        "picker.port": args.port,
-        "server.port": args.http_port,
-        "scheduler.policy": args.policy,
-    }
+    flags = settings(args)
     config = load_gateway_config(args.config, flags)
     if config.scheduler.isolate_clients:
         raise ConfigError(

@@ -11,17 +11,25 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hetero_gateway.cli.admin_client import add_from_gateway, add_key_argument
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.costs.profile import Profile
-    from hetero_gateway.files.plan_request import PlanRequest
-    from hetero_gateway.files.trace import TraceRequest
-    from hetero_gateway.lab.profiler.seen import SeenGateway
-    from hetero_gateway.planner.present import Present
+from hetero_gateway.files.accelerator_catalogue import accelerator
+from hetero_gateway.files.plan_config import load_plan_config
+from hetero_gateway.files.plan_request import PlanRequest, plan_request
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.trace import TraceRequest, read_trace
+from hetero_gateway.lab.load.admin import printable
+from hetero_gateway.lab.profiler.seen import SeenGateway, ask
+from hetero_gateway.planner.present import (
+    Present,
+    capacity_notes,
+    observed_profiles,
+    place,
+    with_running_types,
+)
+from hetero_gateway.sim.alone import Mix
 
 # Fewer requests say little of lengths and rates.
 _FEW_REQUESTS = 100
@@ -30,7 +38,7 @@ _TRACE = Path("requests that the gateway has seen")
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Replan:
     """What the gateway has seen, and the question to plan with."""
 
     seen: SeenGateway
@@ -38,33 +46,13 @@ class Again:
     present: Present
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_from_gateway(
-        parser,
-        "plan again with the profiles, lengths and rate that this gateway has observed, and say "
-        "what a change would be worth",
-    )
-    add_key_argument(parser)
-
-
-def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
+def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
     """Ask the gateway, and put together what to plan with.
 
     Raises:
         ConfigError: the URL, the key or the file is wrong, or nothing that runs is in the file.
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
-    from hetero_gateway.files.accelerator_catalogue import accelerator
-    from hetero_gateway.lab.load.admin import printable
-    from hetero_gateway.lab.profiler.seen import ask
-    from hetero_gateway.planner.present import (
-        capacity_notes,
-        observed_profiles,
-        place,
-        with_running_types,
-    )
-    from hetero_gateway.sim.alone import Mix
-
     seen = ask(args.from_gateway, args.admin_key_env)
     own = _Asked(args, overrides, seen)
     first = own.request([], lengths=False)
@@ -89,7 +77,7 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Again:
     )
     question = with_running_types(request.question, present, model)
     question = dataclasses.replace(question, notes=tuple(printable(note) for note in notes))
-    return Again(seen, dataclasses.replace(request, question=question), present)
+    return Replan(seen, dataclasses.replace(request, question=question), present)
 
 
 class _Asked:
@@ -98,10 +86,6 @@ class _Asked:
     def __init__(
         self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: SeenGateway
     ) -> None:
-        from hetero_gateway.files.plan_config import load_plan_config
-        from hetero_gateway.files.profile_file import load_profile
-        from hetero_gateway.files.trace import read_trace
-
         wanted = dict(overrides)
         for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
             if wanted.get(key) is None:
@@ -123,8 +107,6 @@ class _Asked:
     def request(self, profiles: Sequence[Profile], *, lengths: bool = True) -> PlanRequest:
         """What the planner is asked; ``profiles`` come first. Without ``lengths``, by the file's
         distributions: enough to know model and machines."""
-        from hetero_gateway.files.plan_request import plan_request
-
         return plan_request(
             self._config,
             str(self._path),

@@ -7,62 +7,21 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hetero_gateway.cli.arguments import positive_float
+from hetero_gateway.deploy.checkpoints import checkpoint_of
+from hetero_gateway.deploy.command import ON_LOADING
+from hetero_gateway.deploy.directory import check_directory, write_deployment
+from hetero_gateway.deploy.instances import DeploymentOptions
 from hetero_gateway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hetero_gateway.deploy.instances import DeploymentOptions
-    from hetero_gateway.files.plan_request import PlanRequest
-    from hetero_gateway.planner.plan import Plan
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """-o and the flags that only make sense with it."""
-    add = parser.add_argument
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="write the deployment: vLLM commands, scripts, compose file, Kubernetes manifests, "
-        "and the gateway's configuration with profiles",
-    )
-    add("--force", action="store_true", help="with -o: write into a directory that is not empty")
-    add(
-        "--emulate",
-        action="store_true",
-        help="with -o: emulated instances in place of vLLM, all on this machine",
-    )
-    add(
-        "--time-scale",
-        type=positive_float,
-        default=1.0,
-        metavar="X",
-        help="with --emulate: run X times faster than the hardware (default: 1)",
-    )
-    add(
-        "--first-port",
-        type=_port,
-        default=8001,
-        metavar="N",
-        help="with -o: of the instances of a machine (default: 8001)",
-    )
-    add(
-        "--gateway-port",
-        type=_port,
-        default=8000,
-        metavar="N",
-        help="with -o: of the gateway (default: 8000)",
-    )
+from hetero_gateway.files.model_cards import MODEL_CARDS, says_storage
+from hetero_gateway.files.plan_request import PlanRequest
+from hetero_gateway.planner.plan import Plan
+from hetero_gateway.planner.question import sample_requests
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Find out before the search what would fail after it. Raises ConfigError."""
-    from hetero_gateway.deploy.directory import check_directory
-
     if args.output is None:
         for name, default in (("emulate", False), ("force", False), ("time_scale", 1.0)):
             if getattr(args, name) != default:
@@ -77,8 +36,6 @@ def write(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
 ) -> None:
     """Write the best candidate and say so on standard error."""
-    from hetero_gateway.deploy.directory import write_deployment
-
     if args.output is None:
         return
     options = deployment_options(args, plan, request, document)
@@ -90,12 +47,6 @@ def deployment_options(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
 ) -> DeploymentOptions:
     """What the files need to know beside the plan; engines as they were simulated."""
-    from hetero_gateway.deploy.checkpoints import checkpoint_of
-    from hetero_gateway.deploy.command import ON_LOADING
-    from hetero_gateway.deploy.instances import DeploymentOptions
-    from hetero_gateway.files.model_cards import MODEL_CARDS, says_storage
-    from hetero_gateway.planner.question import sample_requests
-
     engines, quantization = request.question.engines, request.model.quantization
     goals = request.question.goals
     card = MODEL_CARDS.get(request.model.name)
@@ -151,10 +102,3 @@ def _command(args: argparse.Namespace) -> str:
     if args.emulate:
         words += ["--emulate", "--time-scale", f"{args.time_scale:g}"]
     return shlex.join(words)
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 65535:
-        raise argparse.ArgumentTypeError("must be from 1 to 65535")
-    return value

@@ -3,77 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hetero_gateway.cli.arguments import positive_int
+from hetero_gateway.cli.reports import plan_support
 from hetero_gateway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hetero_gateway.files.plan_config import PlanConfig
-    from hetero_gateway.planner.accelerators import Accelerator
-    from hetero_gateway.planner.memory import EngineOptions
-
-_EXAMPLE = """\
-examples:
-  hetero-gateway plan support Llama-3.3-70B --quantization fp8
-  hetero-gateway plan support ./Qwen3-32B-AWQ --accelerator L40S --accelerator H100
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "support",
-        help="what is known of a model, and where it fits",
-        description="Parameters, weights and KV bytes of a model, which tensor parallelism vLLM "
-        "takes, and on which accelerators it fits.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a built-in card's name, or a config.json or its directory"
-    )
-    parser.add_argument(
-        "-c",
-        "--config",
-        type=Path,
-        metavar="CLUSTER.yaml",
-        help="whose accelerators and engine settings count, too",
-    )
-    parser.add_argument(
-        "--accelerator",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="only this one; may be given several times (default: all that are known)",
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=positive_int,
-        metavar="N",
-        help="the context that is asked about (default: as of plan, 4096, or the file's)",
-    )
-    parser.add_argument("--dtype", metavar="NAME", help="of the weights: float16, bfloat16, …")
-    parser.add_argument(
-        "--quantization", metavar="NAME", help="how they are stored: fp8, int8, int4, awq or gptq"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
+from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
+from hetero_gateway.files.model_file import bounds_of, model_config, read_model, stored_bytes
+from hetero_gateway.files.plan_config import (
+    EngineConfig,
+    PlanConfig,
+    engine_options,
+    load_plan_config,
+)
+from hetero_gateway.files.plan_request import DEFAULT_CONTEXT
+from hetero_gateway.files.whole_file import read_json
+from hetero_gateway.planner.accelerators import Accelerator
+from hetero_gateway.planner.memory import EngineOptions
+from hetero_gateway.planner.support import support
 
 
 def run(args: argparse.Namespace) -> int:
-    from hetero_gateway.cli.reports import plan_support
-    from hetero_gateway.files.model_file import (
-        bounds_of,
-        model_config,
-        read_model,
-        stored_bytes,
-    )
-    from hetero_gateway.files.plan_config import load_plan_config
-    from hetero_gateway.files.whole_file import read_json
-    from hetero_gateway.planner.support import support
-
     file = None if args.config is None else load_plan_config(args.config)
     devices = _accelerators(args, file)
     options = _options(args, file)
@@ -108,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _accelerators(args: argparse.Namespace, file: PlanConfig | None) -> list[Accelerator]:
-    from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
-
     own = {} if file is None else file.own_accelerators(str(args.config))
     if not args.accelerator:
         return [*own.values(), *(a for name, a in ACCELERATORS.items() if name not in own)]
@@ -120,8 +69,6 @@ def _accelerators(args: argparse.Namespace, file: PlanConfig | None) -> list[Acc
 
 
 def _options(args: argparse.Namespace, file: PlanConfig | None) -> EngineOptions:
-    from hetero_gateway.files.plan_config import EngineConfig, engine_options
-
     engine = EngineConfig() if file is None else file.engine
     return engine_options(engine, None, str(args.config or "engine"))
 
@@ -130,10 +77,6 @@ def _with_context(
     options: EngineOptions, args: argparse.Namespace, file: PlanConfig | None, most: int
 ) -> EngineOptions:
     """The context that is asked for, the file's, or that of ``plan``'s own mix of requests."""
-    import dataclasses
-
-    from hetero_gateway.files.plan_request import DEFAULT_CONTEXT
-
     asked = args.max_model_len or (file.max_model_len if file is not None else None)
     if asked is not None and most and asked > most:
         raise ConfigError(f"--max-model-len: {asked} is more than the {most} it is made for")

@@ -16,45 +16,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetero_gateway.cli import plan_again
-from hetero_gateway.cli.arguments import positive_float
+from hetero_gateway.cli.plan_again import Replan
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.lab.load.admin import fetch_document
-
-if TYPE_CHECKING:
-    from hetero_gateway.cli.plan_again import Again
-    from hetero_gateway.planner.following import (
-        FleetChange,
-        Follower,
-        LoadSample,
-        Proposal,
-        ScaledType,
-        Seat,
-    )
-    from hetero_gateway.planner.held_rates import HeldRates
-    from hetero_gateway.planner.plan import Key
+from hetero_gateway.planner.following import (
+    FleetChange,
+    Follower,
+    LoadSample,
+    Proposal,
+    ScaledType,
+    Seat,
+    changes,
+)
+from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held_rates, key_of
+from hetero_gateway.planner.plan import Key
 
 _LENGTHS = 1000
 _LOOKS_BACK_S = 900.0
 _STEP_S = 15.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--watch",
-        metavar="URL",
-        help="follow the load of this gateway: a line for each change of what to add, wake, put to "
-        "sleep or drain, until Ctrl-C",
-    )
-    parser.add_argument(
-        "--interval",
-        type=positive_float,
-        default=60.0,
-        metavar="S",
-        help="of --watch: between two looks (default: 60)",
-    )
 
 
 def run(args: argparse.Namespace, overrides: Mapping[str, Any], looks: int | None = None) -> int:
@@ -70,7 +52,7 @@ def run(args: argparse.Namespace, overrides: Mapping[str, Any], looks: int | Non
         except HeteroGatewayError:
             return False  # vLLM answers there in development mode only
 
-    watch = Watch(lambda: plan_again.prepare(args, overrides), sleeps)
+    watch = LoadWatch(lambda: plan_again.prepare(args, overrides), sleeps)
     shown: list[str] | None = None
     seen = 0
     try:
@@ -121,7 +103,7 @@ def _type(key: Key) -> dict[str, Any]:
     return {"accelerator": key[0], "tensor_parallel": int(key[1])}
 
 
-class Watch:
+class LoadWatch:
     """What is remembered from one look to the next.
 
     Args:
@@ -129,7 +111,7 @@ class Watch:
         sleeps: whether an instance's engine, by its id, can be put to sleep.
     """
 
-    def __init__(self, ask: Callable[[], Again], sleeps: Callable[[str], bool]) -> None:
+    def __init__(self, ask: Callable[[], Replan], sleeps: Callable[[str], bool]) -> None:
         self._ask = ask
         self._sleeps = functools.cache(sleeps)
         self._follower: Follower | None = None
@@ -141,9 +123,6 @@ class Watch:
         Raises:
             HeteroGatewayError: the gateway does not answer, or has nothing to reckon with.
         """
-        from hetero_gateway.planner.following import Follower, changes
-        from hetero_gateway.planner.held_rates import RateQuestion, find_held_rates
-
         again = self._ask()
         seats = _seats(again, self._sleeps)
         types = _types(again, seats)
@@ -172,11 +151,8 @@ class Watch:
         return changes(proposal.desired, seats), proposal
 
 
-def _seats(again: Again, sleeps: Callable[[str], bool]) -> list[Seat]:
+def _seats(again: Replan, sleeps: Callable[[str], bool]) -> list[Seat]:
     """Instances that are up or sleep, on accelerators of the file."""
-    from hetero_gateway.planner.following import Seat
-    from hetero_gateway.planner.held_rates import key_of
-
     keys = {placed.instance.id: placed.key for placed in again.present.placed}
     models = {m for placed in again.present.placed for m in placed.instance.models}
     accelerators = {machine.accelerator for machine in again.request.question.machines}
@@ -201,13 +177,11 @@ def _seats(again: Again, sleeps: Callable[[str], bool]) -> list[Seat]:
     return seats
 
 
-def _types(again: Again, seats: list[Seat]) -> tuple[ScaledType, ...]:
+def _types(again: Replan, seats: list[Seat]) -> tuple[ScaledType, ...]:
     """Those that run, and of each accelerator that nothing runs on the smallest that fits.
 
     What is free of an accelerator may become instances of its smallest type.
     """
-    from hetero_gateway.planner.following import ScaledType
-
     question = again.request.question
     there = Counter(seat.key for seat in seats)
     room = Counter[str]()
@@ -231,10 +205,8 @@ def _types(again: Again, seats: list[Seat]) -> tuple[ScaledType, ...]:
     return tuple(dataclasses.replace(t, least=1) if t is cheapest else t for t in found)
 
 
-def _sample(again: Again, ready: Mapping[Key, int], now_s: float) -> LoadSample:
+def _sample(again: Replan, ready: Mapping[Key, int], now_s: float) -> LoadSample:
     """What came, by the requests that ended and those under way, which came last."""
-    from hetero_gateway.planner.following import LoadSample
-
     seen = again.seen
     came = sorted(min(at_s, now_s) for at_s in seen.arrived_unix_s)
     models = {m for placed in again.present.placed for m in placed.instance.models}

@@ -8,68 +8,32 @@ import datetime
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hetero_gateway.cli.admin_client import add_from_gateway, add_key_argument
+import numpy as np
+
+from hetero_gateway.cli.reports.report import print_table
+from hetero_gateway.core.lengths.length_model import (
+    ERROR_BUCKETS,
+    MIN_ROWS,
+    LengthModel,
+    LengthSamples,
+    TrainedPredictor,
+    error_of,
+    errors_by_prompt,
+    fit_length_model,
+    leaf_count,
+    replay,
+)
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
 from hetero_gateway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hetero_gateway.core.lengths.length_model import LengthModel, LengthSamples
-    from hetero_gateway.files.trace import TraceRequest
-
-DEFAULT_HOLD_OUT = 0.25
-
-_EXAMPLE = """\
-examples:
-  hetero-gateway predictor fit --requests trace.csv -o predictor.json
-  hetero-gateway predictor fit --from-gateway http://127.0.0.1:8000 -o predictor.json
-
-then, in the gateway's configuration:
-  scheduler: {predictor: {kind: trained, file: predictor.json}}
-
-The error printed is that of a model trained without the last quarter of the requests, on that
-quarter; the file is then trained on all of them. docs/design/predictors.md says more.
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "predictor", help="train a predictor of output lengths", description=__doc__
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    fit = actions.add_parser(
-        "fit",
-        help="train a model, print its error, write it",
-        description="Train a model of output lengths, print its error on later requests, write it.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    source = fit.add_mutually_exclusive_group(required=True)
-    source.add_argument("--requests", type=Path, metavar="TRACE.csv", help="a trace")
-    add_from_gateway(source, "a gateway, whose last requests are asked for")
-    add_key_argument(fit)
-    fit.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE.json", help="the file to write"
-    )
-    fit.add_argument(
-        "--hold-out",
-        type=_share,
-        default=DEFAULT_HOLD_OUT,
-        metavar="X",
-        help="share of the requests, the last ones, held out to measure the error "
-        f"(default: {DEFAULT_HOLD_OUT})",
-    )
-    fit.add_argument("--json", action="store_true", help="print one JSON document")
-    fit.set_defaults(run=run)
+from hetero_gateway.files.length_model_file import write_length_model
+from hetero_gateway.files.trace import TraceRequest, parse_trace, read_trace
+from hetero_gateway.lab.load.admin import fetch_csv, printable
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, print, write."""
-    # Imported here so that other commands and --help stay quick.
-    from hetero_gateway.core.lengths.length_model import MIN_ROWS, fit_length_model
-    from hetero_gateway.files.length_model_file import write_length_model
-
     rows, source = _rows(args)
     samples = length_samples(rows)
     earlier = round(len(samples) * (1 - args.hold_out))
@@ -95,9 +59,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
     """The requests in order of arrival, and what to call where they are from."""
-    from hetero_gateway.files.trace import parse_trace, read_trace
-    from hetero_gateway.lab.load.admin import fetch_csv
-
     if args.requests is not None:
         rows, source = read_trace(args.requests), args.requests.name
     else:
@@ -111,10 +72,6 @@ def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
 
 def length_samples(rows: Sequence[TraceRequest]) -> LengthSamples:
     """Trace rows as the core wants them."""
-    import numpy as np
-
-    from hetero_gateway.core.lengths.length_model import LengthSamples
-
     limits = [np.inf if row.max_tokens is None else row.max_tokens for row in rows]
     return LengthSamples(
         np.array([row.input_tokens for row in rows], float),
@@ -132,9 +89,6 @@ def predict_held_out(
     Returns:
         Predicted tokens, one array per predictor; each learns as it goes, as in the gateway.
     """
-    from hetero_gateway.core.lengths.length_model import TrainedPredictor, replay
-    from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
-
     mean_tokens = float(seen.output_tokens.mean())
     bucket_mean = BucketMeanPredictor(mean_tokens)
     replay(bucket_mean, seen)
@@ -155,13 +109,6 @@ def _report(
     trained: int,
 ) -> dict[str, Any]:
     """What ``--json`` prints."""
-    from hetero_gateway.core.lengths.length_model import (
-        ERROR_BUCKETS,
-        error_of,
-        errors_by_prompt,
-        leaf_count,
-    )
-
     total = {
         name: dataclasses.asdict(error_of(predicted, held_out))
         for name, predicted in predictions.items()
@@ -185,9 +132,6 @@ def _report(
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    from hetero_gateway.cli.reports.columns import print_table
-    from hetero_gateway.lab.load.admin import printable
-
     rows = []
     held_out = report["held_out"]
     parts = [(_bucket_name(b["prompt_tokens"]), b["errors"]) for b in held_out["buckets"]]
@@ -216,10 +160,3 @@ def _bucket_name(ends: Mapping[str, int | None]) -> str:
     if ends["up_to"] is None:
         return f"above {ends['above']}"
     return f"{ends['above'] or 0}-{ends['up_to']}"
-
-
-def _share(text: str) -> float:
-    value = float(text)  # argparse reports a ValueError
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError("must be above 0 and below 1")
-    return value

@@ -13,64 +13,28 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hetero_gateway.cli import standard_streams
-from hetero_gateway.cli.arguments import add_log_level, start_logging
+from hetero_gateway.cli.arguments import settings
+from hetero_gateway.cli.log_lines import start_logging
 from hetero_gateway.cli.made_key import MadeKey
-from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.admin_key import forget, made_admin_key
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
+from hetero_gateway.gateway.dataplane.access_log import LineWriter
+from hetero_gateway.serve import server
+from hetero_gateway.serve.app import create_app
+from hetero_gateway.serve.heartbeat import Heartbeat
 
 _STDOUT = 1
-
-
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "serve",
-        help="run the gateway",
-        description="Run the gateway.",
-        epilog="example: hetero-gateway serve -c gateway.yaml --port 8000",
-    )
-    parser.add_argument(
-        "-c",
-        "--config",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the gateway's configuration",
-    )
-    parser.add_argument("--host", help="address to listen on (default: the file's)")
-    parser.add_argument("--port", type=int, help="port; 0 takes a free one and prints it")
-    parser.add_argument("--policy", choices=POLICY_NAMES, help="the policy (default: the file's)")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes that serve clients, with one scheduler process between them; "
-        "1: one process does all (default: the file's)",
-    )
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="keep a line of each request that is over: its lengths, times, instance and outcome, "
-        "never its text; a new file, for `simulate --against`",
-    )
-    # How ``serve`` starts its own processes.
-    parser.add_argument("--role", help=argparse.SUPPRESS)
-    add_log_level(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     standard_streams.tolerate_output()
     # Nobody is to be ended by it who only starts, and will reload at it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    flags = {
-        "server.host": args.host,
-        "server.port": args.port,
-        "server.workers": args.workers,
-        "scheduler.policy": args.policy,
-    }
+    flags = settings(args)
     if args.role is not None:
         _run_process(args, flags)
         return 0
@@ -81,10 +45,6 @@ def run(args: argparse.Namespace) -> int:
         _check_new(args.record)
     if config.server.workers > 1:
         return _run_workers(args, config)
-    # Imported late: validate and --help need no server.
-    from hetero_gateway.serve import server
-    from hetero_gateway.serve.app import create_app
-
     app = create_app(config, args.config, record=args.record, flags=flags)
     with (
         closing(MadeKey(app.gateway.made_admin_key)) as key,
@@ -114,8 +74,6 @@ def _access_log(config: GatewayConfig) -> Iterator[Callable[[list[bytes]], None]
     if not config.log.access:
         yield None
         return
-    from hetero_gateway.gateway.dataplane.access_log import LineWriter
-
     try:
         writer = LineWriter(_STDOUT)
     except OSError:  # it is closed: nobody reads
@@ -135,9 +93,10 @@ def _check_new(record: Path) -> None:
         raise ConfigError(f"--record {record}: there is no such folder")
 
 
+# What several processes take is imported where there are several: one is spared the memory.
+
+
 def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
-    from hetero_gateway.files.admin_key import made_admin_key
-    from hetero_gateway.serve.app import create_app
     from hetero_gateway.serve.processes.supervisor import Supervisor
 
     # What cannot be put together shows here, once, rather than in each process.
@@ -155,12 +114,6 @@ def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
 
 def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     """One process of several: the scheduler's, or a worker."""
-    import msgspec
-
-    from hetero_gateway.files.admin_key import forget
-    from hetero_gateway.serve import server
-    from hetero_gateway.serve.app import create_app
-    from hetero_gateway.serve.heartbeat import Heartbeat
     from hetero_gateway.serve.processes.supervisor import Role
     from hetero_gateway.serve.processes.worker import Worker
 

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
-from hetero_gateway.cli import admin_client
-from hetero_gateway.cli.reports.columns import figure, percent, print_table
-from hetero_gateway.lab.load.admin import printable
-
-
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "status",
-        help="what a running gateway sees now",
-        description="Show every instance of a running gateway: health, load, share of requests.",
-        epilog="example: hetero-gateway status http://127.0.0.1:8000",
-    )
-    admin_client.add_arguments(parser)
-    parser.set_defaults(run=run)
+from hetero_gateway.cli.reports.report import figure, percent, print_table
+from hetero_gateway.lab.load.admin import fetch_document, printable
 
 
 def run(args: argparse.Namespace) -> int:
-    document = admin_client.fetch(args, "/admin/instances", {})
+    document = fetch_document(args.url, args.admin_key_env, "/admin/instances", {})
     if args.json:
-        admin_client.print_json(document)
+        print(json.dumps(document))
         return 0
     instances = document["instances"]
     up = sum(_state(i) == "up" for i in instances)

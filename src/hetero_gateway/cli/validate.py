@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from hetero_gateway.files.gateway_config import has_gateway_keys, load_gateway_config
@@ -13,20 +12,7 @@ from hetero_gateway.files.instance_config import instance_profile
 from hetero_gateway.files.setup_warnings import Seen, setup_warnings
 from hetero_gateway.files.yaml_file import read_yaml
 
-
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "validate",
-        help="check a configuration without serving",
-        description="Check a gateway's configuration, or the cluster file of simulate or plan, "
-        "profiles included, without serving.",
-        epilog="example: hetero-gateway validate -c gateway.yaml",
-    )
-    parser.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="FILE", help="the file to check"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
+# The files of other commands are read by what takes longer to import than all of the rest.
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +20,6 @@ def run(args: argparse.Namespace) -> int:
     if "machines" in data or "offers" in data:  # no other file has any
         return _validate_plan(args)
     if not has_gateway_keys(data):
-        # Imported here, as the simulator behind it takes longer than all of the rest.
         from hetero_gateway.files.cluster_config import is_cluster
 
         if is_cluster(data):

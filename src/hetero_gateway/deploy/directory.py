@@ -99,10 +99,7 @@ def write_beside(files: Mapping[str, str], directory: Path, *, force: bool = Fal
         which = ", ".join(existing[:_MOST_NAMED]) + (", …" if len(existing) > _MOST_NAMED else "")
         raise ConfigError(f"{directory}: has {which} already; name another with -o, or --force")
     try:
-        for name, text in files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, text, mode=_mode(path))
+        _write(directory, files)
     except OSError as error:
         raise HeteroGatewayError(f"{directory}: cannot be written: {error.strerror}") from error
     return sorted(directory / name for name in files)
@@ -240,10 +237,7 @@ def _create(directory: Path, files: Mapping[str, str]) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        for name, text in files.items():
-            path = made / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, text, mode=_mode(path))
+        _write(made, files)
         made.chmod(0o755)
         made.replace(directory)  # onto an empty directory is allowed
     except BaseException:
@@ -253,10 +247,7 @@ def _create(directory: Path, files: Mapping[str, str]) -> None:
 
 def _replace(directory: Path, files: Mapping[str, str]) -> None:
     stale = set(_listed_files(directory)) - set(files)
-    for name, text in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text, mode=_mode(path))
+    _write(directory, files)
     for name in stale:
         with contextlib.suppress(OSError):
             (directory / name).unlink()
@@ -274,5 +265,8 @@ def _listed_files(directory: Path) -> list[str]:
     return [n for n in names if not PurePosixPath(n).is_absolute() and ".." not in n.split("/")]
 
 
-def _mode(path: Path) -> int:
-    return 0o755 if path.suffix == ".sh" else 0o644
+def _write(directory: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text, mode=0o755 if path.suffix == ".sh" else 0o644)

@@ -22,11 +22,10 @@ from typing import Any
 from hetero_gateway.deploy import kubernetes
 from hetero_gateway.deploy.gateway_files import gateway_text
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
+from hetero_gateway.deploy.template import piece
 
 _FOLDER = "kubernetes/following"
-PROMETHEUS = "http://prometheus-server.monitoring.svc"
 _METRIC = "hetero_gateway_desired_instances"
-_POLL_S = 15
 
 
 def following_files(
@@ -55,6 +54,20 @@ def following_files(
     )
     sets = kubernetes.stateful_sets(instances)
     queries = _queries(sets, options)
+
+    def of_each(kind: str) -> list[dict[str, Any]]:
+        return [
+            piece(
+                "kubernetes.yaml",
+                kind,
+                name=name,
+                most=len(members),
+                query=queries[name],
+                metric=f"{_METRIC}_{name.replace('-', '_')}",
+            )
+            for name, members in sets.items()
+        ]
+
     return {
         f"{_FOLDER}/gateway.yaml": kubernetes.gateway_manifests(
             configuration,
@@ -66,16 +79,16 @@ def following_files(
         ),
         f"{_FOLDER}/keda/scaledobjects.yaml": kubernetes.documents(
             "KEDA: as many replicas as the gateway publishes. serverAddress is your Prometheus.",
-            [_scaled_object(name, len(members), queries[name]) for name, members in sets.items()],
+            of_each("keda"),
         ),
         f"{_FOLDER}/hpa/hpa.yaml": kubernetes.documents(
             "Kubernetes' own autoscaler; prometheus-adapter.yaml makes the metrics. One replica\n"
             "of each stays, unless the cluster has the feature HPAScaleToZero.",
-            [_autoscaler(name, len(members)) for name, members in sets.items()],
+            of_each("hpa"),
         ),
         f"{_FOLDER}/hpa/prometheus-adapter.yaml": kubernetes.documents(
             "Values of the chart prometheus-community/prometheus-adapter, beside prometheus.url.",
-            [{"rules": {"external": [_rule(name, queries[name]) for name in sets]}}],
+            [{"rules": {"external": of_each("rule")}}],
         ),
     }
 
@@ -146,73 +159,3 @@ def _queries(
         queries[name] = f"clamp({wanted}, 0, {len(members)})"
         before[key] = others + len(members)
     return queries
-
-
-def _target(name: str) -> dict[str, Any]:
-    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}
-
-
-# The gateway has waited long enough already, and goes down little by little.
-_BEHAVIOUR = {"scaleDown": {"stabilizationWindowSeconds": 0}}
-
-
-def _scaled_object(name: str, most: int, query: str) -> dict[str, Any]:
-    trigger = {
-        "type": "prometheus",
-        "metadata": {
-            "serverAddress": PROMETHEUS,
-            "query": query,
-            "threshold": "1",
-            # Without an answer the numbers stay as they are.
-            "ignoreNullValues": "false",
-        },
-    }
-    return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": {"name": name, "labels": kubernetes.set_labels(name)},
-        "spec": {
-            "scaleTargetRef": _target(name),
-            "minReplicaCount": 0,
-            "maxReplicaCount": most,
-            "pollingInterval": _POLL_S,
-            "cooldownPeriod": 0,
-            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": _BEHAVIOUR}},
-            "triggers": [trigger],
-        },
-    }
-
-
-def _metric_name(name: str) -> str:
-    return f"{_METRIC}_{name.replace('-', '_')}"
-
-
-def _autoscaler(name: str, most: int) -> dict[str, Any]:
-    metric = {
-        "type": "External",
-        "external": {
-            "metric": {"name": _metric_name(name)},
-            "target": {"type": "AverageValue", "averageValue": "1"},
-        },
-    }
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": name, "labels": kubernetes.set_labels(name)},
-        "spec": {
-            "scaleTargetRef": _target(name),
-            "minReplicas": 1,
-            "maxReplicas": most,
-            "metrics": [metric],
-            "behavior": _BEHAVIOUR,
-        },
-    }
-
-
-def _rule(name: str, query: str) -> dict[str, Any]:
-    return {
-        "seriesQuery": _METRIC,
-        "resources": {"namespaced": False},
-        "name": {"as": _metric_name(name)},
-        "metricsQuery": query,
-    }

@@ -92,14 +92,16 @@ def gateway_text(
             "reference_output_tokens": max(1, round(output)),
             "predictor": {"mean_tokens": float(f"{output:.1f}")},
         }
-    return "".join(f"# {line}\n" for line in comment.splitlines()) + dumped(
-        {**document, **(more or {})}
-    )
+    return commented(comment) + dumped({**document, **(more or {})})
 
 
 def own_address(instance: DeployedInstance) -> str:
     """Outside of containers."""
     return f"http://{instance.host}:{instance.port}"
+
+
+def commented(text: str) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 def dumped(document: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from hetero_gateway.planner.plan import (
     Unfit,
 )
 from hetero_gateway.planner.sizes import as_size
+from hetero_gateway.sim.figures import finite
 
 
 def document(plan: Plan, request: PlanRequest, seconds: float) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def _slo(goals: Goals) -> dict[str, Any] | None:
     if goals.slo is None:
         return None
     return {
-        "ttft_s": _number(goals.slo.ttft_s),
-        "tpot_s": _number(goals.slo.tpot_s),
+        "ttft_s": finite(goals.slo.ttft_s),
+        "tpot_s": finite(goals.slo.tpot_s),
         "share": goals.share,
     }
 
@@ -73,11 +73,11 @@ def _candidate(candidate: PlanCandidate, plan: Plan) -> dict[str, Any]:
         "output_tokens_per_s": simulated.output_tokens_per_s if simulated else None,
         "alone_tokens_per_s": candidate.alone_tokens_per_s or None,
         "algorithm_1_tokens_per_s": {
-            "paper": _number(candidate.estimate_paper_tokens_per_s),
-            "unpadded": _number(candidate.estimate_tokens_per_s),
+            "paper": finite(candidate.estimate_paper_tokens_per_s),
+            "unpadded": finite(candidate.estimate_tokens_per_s),
         },
         "batch": simulated.batch if simulated else None,
-        "cached_share": _number(simulated.cached_share) if simulated else None,
+        "cached_share": finite(simulated.cached_share) if simulated else None,
         "at_rate": _figures(at_rate),
         "holds": candidate.holds,
         "goodput_per_s": candidate.goodput_per_s,
@@ -129,16 +129,16 @@ def _figures(figures: SystemFigures | None) -> dict[str, Any] | None:
     if figures is None:
         return None
     return {
-        "throughput_tokens_per_s": _number(figures.tokens_per_s),
+        "throughput_tokens_per_s": finite(figures.tokens_per_s),
         "latency_s": {
-            "mean": _number(figures.latency_mean_s),
-            "p99": _number(figures.latency_p99_s),
+            "mean": finite(figures.latency_mean_s),
+            "p99": finite(figures.latency_p99_s),
         },
-        "ttft_s": {"mean": _number(figures.ttft_mean_s), "p99": _number(figures.ttft_p99_s)},
-        "tpot_s": {"mean": _number(figures.tpot_mean_s), "p99": _number(figures.tpot_p99_s)},
-        "batch": _number(figures.batch),
-        "slo_share": _number(figures.slo_share),
-        "cached_share": _number(figures.cached_share),
+        "ttft_s": {"mean": finite(figures.ttft_mean_s), "p99": finite(figures.ttft_p99_s)},
+        "tpot_s": {"mean": finite(figures.tpot_mean_s), "p99": finite(figures.tpot_p99_s)},
+        "batch": finite(figures.batch),
+        "slo_share": finite(figures.slo_share),
+        "cached_share": finite(figures.cached_share),
     }
 
 
@@ -180,7 +180,3 @@ def _infeasible(plan: Plan) -> list[dict[str, Any]]:
         for unfit in by_accelerator.get(machine.accelerator, [])
         if int(unfit.size) <= machine.count
     ]
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 from hetero_gateway import __version__
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.model_names import same_model
-from hetero_gateway.deploy import compose
-from hetero_gateway.deploy.gateway_files import dumped
+from hetero_gateway.deploy import compose, template
+from hetero_gateway.deploy.gateway_files import commented, dumped
 from hetero_gateway.files.setup_warnings import same_address
 
 GATEWAY_FILE = "gateway.yaml"
@@ -34,43 +34,9 @@ _EXAMPLE = "http://127.0.0.1:8001"
 _MOST_NAMES, _MOST_PROFILES = 5, 4
 _LONGEST_ID = 63
 
-_HEAD = """\
-# The gateway's configuration. Check it, then serve:
-#
-#   hetero-gateway validate -c gateway.yaml
-#   hetero-gateway serve -c gateway.yaml
-#
-# What is absent has its default; an unknown key is an error. ${NAME} is replaced by the environment
-# variable NAME.
-
-server:
-  host: 127.0.0.1   # 0.0.0.0: to be reached from other machines; then set api_key_env
-  port: @PORT@
-  # api_key_env: GATEWAY_API_KEY       # clients must send this variable's value as their key
-  # admin_key_env: GATEWAY_ADMIN_KEY   # of /admin; none: made at each start, on loopback
-  # watch_files_s: 5                   # reload when this file changes; SIGHUP reloads at once
-
-scheduler:
-  policy: finish-time   # where a request is done soonest, by what it costs on each instance
-
-"""
-_NO_PROBE = """\
-  # An example: put in where your vLLM servers listen, without /v1, one entry each. The gateway asks
-  # each server what it serves. `hetero-gateway init --probe URL` fills this in.
-"""
-_WHEELS = """\
-Where no package index has hetero-gateway, put its wheel here before `docker compose build`: the one
-that you installed, or from a checkout
-
-    pip wheel --no-deps --wheel-dir DIR/wheels .
-"""
-_NO_PROFILE = """\
-    # profile: GPU/MODEL/tpN, or a file
-"""
-
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ProbedServer:
     """One server that is to be an instance, and what it said of itself.
 
     Args:
@@ -88,7 +54,7 @@ class Server:
 
 
 def starter_files(
-    servers: Sequence[Server], profiles: Mapping[str, Profile], api_key_env: str | None = None
+    servers: Sequence[ProbedServer], profiles: Mapping[str, Profile], api_key_env: str | None = None
 ) -> dict[str, str]:
     """Relative path to text; the same for the same arguments.
 
@@ -100,29 +66,29 @@ def starter_files(
     named = _named(servers)
     port = _free_port(servers)
     urls = {name: server.base_url for name, server in named.items()} or {"vllm-0": _EXAMPLE}
-    text = _HEAD.replace("@PORT@", str(port)) + "instances:\n"
-    if not named:
-        text += _NO_PROBE + _entry("vllm-0", _EXAMPLE, api_key_env) + _NO_PROFILE
+    entries = ""
     for name, server in named.items():
-        text += _comment(_said(server)) + _entry(name, server.base_url, api_key_env)
-        text += _profile_comment(name, server, profiles, api_key_env) + "\n"
+        entries += _comment(_said(server)) + _entry(name, server.base_url, api_key_env)
+        entries += _profile_comment(name, server, profiles, api_key_env) + "\n"
+    example = "" if named else _entry("vllm-0", _EXAMPLE, api_key_env)
+    values = {"port": port, "example": example, "instances": entries}
     container = resources.files("hetero_gateway.deploy").joinpath("container", "Dockerfile")
     files = compose.scraped_files(urls)
     prometheus = "monitoring/prometheus/prometheus.yml"
     files[prometheus] = files[prometheus].replace("gateway:8000", f"gateway:{port}")
     return files | {
-        GATEWAY_FILE: text.rstrip("\n") + "\n",
+        GATEWAY_FILE: template.text("gateway.yaml", values).rstrip("\n") + "\n",
         "compose.yaml": _compose_text(port, api_key_env),
         "Dockerfile": container.read_text("utf-8").replace("@VERSION@", __version__),
         "profiles/README": "What `hetero-gateway profile` measured, for gateway.yaml to name.\n",
-        "wheels/README": _WHEELS,
+        "wheels/README": template.text("wheels.txt", {}),
     }
 
 
-def _named(servers: Sequence[Server]) -> dict[str, Server]:
+def _named(servers: Sequence[ProbedServer]) -> dict[str, ProbedServer]:
     """Each server by an id of its own; one address is one server."""
-    named: dict[str, Server] = {}
-    distinct: dict[str, Server] = {}
+    named: dict[str, ProbedServer] = {}
+    distinct: dict[str, ProbedServer] = {}
     for server in servers:
         distinct.setdefault(same_address(server.base_url), server)
     for server in distinct.values():
@@ -139,11 +105,11 @@ def _named(servers: Sequence[Server]) -> dict[str, Server]:
     return named
 
 
-def _is_loopback(server: Server) -> bool:
+def _is_loopback(server: ProbedServer) -> bool:
     return urlsplit(same_address(server.base_url)).hostname == _LOOPBACK
 
 
-def _free_port(servers: Iterable[Server]) -> int:
+def _free_port(servers: Iterable[ProbedServer]) -> int:
     """The gateway's, beside servers of the same machine."""
     taken = {urlsplit(server.base_url).port for server in servers if _is_loopback(server)}
     return next((port for port in _PORTS if port not in taken), 0)
@@ -154,7 +120,7 @@ def _entry(name: str, url: str, api_key_env: str | None) -> str:
     return text + ("" if api_key_env is None else f"    api_key_env: {api_key_env}\n")
 
 
-def _said(server: Server) -> str:
+def _said(server: ProbedServer) -> str:
     if server.problem:
         return f"It did not answer: {server.problem}"
     names = [
@@ -175,7 +141,7 @@ def _said(server: Server) -> str:
 
 
 def _profile_comment(
-    name: str, server: Server, profiles: Mapping[str, Profile], api_key_env: str | None
+    name: str, server: ProbedServer, profiles: Mapping[str, Profile], api_key_env: str | None
 ) -> str:
     """How to say what a request costs there."""
     key = "" if api_key_env is None else f" --api-key-env {api_key_env}"
@@ -190,7 +156,7 @@ def _profile_comment(
     return _comment(text + f"profile: {measured}", indent=4)
 
 
-def _nearest(server: Server, profiles: Mapping[str, Profile]) -> list[str]:
+def _nearest(server: ProbedServer, profiles: Mapping[str, Profile]) -> list[str]:
     """Profiles of the served model, those with a KV cache of about its size first."""
 
     def distance(profile: Profile) -> float:
@@ -229,42 +195,23 @@ def _wrapped(line: str, width: int, start: str) -> list[str]:
 
 
 def _compose_text(port: int, api_key_env: str | None) -> str:
-    gateway: dict[str, Any] = {
-        **compose.hardened_service(),
-        "build": ".",
-        "network_mode": "host",
-        "volumes": [
-            f"./{GATEWAY_FILE}:/etc/hetero-gateway/{GATEWAY_FILE}:ro",
-            "./profiles:/etc/hetero-gateway/profiles:ro",
-        ],
-        "stop_grace_period": compose.GATEWAY_GRACE,
-        "healthcheck": compose.health_check("python", port, "20s", "/livez"),
-    }
-    if api_key_env is not None:
-        gateway["environment"] = {api_key_env: f"${{{api_key_env}:?the servers want a key}}"}
-    prometheus = _on_host(compose.prometheus_service(), "gateway")
+    key = {api_key_env: f"${{{api_key_env}:?the servers want a key}}"}
+    gateway = compose.service(
+        "gateway_on_host",
+        healthcheck=compose.health_check("python", port, "20s", "/livez"),
+        environment=None if api_key_env is None else key,
+    )
+    prometheus = _on_host(compose.service("prometheus"), "gateway")
     prometheus["command"].append(f"--web.listen-address={_LOOPBACK}:9090")
-    grafana = _on_host(compose.grafana_service(), "prometheus")
+    grafana = _on_host(compose.service("grafana"), "prometheus")
     grafana["environment"]["GF_SERVER_HTTP_ADDR"] = _LOOPBACK
     document = {
         "name": "hetero-gateway",
         "services": {"gateway": gateway, "prometheus": prometheus, "grafana": grafana},
         "volumes": {"prometheus-data": None},
     }
-    comment = f"""\
-# The gateway, Prometheus and Grafana as containers:
-#
-#   docker compose up -d --build
-#
-#   http://127.0.0.1:{port}/dashboard   the gateway's own page; the key that it asks for:
-#     docker compose exec gateway hetero-gateway key admin http://127.0.0.1:{port}
-#   http://127.0.0.1:9090             Prometheus
-#   http://127.0.0.1:3000             Grafana, open for reading
-#
-# They share the host's network (Linux), so that gateway.yaml means the same inside and outside, and
-# servers that listen on loopback are reached. gateway.yaml says where the gateway itself listens.
-"""
-    return comment + dumped(document)
+    comment = compose.service("init_comment", port=port)
+    return commented(comment) + dumped(document)
 
 
 def _on_host(service: dict[str, Any], asked: str) -> dict[str, Any]:

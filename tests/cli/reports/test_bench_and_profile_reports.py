@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hetero_gateway.cli import main
-from hetero_gateway.cli.reports import bench_report, profile_report
+from hetero_gateway.cli.reports import bench, profile
 from hetero_gateway.core.costs.fitting import fit
 from hetero_gateway.lab.load.result import RequestRecord, summarise
 from hetero_gateway.lab.profiler.samples import write_csv
-from tests.cli.reports.test_simulation_report import EVIL, LIBRARY, Page
+from tests.fakes.pages import EVIL, Page
 from tests.lab.profiler.builders import measured
 
 FLAGS = ("--gpu", "A100", "--model", "m", "--kv-capacity-tokens", "10000")
-
-
-@pytest.fixture
-def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five megabytes of plotly.js would make every failure's message unreadable."""
-    import plotly.offline
-
-    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: LIBRARY)
 
 
 def record(index: int, **changes: Any) -> RequestRecord:
@@ -44,84 +33,77 @@ def record(index: int, **changes: Any) -> RequestRecord:
 
 
 def bench_page(records: list[RequestRecord], model: str = "m") -> str:
-    summary = summarise(records)
-    return bench_report.render(
-        summary, records, summary.to_dict() | {"url": "http://x", "model": model}
-    )
+    html = bench.report(summarise(records), records, "http://x", model).html
+    assert html is not None
+    return html()
 
 
 @pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("page", ["bench", "profile"])
-def test_a_page_is_whole_and_fetches_nothing(page: str) -> None:
+def test_a_page_is_whole_and_fetches_nothing(page):
     samples = measured()
     document = {"gpu": EVIL, "model": EVIL, "tensor_parallel": 1, "kv_capacity_tokens": 9}
     text = (
         bench_page([record(0, instance=EVIL), record(1)], EVIL)
         if page == "bench"
-        else profile_report.render(fit(samples, rng=np.random.default_rng(0)), samples, document)
+        else profile.render(fit(samples, rng=np.random.default_rng(0)), samples, document)
     )
     parsed = Page(text)
     assert not parsed.tags() & {"link", "img", "iframe", "object", "base", "form"}
-    assert EVIL in json.loads(parsed.text["document"]).values()
-    figures = json.loads(parsed.text["figures"])
+    assert EVIL in parsed.json("document").values()
+    figures = parsed.json("figures")
     drawn = {attrs.get("id") for tag, attrs in parsed.elements if tag == "div"} - {None}
     assert drawn == set(figures)
 
 
-def test_every_output_token_is_in_the_throughput_over_the_run() -> None:
+def test_every_output_token_is_in_the_throughput_over_the_run():
     records = [record(i) for i in range(20)]
     records += [record(20, first_s=None, end_s=33.0), record(21, error="timeout")]
-    figure = bench_report.throughput_figure(records)
+    figure = bench.throughput_figure(records)
     width_s = figure["data"][0]["x"][1] - figure["data"][0]["x"][0]
     by_name = {trace["name"]: sum(trace["y"]) * width_s for trace in figure["data"]}
     assert sum(by_name.values()) == pytest.approx(21 * 40)
     assert by_name["i0"] == pytest.approx(11 * 40)
 
 
-def test_many_instances_are_one_area() -> None:
-    figure = bench_report.throughput_figure([record(i, instance=f"i{i}") for i in range(30)])
+def test_many_instances_are_one_area():
+    figure = bench.throughput_figure([record(i, instance=f"i{i}") for i in range(30)])
     assert [trace["name"] for trace in figure["data"]] == ["all instances"]
 
 
 @pytest.mark.usefixtures("short_library")
-def test_a_run_in_which_all_failed_has_a_page_too() -> None:
+def test_a_run_in_which_all_failed_has_a_page_too():
     parsed = Page(bench_page([record(0, error="connect", first_s=None)]))
-    assert json.loads(parsed.text["document"])["errors"] == 1
+    assert parsed.json("document")["errors"] == 1
 
 
-def test_times_are_drawn_as_they_were() -> None:
-    figure = bench_report.latency_figure([record(i) for i in range(3)])
+def test_times_are_drawn_as_they_were():
+    figure = bench.latency_figure([record(i) for i in range(3)])
     ttft, latency = figure["data"]
     assert set(ttft["x"]) == {0.5}
     assert set(latency["x"]) == {2.5}
 
 
-def test_each_sample_is_a_point_at_its_measured_and_fitted_time() -> None:
+def test_each_sample_is_a_point_at_its_measured_and_fitted_time():
     samples = measured()
-    figure = profile_report.prefill_figure(samples, fit(samples, rng=np.random.default_rng(0)))
+    figure = profile.prefill_figure(samples, fit(samples, rng=np.random.default_rng(0)))
     points = [trace for trace in figure["data"] if trace["mode"] == "markers"]
     assert sum(len(trace["x"]) for trace in points) == len(samples)
     for trace in points:
         assert trace["y"] == pytest.approx(trace["x"], rel=0.1)  # of 2 % noise
 
 
-def test_profile_writes_its_page_beside_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_writes_its_page_beside_the_file(tmp_path, run):
     write_csv(tmp_path / "s.csv", measured(noise=1e-3))
     page = tmp_path / "p.html"
-    words = ("-o", str(tmp_path / "p.yaml"), "--report", str(page))
-    assert main(["profile", "--from", str(tmp_path / "s.csv"), *words, *FLAGS]) == 0
-    assert f"wrote {page}" in capsys.readouterr().err
-    document = json.loads(Page(page.read_text("utf-8")).text["document"])
-    assert document["constants"]["p1"] > 0
+    words = ("-o", tmp_path / "p.yaml", "--report", page)
+    said = run("profile", "--from", tmp_path / "s.csv", *words, *FLAGS)
+    assert f"wrote {page}" in said.err
+    assert Page(page.read_text("utf-8")).json("document")["constants"]["p1"] > 0
 
 
-def test_a_page_that_cannot_be_written_is_found_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gone = str(tmp_path / "gone" / "p.html")
-    output = ("-o", str(tmp_path / "p.yaml"))
-    assert main(["profile", "--from", "nowhere.csv", *output, "--report", gone, *FLAGS]) == 2
-    assert main(["bench", "http://127.0.0.1:1", "--report", gone]) == 2
-    assert capsys.readouterr().err.count("--report: ") == 2
+def test_a_page_that_cannot_be_written_is_found_before_any_work(tmp_path, error):
+    gone = ("--report", tmp_path / "gone" / "p.html")
+    profile = ("profile", "--from", "nowhere.csv", "-o", tmp_path / "p.yaml", *FLAGS)
+    for words in (profile, ("bench", "http://127.0.0.1:1")):
+        assert "--report: " in error(*words, *gone)

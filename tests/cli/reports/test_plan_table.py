@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hetero_gateway.cli.reports.plan_table import (
+from hetero_gateway.cli.reports.plan import (
     best_rows,
     headline,
     legend,
@@ -60,16 +60,14 @@ def table_widths(text: str) -> set[int]:
     return {len(line) for line in text.splitlines() if line.startswith(("│", "┡", "└"))}
 
 
-def test_a_wide_terminal_has_the_reasons_in_the_table(one_kind: Plan) -> None:
+def test_a_wide_terminal_has_the_reasons_in_the_table(one_kind):
     text = printed(one_kind, 200)
     assert "why not" in text
     assert "as printed" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 110])
-def test_a_narrow_terminal_keeps_whole_figures_and_has_the_reasons_below(
-    one_kind: Plan, width: int
-) -> None:
+def test_a_narrow_terminal_keeps_whole_figures_and_has_the_reasons_below(one_kind, width):
     text = printed(one_kind, width)
     assert max(table_widths(text)) <= width
     assert "why not" not in text
@@ -78,7 +76,7 @@ def test_a_narrow_terminal_keeps_whole_figures_and_has_the_reasons_below(
     assert tokens(one_kind.best.simulated.tokens_per_s if one_kind.best.simulated else 0) in text
 
 
-def test_candidates_of_several_kinds_are_told_by_what_differs(two_kinds: Plan) -> None:
+def test_candidates_of_several_kinds_are_told_by_what_differs(two_kinds):
     told = names(two_kinds)
     assert told[0] == "best"
     assert len(set(told)) == len(told)
@@ -91,17 +89,17 @@ def test_candidates_of_several_kinds_are_told_by_what_differs(two_kinds: Plan) -
         assert all((f"{a}:" in name) == (a in changed) for a in ("gpu", "other"))
 
 
-def test_equal_machines_are_one_row(two_kinds: Plan) -> None:
+def test_equal_machines_are_one_row(two_kinds):
     first = [row[0] for row in best_rows(two_kinds) if row[0]]
     assert first == ["a0 … a2 (3)", "b"]
 
 
-def test_the_headline_and_the_legend_have_the_plans_own_figures(one_kind: Plan) -> None:
+def test_the_headline_and_the_legend_have_the_plans_own_figures(one_kind):
     assert f"{one_kind.best.accelerators} accelerators" in headline(one_kind)
     assert "◆" in legend(one_kind)
 
 
-def test_what_cannot_be_deployed_is_one_line_for_one_reason() -> None:
+def test_what_cannot_be_deployed_is_one_line_for_one_reason():
     lines = unfit_lines(
         [
             Unfit("gpu", 3, "32 heads do not divide by 3"),
@@ -117,7 +115,7 @@ def test_what_cannot_be_deployed_is_one_line_for_one_reason() -> None:
     ]
 
 
-def test_a_cause_is_told_once() -> None:
+def test_a_cause_is_told_once():
     told: set[str] = set()
     assert once("-1%; tp2: little KV", told) == "-1%; tp2: little KV"
     assert once("-2%; tp2: little KV", told) == "-2%; tp2: as above"
@@ -137,5 +135,5 @@ def test_a_cause_is_told_once() -> None:
         (12_345_678.0, "12.3M"),
     ],
 )
-def test_tokens_are_told_in_three_figures_or_so(value: float | None, text: str) -> None:
+def test_tokens_are_told_in_three_figures_or_so(value, text):
     assert tokens(value) == text

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hetero_gateway.cli import main
-from hetero_gateway.cli.reports import page, simulation_report
+from hetero_gateway.cli.reports import page, simulation
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
+from hetero_gateway.errors import ConfigError
 from hetero_gateway.sim import alone
-from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound
+from hetero_gateway.sim.experiment import Experiment, Rate, compare, measure_bound, mix_moments
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import Fault, FaultKind, TraceLengths
 from tests.fakes.cluster import FakeSimulate, profile, simulated
-
-EVIL = "</script><img src=x onerror=alert(1)>{{plotly}}&\u2028"
-# The plots' own library is looked at for what could end the element, not for its text.
-LIBRARY = "/* plotly */"
+from tests.fakes.pages import EVIL, LIBRARY, Page
 
 
 @pytest.fixture(autouse=True)
@@ -33,40 +28,6 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound takes little time."""
     monkeypatch.setattr(alone, "_REQUESTS", 600)
     monkeypatch.setattr(alone, "_BATCHES", 2)
-
-
-class Page(HTMLParser):
-    """The elements and the text of a page; fails on tags that do not match."""
-
-    VOID = frozenset({"meta", "img", "br", "link", "input"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text: dict[str, str] = {}
-        self.visible: list[str] = []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("script", "style"):
-            key = self.elements[-1][1].get("id") or self.open[-1]
-            self.text[key] = self.text.get(key, "") + data
-        else:
-            self.visible.append(data)
-
-    def tags(self) -> set[str]:
-        return {tag for tag, _ in self.elements}
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -89,25 +50,17 @@ def cells_of(
 
 
 def render(made: Experiment, cells: list[Cell], name: str = "cluster.yaml") -> str:
-    document = {
-        "mix": {"mean_prompt_tokens": 20.0, "mean_output_tokens": 6.0},
-        "results": [cell.to_dict() for cell in cells],
-    }
-    return simulation_report.render(name, made, measure_bound(made), cells, document)
-
-
-@pytest.fixture
-def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five megabytes of plotly.js would make every failure's message unreadable."""
-    import plotly.offline
-
-    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: LIBRARY)
+    bound, moments = measure_bound(made), mix_moments(made.lengths)
+    found = simulation.PolicyComparison(Path(name), made, bound, moments, cells, {})
+    html = simulation.report(found).html
+    assert html is not None
+    return html()
 
 
 # The page
 
 
-def test_the_page_is_whole_and_its_library_stands_in_it() -> None:
+def test_the_page_is_whole_and_its_library_stands_in_it():
     made = experiment()
     page = render(made, cells_of(made))
     assert "{{" not in page.split('<script type="application/json"')[0]
@@ -117,7 +70,7 @@ def test_the_page_is_whole_and_its_library_stands_in_it() -> None:
 
 
 @pytest.mark.usefixtures("short_library")
-def test_nothing_is_fetched_from_elsewhere() -> None:
+def test_nothing_is_fetched_from_elsewhere():
     made = experiment()
     page = render(made, cells_of(made))
     parsed = Page(page)
@@ -135,7 +88,7 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
 
 
 @pytest.mark.usefixtures("short_library")
-def test_text_from_files_stays_text() -> None:
+def test_text_from_files_stays_text():
     evil = profile(gpu=EVIL, model=EVIL, source={"how": EVIL, "note": EVIL})
     instance = dataclasses.replace(
         simulated("x"), instance_id=InstanceId(EVIL), profile=evil, believed=evil
@@ -147,15 +100,15 @@ def test_text_from_files_stays_text() -> None:
     assert page.count(LIBRARY) == 1
     assert any("onerror" in text for text in parsed.visible)
     # And in the figures: plotly takes tags in its labels, so they are escaped there once more.
-    figures = json.loads(parsed.text["figures"])
+    figures = parsed.json("figures")
     names = [trace["name"] for trace in figures["rates"][0]["figures"]["completion"]["data"]]
     assert names[0].startswith("&lt;/script&gt;&lt;img")
-    document = json.loads(parsed.text["document"])
+    document = parsed.json("document")
     assert document["results"][0]["instances"][0]["id"] == EVIL
 
 
 @pytest.mark.usefixtures("short_library")
-def test_the_tables_say_what_was_simulated() -> None:
+def test_the_tables_say_what_was_simulated():
     believed = profile(0.04)
     wrong = dataclasses.replace(simulated("wrong", 0.02), believed=believed)
     unknown = dataclasses.replace(simulated("unknown", 0.05), believed=None)
@@ -172,33 +125,33 @@ def test_the_tables_say_what_was_simulated() -> None:
 
 
 @pytest.mark.usefixtures("short_library")
-def test_runs_in_which_nothing_finished_are_gaps_not_broken_json() -> None:
+def test_runs_in_which_nothing_finished_are_gaps_not_broken_json():
     made = experiment()
     fake = FakeSimulate(refuse=range(30))
     cells = compare(made, ["min-max"], [Rate(5.0)], (0,), measure_bound(made), simulate=fake)
-    figures = json.loads(Page(render(made, cells)).text["figures"])
+    figures = Page(render(made, cells)).json("figures")
     assert figures["rates"][0]["figures"]["latency"]["data"][0]["x"] == []
 
 
 # The figures
 
 
-def test_plotly_accepts_every_figure() -> None:
+def test_plotly_accepts_every_figure():
     from plotly.graph_objects import Figure
 
     made = experiment()
     cells = cells_of(made)
     for figure in (
-        simulation_report.throughput_figure(cells, 100.0),
-        simulation_report.completion_figure(cells[:2]),
-        simulation_report.latency_figure(cells[:2], ["round-robin", "min-max"]),
+        simulation.throughput_figure(cells, 100.0),
+        simulation.completion_figure(cells[:2]),
+        simulation.latency_figure(cells[:2], ["round-robin", "min-max"]),
     ):
         assert len(Figure(figure).data) == len(figure["data"]) > 0
 
 
-def test_the_throughput_figure_has_each_policy_at_each_rate_and_the_bound() -> None:
+def test_the_throughput_figure_has_each_policy_at_each_rate_and_the_bound():
     cells = cells_of(experiment())
-    figure = simulation_report.throughput_figure(cells, 123.0)
+    figure = simulation.throughput_figure(cells, 123.0)
     assert [trace["name"] for trace in figure["data"]] == ["round-robin", "min-max", "bound"]
     bars = figure["data"][0]
     assert bars["x"] == ["4 requests/s (50% of the bound)", "all at once"]
@@ -207,30 +160,28 @@ def test_the_throughput_figure_has_each_policy_at_each_rate_and_the_bound() -> N
     assert figure["data"][-1]["y"] == [123.0, 123.0]
 
 
-def test_the_completion_figure_has_each_instance_or_the_first_and_the_last_of_many() -> None:
-    few = simulation_report.completion_figure(cells_of(experiment())[:2])
+def test_the_completion_figure_has_each_instance_or_the_first_and_the_last_of_many():
+    few = simulation.completion_figure(cells_of(experiment())[:2])
     assert [trace["name"] for trace in few["data"]] == ["fast", "slow"]
     assert few["data"][0]["y"][0] < few["data"][1]["y"][0]
     many = experiment(instances=tuple(simulated(f"i{n}", 0.01 + n / 1000) for n in range(25)))
-    figure = simulation_report.completion_figure(cells_of(many)[:2])
+    figure = simulation.completion_figure(cells_of(many)[:2])
     first, last = figure["data"]
     assert (first["name"], last["name"]) == ("first to finish", "last to finish")
     assert all(a < b for a, b in zip(first["y"], last["y"], strict=True))
 
 
-def test_a_policy_has_one_colour_in_every_figure() -> None:
+def test_a_policy_has_one_colour_in_every_figure():
     cells = cells_of(experiment())
-    bars = simulation_report.throughput_figure(cells, 1.0)["data"]
-    lines = simulation_report.latency_figure(cells[:2], ["round-robin", "min-max"])["data"]
+    bars = simulation.throughput_figure(cells, 1.0)["data"]
+    lines = simulation.latency_figure(cells[:2], ["round-robin", "min-max"])["data"]
     assert [b["marker"]["color"] for b in bars[:2]] == [t["line"]["color"] for t in lines]
 
 
 # The command
 
 
-def test_the_report_is_written_and_the_table_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_written_and_the_table_printed(tmp_path, run):
     cluster = tmp_path / "c.yaml"
     cluster.write_text(
         "instances: [{profile: V100-32GB-NVLink2/Llama-3-8B/tp4, count: 2}]\n"
@@ -239,18 +190,14 @@ def test_the_report_is_written_and_the_table_printed(
     )
     target = tmp_path / "report.html"
     flags = ("--policy", "round-robin", "--rate", "9", "--count", "20", "--seeds", "1")
-    assert main(["simulate", "-c", str(cluster), *flags, "--report", str(target)]) == 0
-    out, err = capsys.readouterr()
+    out, err = run("simulate", "-c", cluster, *flags, "--report", target)
     assert "round-robin" in out
     assert f"wrote {target}" in err
-    parsed = Page(target.read_text(encoding="utf-8"))
-    document = json.loads(parsed.text["document"])
+    document = Page(target.read_text(encoding="utf-8")).json("document")
     assert document["results"][0]["policy"] == "round-robin"
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    from hetero_gateway.errors import ConfigError
-
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="is one itself"):
         page.check_can_write(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):

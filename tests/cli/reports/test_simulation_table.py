@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hetero_gateway.cli.reports.simulation_table import (
+from hetero_gateway.cli.reports.simulation import (
     COLUMNS,
     number,
     print_tables,
@@ -49,7 +49,7 @@ def printed(cells: list[Cell], width: int | None) -> str:
     return out.getvalue()
 
 
-def test_a_pipe_gets_every_ranked_column() -> None:
+def test_a_pipe_gets_every_ranked_column():
     out = printed([cell()], None)
     assert "4172 ± 0" in out
     assert "96.4–104" in out
@@ -60,7 +60,7 @@ def test_a_pipe_gets_every_ranked_column() -> None:
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 100, 130])
-def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_figure(width: int) -> None:
+def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_figure(width):
     out = printed([cell(), cell("capacity-weighted")], width)
     if width >= 60:
         assert "…" not in out
@@ -72,16 +72,14 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_figure(width: int) -> N
     assert "evicted" not in out
 
 
-def test_what_was_lost_is_shown_only_where_there_is_any() -> None:
+def test_what_was_lost_is_shown_only_where_there_is_any():
     assert "lost" not in printed([cell()], None)
     assert "lost" in printed([cell(), cell("min-max", lost=3)], None)
     assert "lost" in printed([cell(lost=3)], 80)
 
 
 @pytest.mark.parametrize(("rate_per_s", "cautious"), [(1.0, False), (2.0, True), (math.inf, False)])
-def test_runs_that_are_short_against_their_latencies_are_said_to_be(
-    rate_per_s: float, cautious: bool
-) -> None:
+def test_runs_that_are_short_against_their_latencies_are_said_to_be(rate_per_s, cautious):
     # 100 requests; the mean latency is 12.3 s.
     said = short_runs([dataclasses.replace(cell(), rate_per_s=rate_per_s)])
     assert (said is not None) == cautious
@@ -89,13 +87,13 @@ def test_runs_that_are_short_against_their_latencies_are_said_to_be(
         assert "arrivals last 50.0 s" in said
 
 
-def test_figures_have_three_digits_and_a_dash_where_there_is_none() -> None:
+def test_figures_have_three_digits_and_a_dash_where_there_is_none():
     assert [number(v) for v in (0.1234, 12.345, 1234.5, math.nan)] == ["0.12", "12.3", "1234", "–"]
     assert with_sd(Spread(2584.2, 3.57)) == "2584 ± 4"
     assert with_sd(Spread(math.nan, math.nan)) == "–"
 
 
-def test_a_rate_is_named_as_it_was_asked_for() -> None:
+def test_a_rate_is_named_as_it_was_asked_for():
     assert rate_name(math.inf) == "all at once"
     assert rate_name(16.123) == "16.1 requests/s"
     assert rate_name(16.123, 0.7) == "16.1 requests/s (70% of the bound)"

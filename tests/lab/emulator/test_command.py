@@ -1,6 +1,5 @@
 """``hetero-gateway emulate`` as a process."""
 
-import argparse
 import re
 import signal
 import subprocess
@@ -9,21 +8,18 @@ import sys
 import httpx
 import pytest
 
-from hetero_gateway.cli import emulate
+from hetero_gateway.cli import parse
 from hetero_gateway.errors import ConfigError
 
 PROFILE = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 RUN = (
-    "import argparse, sys; from hetero_gateway.cli import emulate;"
-    "p = argparse.ArgumentParser(); emulate.add_parser(p.add_subparsers());"
-    "a = p.parse_args(['emulate', *sys.argv[1:]]); sys.exit(a.run(a))"
+    "import sys; from hetero_gateway.cli import parse;"
+    "a = parse(['emulate', *sys.argv[1:]]); sys.exit(a.run(a))"
 )
 
 
 def run_with(*arguments):
-    parser = argparse.ArgumentParser()
-    emulate.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["emulate", *arguments])
+    args = parse(["emulate", *arguments])
     return args.run(args)
 
 

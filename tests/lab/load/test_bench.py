@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 
 import pytest
 
-from hetero_gateway.cli import bench
+from hetero_gateway.cli import parse
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from tests.fakes.vllm import FakeInstance
 
 
 def run(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["bench", *argv])
+    args = parse(["bench", *argv])
     return args.run(args)
 
 

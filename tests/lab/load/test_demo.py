@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from hetero_gateway.cli import demo as demo_command
+from hetero_gateway.cli import parse
 from hetero_gateway.errors import HeteroGatewayError
 from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
@@ -40,9 +41,7 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo_command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["demo", *words])
+    return parse(["demo", *words])
 
 
 def children_of(pid: int) -> list[int]:
@@ -105,7 +104,7 @@ async def test_the_demo_compares_three_policies(
     """Tasks in place of its processes, and virtual time: whatever else the machine does."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     async with task_children() as children:
-        monkeypatch.setattr("hetero_gateway.lab.load.children.Children", children)
+        monkeypatch.setattr("hetero_gateway.cli.demo.Children", children)
         words = parsed("--seconds", "2", "--port", "0", "--json")
         assert await demo_command._until_signal(words) == 0
     document = json.loads(capsys.readouterr().out)

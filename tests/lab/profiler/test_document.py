@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetero_gateway.cli.reports.profile_table import report
+from hetero_gateway.cli.reports.profile import report
 from hetero_gateway.core.costs.fitting import Fit, PartFit
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fakes.gateway_files import write
 from tests.fakes.processes import Process
 from tests.fakes.running import FAST, SLOW
 

@@ -45,30 +45,79 @@ def write(path: Path, page: str) -> None:
         raise ConfigError(f"--report: {path}: cannot be written: {error.strerror}") from error
 
 
-def fill(template: str, parts: Mapping[str, str]) -> str:
+def fill(template: str, figures: Any, document: Any, parts: Mapping[str, str]) -> str:
     """A template of this package with its ``{{places}}`` filled, style, script and plotly too.
 
-    ``{{head}}`` is what all of them begin with, down to the page's title.
+    ``{{head}}`` is what all of them begin with, down to the page's title; ``{{tail}}`` ends those
+    whose figures are drawn once, each in the element of its name.
+
+    Args:
+        document: what ``--json`` prints; it stands in the page for programs to read.
     """
     from plotly.offline import get_plotlyjs
 
-    known = {
+    filled = {
         **parts,
+        "figures": json_block(figures),
+        "document": json_block(document),
         "style": _file("page.css"),
         "script": _file("page.js"),
         "plotly": get_plotlyjs(),
     }
-    whole = _file(template).replace("{{head}}\n", _file("page_head.html"))
+    whole = _file(template)
+    for name in ("head", "tail"):
+        whole = whole.replace(f"{{{{{name}}}}}\n", _file(f"page_{name}.html"))
     # In one pass: what is put in is not searched again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: known[place[1]], whole)
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], whole)
 
 
 def _file(name: str) -> str:
     return resources.files("hetero_gateway.cli.reports").joinpath(name).read_text(encoding="utf-8")
 
 
-def colour(position: int) -> str:
+def bars(name: str, x: Any, y: Any, position: int, hover: str, **more: Any) -> dict[str, Any]:
+    """A trace of plotly, in the colour of its position; ``name`` is text, ``hover`` a template."""
+    return _trace("bar", name, x, y, hover) | {"marker": {"color": _colour(position)}} | more
+
+
+def lines(name: str, x: Any, y: Any, position: int, hover: str, **more: Any) -> dict[str, Any]:
+    """The same as a line."""
+    line = {"color": _colour(position), "width": 2}
+    return _trace("scatter", name, x, y, hover) | {"mode": "lines", "line": line} | more
+
+
+def points(name: str, x: Any, y: Any, position: int, hover: str, size: int) -> dict[str, Any]:
+    """The same as points of a size."""
+    marker = {"color": _colour(position), "size": size}
+    return _trace("scatter", name, x, y, hover) | {"mode": "markers", "marker": marker}
+
+
+def figure(data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
+    """A figure of plotly."""
+    return {"data": data, "layout": layout}
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}} | more
+
+
+def shares() -> dict[str, Any]:
+    """The axis of shares of requests."""
+    return axis("share of requests", range=[0, 1.01], tickformat=".0%")
+
+
+def _trace(kind: str, name: str, x: Any, y: Any, hover: str) -> dict[str, Any]:
+    # Labels are plotly's pseudo-HTML, so text from files is escaped in them, too.
+    template = f"{hover}<extra></extra>"
+    return {"type": kind, "name": text(name), "x": x, "y": y, "hovertemplate": template}
+
+
+def _colour(position: int) -> str:
     return _COLOURS[position % len(_COLOURS)]
+
+
+def panel(title: str, content: str) -> str:
+    return f'<section class="panel"><h2>{title}</h2>{content}</section>'
 
 
 def table(
@@ -101,16 +150,16 @@ def text(value: str) -> str:
 
 def json_block(value: Any) -> str:
     """JSON that may stand inside ``<script>``: nothing in it can end the element."""
-    encoded = json.dumps(_without_nan(value), ensure_ascii=True, allow_nan=False)
+    encoded = json.dumps(without_nan(value), ensure_ascii=True, allow_nan=False)
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no nan; plotly leaves a gap at null."""
     if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
+        return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(v) for v in value]
+        return [without_nan(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

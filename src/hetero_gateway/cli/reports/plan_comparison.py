@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_gateway.cli.reports.columns import print_table
+from hetero_gateway.cli.reports.report import print_table
 from hetero_gateway.lab.load.admin import printable
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
 from hetero_gateway.planner.present import NOISE, Comparison, Traffic
+from hetero_gateway.sim.figures import finite
 
 # Instances that are named in one line.
 _NAMES = 6
@@ -63,18 +64,13 @@ def _side(candidate: PlanCandidate | None, layouts: Mapping[str, Layout]) -> dic
 
 
 def _finite(figures: SystemFigures) -> dict[str, float | None]:
-    values: dict[str, float] = dataclasses.asdict(figures)
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {name: finite(value) for name, value in dataclasses.asdict(figures).items()}
 
 
 def print_comparison(traffic: Traffic, comparison: Comparison) -> None:
     """The table, and a line on every instance that was left out."""
-    plan, present, now, best = (
-        comparison.plan,
-        comparison.present,
-        comparison.now,
-        comparison.best,
-    )
+    plan, present = comparison.plan, comparison.present
+    now, best = comparison.now, comparison.best
     rate = "" if traffic.rate_per_s is None else f", {traffic.rate_per_s:.3g} requests/s"
     fitted = [p.instance.id for p in present.placed if p.instance.observed]
     more = f" and {len(fitted) - _NAMES} more" if len(fitted) > _NAMES else ""
@@ -86,8 +82,7 @@ def print_comparison(traffic: Traffic, comparison: Comparison) -> None:
     print(f"Times are by their own traffic of: {names}{more}.")
     print(f"Latencies are for {plan.rate_per_s:.3g} requests/s.")
     print()
-    rows = [_row(*line) for line in _lines(now, best)]
-    print_table(("", "now", "proposed", "worth"), rows)
+    print_table(("", "now", "proposed", "worth"), _rows(now, best))
     print()
     if now is not None and now.at_rate is None and best.at_rate is not None:
         print(f"What runs does not hold {plan.rate_per_s:.3g} requests/s; the proposal does.")
@@ -103,46 +98,33 @@ def print_comparison(traffic: Traffic, comparison: Comparison) -> None:
         print(f"- {printable(name)} is left out: {printable(reason)}")
 
 
-_Line = tuple[str, float | None, float | None, int]
+def _rows(now: PlanCandidate | None, best: PlanCandidate) -> list[list[str]]:
+    """What is compared, now, proposed, and what the change is worth."""
 
+    def of(part: str, name: str, digits: int, label: str, factor: float = 1.0) -> list[str]:
+        values = []
+        for candidate in (now, best):
+            figures = None if candidate is None else getattr(candidate, part)
+            values.append(None if figures is None else getattr(figures, name) * factor)
+        return _row(label, values[0], values[1], digits)
 
-def _lines(now: PlanCandidate | None, best: PlanCandidate) -> list[_Line]:
-    """Name, now, proposed, digits after the point."""
-
-    def full(candidate: PlanCandidate | None, name: str) -> float | None:
-        figures = None if candidate is None else candidate.simulated
-        return None if figures is None else float(getattr(figures, name))
-
-    def held(candidate: PlanCandidate | None, name: str, factor: float = 1.0) -> float | None:
-        figures = None if candidate is None else candidate.at_rate
-        return None if figures is None else float(getattr(figures, name)) * factor
-
-    lines: list[_Line] = [
-        ("tokens/s, all at once", full(now, "tokens_per_s"), full(best, "tokens_per_s"), 0),
-        (
-            "of them output",
-            full(now, "output_tokens_per_s"),
-            full(best, "output_tokens_per_s"),
-            0,
-        ),
+    rows = [
+        of("simulated", "tokens_per_s", 0, "tokens/s, all at once"),
+        of("simulated", "output_tokens_per_s", 0, "of them output"),
+        of("at_rate", "latency_mean_s", 3, "latency at the rate, s"),
+        of("at_rate", "latency_p99_s", 3, "latency p99, s"),
+        of("at_rate", "ttft_p99_s", 3, "TTFT p99, s"),
+        of("at_rate", "tpot_p99_s", 3, "TPOT p99, ms", 1000.0),
     ]
-    for label, name, factor in (
-        ("latency at the rate, s", "latency_mean_s", 1.0),
-        ("latency p99, s", "latency_p99_s", 1.0),
-        ("TTFT p99, s", "ttft_p99_s", 1.0),
-        ("TPOT p99, ms", "tpot_p99_s", 1000.0),
-    ):
-        lines.append((label, held(now, name, factor), held(best, name, factor), 3))
     if best.goodput_per_s is not None:
-        lines.append(
-            ("goodput, requests/s", now.goodput_per_s if now else None, best.goodput_per_s, 2)
-        )
+        goodput_per_s = now.goodput_per_s if now else None
+        rows.append(_row("goodput, requests/s", goodput_per_s, best.goodput_per_s, 2))
     cost = None if now is None else now.usd_per_million_tokens
     if cost is not None or best.usd_per_million_tokens is not None:
-        lines.append(("$ per million tokens", cost, best.usd_per_million_tokens, 3))
-    accelerators = None if now is None else float(now.accelerators)
-    lines.append(("accelerators", accelerators, float(best.accelerators), 0))
-    return lines
+        rows.append(_row("$ per million tokens", cost, best.usd_per_million_tokens, 3))
+    accelerators = None if now is None else now.accelerators
+    rows.append(_row("accelerators", accelerators, best.accelerators, 0))
+    return rows
 
 
 def _row(name: str, now: float | None, best: float | None, digits: int) -> list[str]:

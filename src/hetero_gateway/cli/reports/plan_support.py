@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hetero_gateway.cli.reports.report import console, grid
 from hetero_gateway.files.model_file import Bounds
 from hetero_gateway.planner.accelerators import GIB, Accelerator
 from hetero_gateway.planner.support import SizeFit, Support, active_parameters, layer_lines
@@ -70,9 +71,9 @@ def _fit_document(fit: SizeFit) -> dict[str, Any]:
 
 def print_support(found: Support, devices: Sequence[Accelerator], source: str) -> None:
     """On standard output."""
-    console = _console()
+    on = console(_PIPE_WIDTH)
     model = found.model
-    say = _lines(console)
+    say = _lines(on)
     say(f"{model.name}: {source}")
     say("parameters", f"{model.parameters / 1e9:.2f} billion")
     sizes = ", ".join(f"{b / GIB:.1f} GiB as {name}" for name, b in found.weight_bytes.items())
@@ -87,8 +88,8 @@ def print_support(found: Support, devices: Sequence[Accelerator], source: str) -
     say("vLLM takes", f"t = {', '.join(map(str, found.sizes))}")
     for t, why in found.refused.items():
         say("", f"not {t}: {why}")
-    console.print()
-    console.print(_table(found, devices))
+    on.print()
+    on.print(_table(found, devices))
     say(
         f"KV tokens · sequences of {found.context} tokens at once, or what is missing on each "
         "accelerator; ~: tight; ×: refused, as follows. ±: of the KV memory at the smallest t."
@@ -99,25 +100,24 @@ def print_support(found: Support, devices: Sequence[Accelerator], source: str) -
 
 
 def _table(found: Support, devices: Sequence[Accelerator]) -> Table:
-    table = Table()
-    for head in ("accelerator", "GiB"):
-        table.add_column(head)
-    for t in found.sizes:
-        table.add_column(f"t = {t}", justify="right")
-    for head in ("KV", "times", "figures from"):
-        table.add_column(head)
+    sizes = [f"t = {t}" for t in found.sizes]
+    rows = []
     for device in devices:
         of = [fit for fit in found.fits if fit.accelerator == device.name]
         errors = [f"± {fit.uncertainty:.0%}" for fit in of if not fit.reason]
-        table.add_row(
-            device.name,
-            f"{device.usable_bytes / GIB:.1f}",
-            *map(_cell, of),
-            *(errors[:1] or ["–"]),
-            f"± {device.uncertainty:.0%}",
-            device.source,
+        rows.append(
+            (
+                device.name,
+                f"{device.usable_bytes / GIB:.1f}",
+                *map(_cell, of),
+                *(errors[:1] or ["–"]),
+                f"± {device.uncertainty:.0%}",
+                device.source,
+            )
         )
-    return table
+    head = ("accelerator", "GiB", *sizes, "KV", "times", "figures from")
+    texts = {0, 1, *range(2 + len(sizes), len(head))}
+    return grid(head, rows, left=texts)
 
 
 def _cell(fit: SizeFit) -> str:
@@ -154,8 +154,8 @@ def bounds_document(bounds: Bounds) -> dict[str, Any]:
 
 def print_bounds(bounds: Bounds) -> None:
     """On standard output."""
-    console = _console()
-    say = _lines(console)
+    on = console(_PIPE_WIDTH)
+    say = _lines(on)
     say(f"{bounds.name} is not modelled: {re.sub(r'^.*config.json: ', '', bounds.reason)}")
     say("layers", str(bounds.layers))
     say("KV cache", f"at most {bounds.kv_token_bytes:.0f} bytes a token, perhaps far fewer")
@@ -168,18 +168,11 @@ def print_bounds(bounds: Bounds) -> None:
         say("", f"{name}: {least}, by the weights alone")
 
 
-def _lines(console: Console) -> Any:
+def _lines(on: Console) -> Any:
     def say(first: str, text: str | None = None) -> None:
-        console.print(first if text is None else f"{first:<11} {text}", soft_wrap=True)
+        on.print(first if text is None else f"{first:<11} {text}", soft_wrap=True)
 
     return say
-
-
-def _console() -> Console:
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    return console
 
 
 def _thousands(tokens: int) -> str:

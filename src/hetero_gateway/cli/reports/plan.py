@@ -1,41 +1,38 @@
-"""The plan on one screen: the best in full, the others a line each, and what does not fit."""
+"""What ``plan`` tells: the best in full, the others a line each, and what does not fit."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
-from hetero_gateway.cli.reports.simulation_table import number
+from hetero_gateway.cli.reports.page import axis, bars, figure, fill, panel, points, table, text
+from hetero_gateway.cli.reports.report import Column, fitted, grid, width
+from hetero_gateway.cli.reports.report import console as console_of
+from hetero_gateway.cli.reports.simulation import number
 from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner import reasons
 from hetero_gateway.planner.goals import usd_per_hour
 from hetero_gateway.planner.layouts import describe, together
 from hetero_gateway.planner.plan import Layout, Machine, Plan, PlanCandidate, SystemFigures, Unfit
+from hetero_gateway.sim.figures import finite
 
 _GIB = 2**30
-# A pipe has no width: there, everything fits.
+# Everything fits.
 _PIPE_WIDTH = 220
 # Candidates of a table; the document has all.
 _ROWS = 10
 _ROWS_OF_SEVERAL_KINDS = 6
 # What the reasons need beside the figures.
 _REASONS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One figure of a candidate; on a narrow terminal, those of the highest ``rank`` go first."""
-
-    name: str
-    text: Callable[[PlanCandidate], str]
-    rank: int
+# Long labels stand where a legend would be.
+_LEGEND_ABOVE = {"orientation": "h", "yanchor": "bottom", "y": 1.02}
 
 
 def tokens(value: float | None) -> str:
@@ -74,11 +71,11 @@ def _per_hour(candidate: PlanCandidate, plan: Plan) -> str:
     return "–" if price is None else f"{price:.2f}"
 
 
-def columns(plan: Plan) -> tuple[Column, ...]:
-    """The figures of a candidate, for the terminal's table and the report's."""
+def columns(plan: Plan) -> list[Column[PlanCandidate]]:
+    """The figures of a candidate, for the terminal's table and the page's."""
     prices = any(c.usd_per_million_tokens is not None for c in plan.candidates)
     idle = any(c.idle_accelerators for c in plan.candidates)
-    found = [
+    found: list[Column[PlanCandidate]] = [
         Column("tokens/s", lambda c: tokens(c.simulated.tokens_per_s if c.simulated else None), 0),
         Column("alone", lambda c: tokens(c.alone_tokens_per_s), 8),
         Column("Alg. 1", lambda c: tokens(c.estimate_tokens_per_s), 2),
@@ -102,15 +99,14 @@ def columns(plan: Plan) -> tuple[Column, ...]:
         found.append(Column("used", lambda c: str(c.accelerators), 1))
     if idle:
         found.append(Column("idle", lambda c: str(c.idle_accelerators), 2))
-    return tuple(found)
+    return found
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """On standard output."""
-    console = console or Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    console.print(_best_table(plan))
+    console = console_of(_PIPE_WIDTH, console)
+    left = {0, 1, 2, 6, 7}
+    console.print(grid(_BEST_HEAD, best_rows(plan), left=left, title="The plan"))
     console.print(headline(plan), soft_wrap=True)
     console.print()
     _print_candidates(plan, console)
@@ -304,68 +300,48 @@ def best_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows
 
 
-BEST_HEAD = (
+_BEST_HEAD = (
     *("machine", "accelerators", "instances", "KV tokens", "batch", "tokens/s each"),
     *("memory known", "times known"),
 )
 
 
-def _best_table(plan: Plan) -> Table:
-    table = Table(title="The plan", title_justify="left")
-    for i, name in enumerate(BEST_HEAD):
-        table.add_column(name, justify="right" if 3 <= i <= 5 else "left")
-    for row in best_rows(plan):
-        table.add_row(*row)
-    return table
+def _rows(plan: Plan, columns: Iterable[Column[PlanCandidate]]) -> list[tuple[str, ...]]:
+    """Of every candidate: its name, the columns, and why it is not the best."""
+    told: set[str] = set()
+    return [
+        (
+            name + (" ◆" if candidate in plan.pareto else ""),
+            *(column.text(candidate) for column in columns),
+            once(candidate.why_not, told),
+        )
+        for name, candidate in zip(names(plan), plan.candidates, strict=True)
+    ]
 
 
 def _print_candidates(plan: Plan, console: Console) -> None:
     """With the reasons in the table where there is room, else in lines below a narrower one."""
-    told: set[str] = set()
     limit = _ROWS if len({m.accelerator for m in plan.machines}) == 1 else _ROWS_OF_SEVERAL_KINDS
-    rows = [
-        (
-            name + (" ◆" if candidate in plan.pareto else ""),
-            candidate,
-            once(candidate.why_not, told),
-        )
-        for name, candidate in list(zip(names(plan), plan.candidates, strict=True))[:limit]
-    ]
-    shown = list(columns(plan))
-    roomy = _width(_candidates_table(rows, shown, reasons_too=False), console) + _REASONS
-    if roomy <= console.width:
-        console.print(_candidates_table(rows, shown, reasons_too=True))
+
+    def made(shown: Sequence[Column[PlanCandidate]], *, reasons_too: bool = False) -> Table:
+        rows = _rows(plan, shown)[:limit]
+        head = ["layout", *(column.name for column in shown)]
+        if reasons_too:
+            head.append("why not")
+        else:
+            rows = [row[:-1] for row in rows]
+        ends = {0, len(shown) + 1}
+        title = "Candidates, best first"
+        return grid(head, rows, left=ends, fold=ends, no_wrap=True, title=title)
+
+    if width(made(columns(plan)), console) + _REASONS <= console.width:
+        console.print(made(columns(plan), reasons_too=True))
     else:
-        while len(shown) > 1 and (
-            _width(_candidates_table(rows, shown, reasons_too=False), console) > console.width
-        ):
-            shown.remove(max(shown, key=lambda column: column.rank))
-        console.print(_candidates_table(rows, shown, reasons_too=False))
-        for name, _, why_not in rows[1:]:
+        console.print(fitted(columns(plan), made, console)[0])
+        for name, why_not in _rows(plan, ())[1:limit]:
             console.print(f"{name}: {why_not}", soft_wrap=True)
     if len(plan.candidates) > limit:
         console.print(f"and {len(plan.candidates) - limit} more with --json", soft_wrap=True)
-
-
-def _candidates_table(
-    rows: Sequence[tuple[str, PlanCandidate, str]], shown: Sequence[Column], *, reasons_too: bool
-) -> Table:
-    table = Table(title="Candidates, best first", title_justify="left")
-    table.add_column("layout", overflow="fold")
-    for column in shown:
-        table.add_column(column.name, justify="right", no_wrap=True)
-    if reasons_too:
-        table.add_column("why not", overflow="fold")
-    for name, candidate, why_not in rows:
-        figures = [column.text(candidate) for column in shown]
-        table.add_row(name, *figures, *([why_not] if reasons_too else []))
-    return table
-
-
-def _width(table: Table, console: Console) -> int:
-    # Asked for with room to spare: a table says that it fits whatever width it is offered.
-    options = console.options.update(width=10_000)
-    return Measurement.get(console, options, table).maximum
 
 
 def once(why_not: str, told: set[str]) -> str:
@@ -376,3 +352,149 @@ def once(why_not: str, told: set[str]) -> str:
         parts.append(f"{subject}: as above" if part in told and colon else part)
         told.add(part)
     return "; ".join(parts)
+
+
+def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
+    """The page of ``--report``."""
+    shown = columns(plan)
+    rows = [(f"{i}. {row[0]}", *row[1:]) for i, row in enumerate(_rows(plan, shown), 1)]
+    figures = {
+        "throughput": throughput_figure(plan),
+        "pareto": pareto_figure(plan),
+        "memory": memory_figure(plan),
+    }
+    parts = {
+        "title": text(f"{Path(request.source).name}: a plan for {request.model.name}"),
+        "subtitle": text(
+            f"context {request.max_model_len}, {plan.mean_prompt_tokens:.0f} prompt and "
+            f"{plan.mean_output_tokens:.0f} output tokens on average, goal {plan.goal}, policy "
+            f"{plan.policy}"
+        ),
+        "headline": text(headline(plan)),
+        "best": table(_BEST_HEAD, best_rows(plan), text_columns=3),
+        "candidates": table(
+            ("layout", *(c.name for c in shown), "why not"), rows, text_columns=1, last_is_text=True
+        ),
+        "legend": text(legend(plan)),
+        "rate": "its own goodput" if at_own_goodput(plan) else f"{rate(plan)} requests/s",
+        "types": _types_table(plan),
+        "unfit": _list("Not deployable", unfit_lines(plan.unfit)),
+        "notes": _list("Notes", plan.notes),
+    }
+    return fill("plan.html", figures, document, parts)
+
+
+def throughput_figure(plan: Plan) -> dict[str, Any]:
+    """Bars by candidate; what is not known is left out."""
+    labels = [f"{i}" for i in range(1, len(plan.candidates) + 1)]
+    layouts = [text(name) for name in names(plan)]
+    series = (
+        ("simulated", [c.simulated.tokens_per_s if c.simulated else None for c in plan.candidates]),
+        ("instances alone", [c.alone_tokens_per_s or None for c in plan.candidates]),
+        ("Algorithm 1", [finite(c.estimate_tokens_per_s) for c in plan.candidates]),
+        ("as printed", [finite(c.estimate_paper_tokens_per_s) for c in plan.candidates]),
+    )
+    hover = "%{text}<br>%{fullData.name}: %{y:.0f} tokens/s"
+    return figure(
+        [
+            bars(name, labels, values, i, hover, text=layouts, textposition="none")
+            for i, (name, values) in enumerate(series)
+        ],
+        barmode="group",
+        legend=_LEGEND_ABOVE,
+        xaxis=axis("candidate, by the table's number", type="category"),
+        yaxis=axis("tokens/s", rangemode="tozero"),
+    )
+
+
+def pareto_figure(plan: Plan) -> dict[str, Any]:
+    """Throughput against mean latency at the plan's rate, and the line of the undominated."""
+
+    def measured(candidates: Sequence[PlanCandidate]) -> list[tuple[float, float, int]]:
+        return [
+            (c.at_rate.latency_mean_s, c.simulated.tokens_per_s, i)
+            for i, c in enumerate(candidates)
+            if c.at_rate is not None and c.simulated is not None
+        ]
+
+    front, found, layouts = measured(plan.pareto), measured(plan.candidates), names(plan)
+    hover = "%{text}<br>%{y:.0f} tokens/s, %{x:.2f} s"
+    line = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "undominated",
+        "x": [x for x, _, _ in front],
+        "y": [y for _, y, _ in front],
+        "line": {"color": "#888888", "dash": "dash"},
+        "hoverinfo": "skip",
+    }
+    dots = points("candidates", [x for x, _, _ in found], [y for _, y, _ in found], 0, hover, 10)
+    return figure(
+        [line, dots | {"text": [text(layouts[i]) for *_, i in found]}],
+        xaxis=axis("mean latency, s", rangemode="tozero"),
+        yaxis=axis("tokens/s", rangemode="tozero"),
+    )
+
+
+def memory_figure(plan: Plan) -> dict[str, Any]:
+    """GiB of one accelerator by instance type, stacked; the KV cache on top."""
+    keys = sorted(plan.types)
+    labels = [text(f"{accelerator} tp{t}") for accelerator, t in keys]
+    parts = list(dict.fromkeys(p.name for key in keys for p in plan.types[key].memory.parts))
+    series = [
+        (
+            part,
+            [
+                sum(
+                    p.bytes_per_accelerator / _GIB
+                    for p in plan.types[key].memory.parts
+                    if p.name == part
+                )
+                for key in keys
+            ],
+        )
+        for part in parts
+    ]
+    series.append(("KV cache", [plan.types[k].memory.kv_bytes / k[1] / _GIB for k in keys]))
+    hover = "%{fullData.name}<br>%{x}: %{y:.2f} GiB"
+    return figure(
+        [bars(name, labels, values, i, hover) for i, (name, values) in enumerate(series)],
+        barmode="stack",
+        legend=_LEGEND_ABOVE,
+        margin={"l": 64, "r": 16, "t": 36, "b": 120},
+        xaxis={"type": "category", "automargin": True},
+        yaxis=axis("GiB", rangemode="tozero"),
+    )
+
+
+def _types_table(plan: Plan) -> str:
+    rows = []
+    for (accelerator, t), found in sorted(plan.types.items()):
+        alone = plan.alone.get((accelerator, t))
+        memory, times = how_known(plan, accelerator, t)
+        rows.append(
+            (
+                accelerator,
+                f"tp{t}",
+                f"{found.memory.kv_capacity_tokens}",
+                memory,
+                f"{found.profile.max_num_seqs}",
+                f"{alone.tokens_per_s:.0f}" if alone else "–",
+                f"{alone.batch:.0f}" if alone else "–",
+                f"{alone.step_s * 1000:.1f}" if alone else "–",
+                alone.limit if alone else "–",
+                times,
+                str(found.profile.source.get("note", "")),
+            )
+        )
+    head = (
+        *("accelerator", "t", "KV tokens", "known", "max_num_seqs", "alone, tokens/s", "batch"),
+        *("ms a token", "limit", "times", "note"),
+    )
+    return table(head, rows, text_columns=2, last_is_text=True)
+
+
+def _list(title: str, lines: Any) -> str:
+    if not lines:
+        return ""
+    return panel(title, "".join(f"<p>{text(line)}</p>" for line in lines))

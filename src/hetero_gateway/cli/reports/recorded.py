@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_gateway.cli.reports.columns import print_table
+from hetero_gateway.cli.reports.report import figure as number
+from hetero_gateway.cli.reports.report import print_table
 from hetero_gateway.sim.figures import finite
 from hetero_gateway.sim.recorded import Replayed, RequestFigures
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RecordComparison:
     """One record, replayed.
 
     Args:
@@ -48,7 +49,7 @@ _OF_ONE: tuple[tuple[str, Figure], ...] = (
 )
 
 
-def print_comparison(comparison: Comparison) -> None:
+def print_comparison(comparison: RecordComparison) -> None:
     """To standard output. Figures are measured / simulated, and their ratio."""
     measured, as_placed = comparison.replayed.measured, comparison.replayed.as_placed
     by_policy = comparison.replayed.by_policy
@@ -60,7 +61,7 @@ def print_comparison(comparison: Comparison) -> None:
         head.append(f"by {comparison.policy}")
     rows = []
     for name, figure in _OF_ALL:
-        row = [name, _number(figure(measured[0])), _beside(figure, as_placed[0], measured[0])]
+        row = [name, _text(figure(measured[0])), _beside(figure, as_placed[0], measured[0])]
         if by_policy is not None:
             row.append(_beside(figure, by_policy[0], measured[0]))
         rows.append(row)
@@ -75,14 +76,14 @@ def print_comparison(comparison: Comparison) -> None:
         if by_policy is not None:
             row.append(str(by_policy[i].requests))
         for _, figure in _OF_ONE:
-            row += [_number(figure(measured[i])), _beside(figure, as_placed[i], measured[i])]
+            row += [_text(figure(measured[i])), _beside(figure, as_placed[i], measured[i])]
         rows.append(row)
     print()
     print_table(head, rows)
     print()
 
 
-def document(comparison: Comparison) -> dict[str, Any]:
+def document(comparison: RecordComparison) -> dict[str, Any]:
     """The same as JSON: all requests, then by instance."""
     replayed = comparison.replayed
     sets = {"measured": replayed.measured, "as_placed": replayed.as_placed}
@@ -114,10 +115,8 @@ def _beside(figure: Figure, simulated: RequestFigures, measured: RequestFigures)
     """A simulated figure, and how many times it the measured one is."""
     value, true = figure(simulated), figure(measured)
     ratio = true / value if value else math.nan
-    return _number(value) if math.isnan(ratio) else f"{_number(value)} ({ratio:.2f})"
+    return _text(value) if math.isnan(ratio) else f"{_text(value)} ({ratio:.2f})"
 
 
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+def _text(value: float) -> str:
+    return number(finite(value))
