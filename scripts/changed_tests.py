@@ -102,17 +102,21 @@ class Reach:
     def tests_of(self, changed: Iterable[str]) -> list[str]:
         """The test files that reach one of these paths."""
         modules: set[str] = set()
-        names: set[str] = set()
+        wanted: list[set[str]] = []
         for text in changed:
             path = PurePosixPath(text)
             modules |= self._modules_of(path)
-            names |= {path.parts[0], path.name} if len(path.parts) > 1 else {path.name}
+            wanted.append({path.name})
+            if len(path.parts) > 1:
+                # "src" alone may be an attribute of a page's.
+                wanted.append({SOURCE, PACKAGE} if path.parts[0] == SOURCE else {path.parts[0]})
         found = []
         for module, path in self._tests.items():
             if path.parts[0] == "tests" and path.name.startswith("test_"):
                 reached = self._closed(module)
                 # What helpers name is theirs: they are reached by many who do not use it.
-                if reached & modules or self._names[module] & names:
+                names = self._names[module]
+                if reached & modules or any(each <= names for each in wanted):
                     found.append(path.as_posix())
         return sorted(found)
 

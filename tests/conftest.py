@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,15 @@ hypothesis.settings.load_profile("tests")
 # A background job of a shell without job control ignores SIGINT, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays to the end: nobody looks for garbage in it again."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -63,10 +73,12 @@ TOGETHER = {
     # They share servers, or what else is expensive to make.
     "tests/cli/test_plan_again.py": "plan again",
     "tests/docker/test_commands.py": "docker",
+    "tests/e2e/test_client_programs.py": "client programs",
     "tests/e2e/test_openai_client.py": "openai",
+    "tests/e2e/test_wheel.py": "wheel",
     "tests/gateway/test_leaving_clients.py": "leaving clients",
     "tests/gateway/dataplane/test_predictor.py": "installed predictors",
-    "tests/scaleout/workers/test_processes.py": "processes",
+    "tests/serve/processes/test_processes.py": "processes",
     # What is compiled by numba, which takes a minute and more for finish-time's loop: once, as the
     # others read it from disk.
     "tests/cli/test_plan.py": "compiled",

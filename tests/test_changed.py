@@ -30,6 +30,8 @@ FILES = {
     "tests/b/test_patched.py": "def test(m):\n    m.setattr('hetero_gateway.high.LIMIT_S', 1)",
     "tests/b/test_command.py": "WORDS = ['-m', 'hetero_gateway', 'serve']",
     "tests/b/test_text.py": "PATH = ROOT / 'docs' / 'page.md'",
+    "tests/b/test_page.py": "ATTRIBUTES = {'src', 'href'}",
+    "tests/b/test_sources.py": "FOLDER = ROOT / 'src' / 'hetero_gateway'",
     "tests/b/data.json": "",
 }
 ALL = sorted(path for path in FILES if Path(path).name.startswith("test_"))
@@ -47,15 +49,15 @@ def root(tmp_path: Path) -> Path:
     ("changed", "names"),
     [
         # Directly or indirectly, by a helper, a string or a command.
-        ("src/hetero_gateway/low.py", "low high helped patched command"),
-        ("src/hetero_gateway/high.py", "high patched command"),
-        ("src/hetero_gateway/cli/serve.py", "command"),
-        ("src/hetero_gateway/room/__init__.py", "inside"),
-        ("src/hetero_gateway/room/table.csv", "inside"),
+        ("src/hetero_gateway/low.py", "low high helped patched command sources"),
+        ("src/hetero_gateway/high.py", "high patched command sources"),
+        ("src/hetero_gateway/cli/serve.py", "command sources"),
+        ("src/hetero_gateway/room/__init__.py", "inside sources"),
+        ("src/hetero_gateway/room/table.csv", "inside sources"),
         ("tests/fakes/helper.py", "helped"),
         ("tests/a/test_low.py", "low"),
         ("tests/a/conftest.py", "low high"),
-        ("tests/b/data.json", "inside helped patched command text"),
+        ("tests/b/data.json", "inside helped patched command text page sources"),
         ("docs/architecture.md", "text"),
         ("LICENSE", ""),
     ],

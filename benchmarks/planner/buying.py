@@ -42,7 +42,7 @@ from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.layouts import Group, group_machines, machine_layouts
 from hetero_gateway.planner.least_resource import Counts, is_part_of
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.plan import Figures, Layout, Machine, Plan
+from hetero_gateway.planner.plan import Layout, Machine, Plan, SystemFigures
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search
 from hetero_gateway.planner.trials import Trials, reduced
@@ -205,7 +205,7 @@ class Every:
     def _tokens(self) -> float:
         return self._mix.mean_prompt + self._mix.mean_output
 
-    def held_out(self, plan: Plan) -> Figures | None:
+    def held_out(self, plan: Plan) -> SystemFigures | None:
         """The plan's set on requests that no trial has seen."""
         machines = {m.id: m for m in plan.machines}
         used = Counter(

@@ -15,7 +15,7 @@ for until then. Compared:
     oracle     the same instances' rates, and the true rate of the time to come
 
 Printed for each day: USD, the share of requests within TTFT and TPOT limits, starts and stops, and
-requests that did not end. What was chosen (``Rules``, ``_CATCH_UP_S`` and the like) was chosen on
+requests that did not end. ``FollowingRules``, ``_CATCH_UP_S`` and the like were chosen on
 the training days; the held-out days have other seeds, other courses, and other lengths from noon
 on. Exit code 1 when following cuts a request, when it has fewer than 99 % within the limits, when
 it costs more than 80 % of static, or when a reactive one has as many within the limits for less.
@@ -51,7 +51,13 @@ from hetero_gateway.core.types import (
     Usage,
 )
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.planner.following import Arrivals, Follower, Rules, Sample, ScaledType
+from hetero_gateway.planner.following import (
+    Arrivals,
+    Follower,
+    FollowingRules,
+    LoadSample,
+    ScaledType,
+)
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held_rates
 from hetero_gateway.planner.plan import Key
@@ -298,7 +304,7 @@ class Elastic(Scheduler):
 
 
 def following(
-    cluster: Elastic, types: tuple[ScaledType, ...], rates: HeldRates, rules: Rules
+    cluster: Elastic, types: tuple[ScaledType, ...], rates: HeldRates, rules: FollowingRules
 ) -> Callable[[float], Mapping[Key, int] | None]:
     follower = Follower(types, rules)
     arrivals, followed_s, waits = Arrivals(), -math.inf, False
@@ -313,7 +319,7 @@ def following(
         rates = _measured_again(cluster, rates)
         ready = cluster.count("ready")
         missed = cluster.missed(now_s)
-        sample = Sample(now_s, arrivals.points(), cluster.queued, ready, missed)
+        sample = LoadSample(now_s, arrivals.points(), cluster.queued, ready, missed)
         return follower.follow(sample, rates).desired
 
     return decide
@@ -424,7 +430,7 @@ def run(
     if name == "static":
         start = Follower(types).cheapest(float(rate_per_s.max()) / 0.9, longest, {})
     elif name == "following":
-        cluster.decide = following(cluster, types, rates, Rules(startup_s=STARTUP_S))
+        cluster.decide = following(cluster, types, rates, FollowingRules(startup_s=STARTUP_S))
     elif name == "oracle":
         cluster.decide = oracle(cluster, types, rates, rate_per_s)
     else:

@@ -81,10 +81,10 @@ COLUMNS = (
 class ByClient(Scheduler):
     """Takes a simulated request's class for its client."""
 
-    def submit(self, request: Request, now_s: float, *args: Any, **named: Any) -> Ticket | Reject:
+    def place(self, request: Request, now_s: float, *args: Any, **named: Any) -> Ticket | Reject:
         client = request.request_class
         request = request._replace(client=client, request_class=DEFAULT_CLASS)
-        return super().submit(request, now_s, *args, **named)
+        return super().place(request, now_s, *args, **named)
 
 
 def workload(other_per_s: float, seconds: float, seed: int) -> Workload:

@@ -27,7 +27,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -181,8 +181,14 @@ class Front:
             dataclasses.replace(spec, models=frozenset(self._instances[spec.instance_id]))
         )
 
-    def submit(
-        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    def place(
+        self,
+        request: Request,
+        now_s: float,
+        *,
+        owner: Any = None,
+        first: bool = False,
+        at_once: bool = False,
     ) -> Ticket | Reject:
         if self._models is not None:
             request = request._replace(model=self._models[owner])
@@ -207,7 +213,12 @@ class Front:
             self._scheduler.place(request, now_s, owner=owner, at_once=False)
         return settled
 
-    def observe_output_tokens(self, model: str, output_tokens: float) -> None:
+    @property
+    def residual(self) -> Self:
+        """What lengths are reported to."""
+        return self
+
+    def observe(self, model: str, output_tokens: float) -> None:
         for name in _BOTH if self._models is not None else (model,):
             self._scheduler.residual.observe(name, output_tokens)
 

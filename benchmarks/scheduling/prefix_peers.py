@@ -37,7 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -124,6 +124,12 @@ class PeerGateway:
             self._found = np.array(self._found)
             self._look_up = jit(block_cache.look_up, allocates=False)
 
+    @property
+    def policy(self) -> Self:
+        return self
+
+    members = residual = policy  # it is its own parts
+
     def compile(self, jit: Jit) -> None:
         pass
 
@@ -134,8 +140,14 @@ class PeerGateway:
     def replace(self, spec: InstanceSpec) -> None:
         raise NotImplementedError  # no faults here
 
-    def submit(
-        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    def place(
+        self,
+        request: Request,
+        now_s: float,
+        *,
+        owner: Any = None,
+        first: bool = False,
+        at_once: bool = False,
     ) -> PlacedTicket:
         keys = self._prefixes.engine_keys(owner, BLOCK)
         ticket = PlacedTicket(owner, self._place(request, keys))
@@ -229,7 +241,7 @@ class PeerGateway:
     ) -> bool:
         return False
 
-    def observe_output_tokens(self, model: str, output_tokens: float) -> None:
+    def observe(self, model: str, output_tokens: float) -> None:
         pass
 
 

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,13 @@ class _Several:
                 tickets += placed
         return tickets
 
+    @property
+    def members(self) -> Self:
+        """What steps are reported to; lengths, too; and what compiles itself."""
+        return self
+
+    residual = policy = members
+
     def next_wakeup_s(self) -> float | None:
         times = [s.next_wakeup_s() for s in self.schedulers if s.queued]
         return min((t for t in times if t is not None), default=None)
@@ -98,7 +105,7 @@ class _Several:
         for scheduler in self.schedulers:
             scheduler.observe_cache(instance_id, caching, counters, now_s)
 
-    def observe_output_tokens(self, model: str, output_tokens: float) -> None:
+    def observe(self, model: str, output_tokens: float) -> None:
         for scheduler in self.schedulers:
             scheduler.residual.observe(model, output_tokens)
 
@@ -168,8 +175,14 @@ class Replicas(_Several):
         for scheduler in self.schedulers:
             scheduler.replace(spec)
 
-    def submit(
-        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    def place(
+        self,
+        request: Request,
+        now_s: float,
+        *,
+        owner: Any = None,
+        first: bool = False,
+        at_once: bool = False,
     ) -> Ticket | Reject:
         self._exchange(now_s)
         scheduler = self.schedulers[int(self._replica_of[owner])]
@@ -342,8 +355,14 @@ class Shards(_Several):
     def replace(self, spec: InstanceSpec) -> None:
         self.schedulers[self._shard_of[spec.instance_id]].replace(spec)
 
-    def submit(
-        self, request: Request, now_s: float, *, owner: Any = None, first: bool = False
+    def place(
+        self,
+        request: Request,
+        now_s: float,
+        *,
+        owner: Any = None,
+        first: bool = False,
+        at_once: bool = False,
     ) -> Ticket | Reject:
         self._report(now_s)
         count = len(self.schedulers)

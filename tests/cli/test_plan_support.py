@@ -12,7 +12,8 @@ import pytest
 from hetero_gateway.cli import main
 from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
 from hetero_gateway.files.model_cards import model_card
-from hetero_gateway.planner.memory import EngineOptions, estimate_memory
+from hetero_gateway.planner.memory import EngineOptions
+from hetero_gateway.planner.stages import instance_memory
 
 
 def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def test_the_memory_is_that_of_a_plan(capsys: pytest.CaptureFixture[str]) -> Non
     )  # fmt: skip
     l4, t4 = told["accelerators"]
     options = EngineOptions(max_model_len=8192, max_num_batched_tokens=2048)
-    memory = estimate_memory(
+    memory = instance_memory(
         model_card("Llama-3.1-8B"), accelerator("L4"), 2, options, needed_tokens=8192
     )
     two = next(f for f in l4["fits"] if f["tensor_parallel"] == 2)

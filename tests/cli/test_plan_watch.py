@@ -17,7 +17,7 @@ from hetero_gateway.files.plan_request import load_request
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.lab.profiler.seen import SeenGateway
-from hetero_gateway.planner.following import Change, Seat, changes
+from hetero_gateway.planner.following import FleetChange, Seat, changes
 from hetero_gateway.planner.present import Running, place
 
 GPU = "V100-32GB-NVLink2"
@@ -90,7 +90,7 @@ def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_pa
     assert watch.look(gateway.now_s)[0] == []
     gateway.minutes(3, 7.0)
     proposed, proposal = watch.look(gateway.now_s)
-    assert proposed[0] == Change("wake", KEY, "b")
+    assert proposed[0] == FleetChange("wake", KEY, "b")
     assert {change.action for change in proposed[1:]} == {"add"}
     assert proposal.desired[KEY] > 2
     # Done; and then the load goes.

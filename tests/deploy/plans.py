@@ -10,13 +10,13 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.deploy.instances import DeploymentOptions
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.plan import (
-    Candidate,
-    Figures,
     InstanceType,
     Layout,
     Machine,
     MemoryEstimate,
     Plan,
+    PlanCandidate,
+    SystemFigures,
 )
 from hetero_gateway.planner.sizes import as_size
 
@@ -32,8 +32,8 @@ def options(**changes: Any) -> DeploymentOptions:
     return dataclasses.replace(OPTIONS, **changes)
 
 
-def figures(tokens_per_s: float = 1000.0) -> Figures:
-    return Figures(tokens_per_s, tokens_per_s / 2, *[float("nan")] * 6, batch=10.0)
+def figures(tokens_per_s: float = 1000.0) -> SystemFigures:
+    return SystemFigures(tokens_per_s, tokens_per_s / 2, *[float("nan")] * 6, batch=10.0)
 
 
 def profile(accelerator: str, tensor_parallel: int) -> Profile:
@@ -51,7 +51,7 @@ def instance_type(accelerator: str, tensor_parallel: int) -> InstanceType:
 def plan(layouts: Mapping[str, tuple[str, int, Layout]]) -> Plan:
     """By machine id: accelerator, how many, and the best candidate's layout."""
     machines = tuple(Machine(id, name, count) for id, (name, count, _) in layouts.items())
-    candidate = Candidate(
+    candidate = PlanCandidate(
         layouts={id: layout for id, (_, _, layout) in layouts.items()},
         estimate_paper_tokens_per_s=900.0,
         estimate_tokens_per_s=950.0,

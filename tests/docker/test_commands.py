@@ -245,6 +245,7 @@ def test_the_instances_expose_the_engine_series_that_the_dashboard_overlays(file
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_vllm_configuration_is_valid(files):
     done = subprocess.run(
         argv(files, ["validate", "-c", str(files.gateway_config("compose.vllm.yaml"))]),

@@ -22,6 +22,8 @@ from hetero_gateway.sim.workload import LogNormalLengths
 from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = """\
 instances:
   - {id: fast, profile: V100-32GB-NVLink2/Llama-3-8B/tp4}

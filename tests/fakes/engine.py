@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_gateway.core.costs.profile import Constants, Profile
@@ -22,6 +23,7 @@ def quick_profile(max_num_seqs: int = 4, kv_tokens: int = 4096) -> Profile:
     return Profile("gpu", "m", 1, QUICK, kv_tokens, max_num_seqs)
 
 
+@dataclass
 class Manners:
     """Stands before an emulated vLLM and changes what a test asks for.
 
@@ -34,45 +36,38 @@ class Manners:
         stop_after: the completion at which the process stops itself, as by Ctrl-Z; 0: none.
     """
 
-    def __init__(
-        self,
-        emulated: EmulatedVLLM,
-        *,
-        metrics: bool = True,
-        forced_lengths: bool = True,
-        refuse: tuple[str, str] | None = None,
-        vocabulary: int | None = None,
-        die_after: int | None = None,
-        stop_after: int = 0,
-    ) -> None:
-        self.emulated = emulated
-        self.loop = emulated.loop  # what the server looks at
-        self._metrics = metrics
-        self._forced_lengths = forced_lengths
-        self._refuse = refuse
-        self._vocabulary = vocabulary
-        self._die_after = die_after
-        self._stop_after = stop_after
-        self.completions = 0
-        self.keys: set[str] = set()
+    emulated: EmulatedVLLM
+    metrics: bool = True
+    forced_lengths: bool = True
+    refuse: tuple[str, str] | None = None
+    vocabulary: int | None = None
+    die_after: int | None = None
+    stop_after: int = 0
+    completions: int = 0
+    keys: set[str] = field(default_factory=set)
+
+    @property
+    def loop(self) -> Any:
+        """What the server looks at."""
+        return self.emulated.loop
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]):
         if scope["type"] != "http":
             return await self.emulated(scope, receive, send)
-        dead = self._die_after is not None and self.completions >= self._die_after
-        if dead or (scope["path"] == "/metrics" and not self._metrics):
+        dead = self.die_after is not None and self.completions >= self.die_after
+        if dead or (scope["path"] == "/metrics" and not self.metrics):
             return await _answer(send, 503 if dead else 404, b"gone")
         if scope["method"] != "POST":
             return await self.emulated(scope, receive, send)
         self.completions += 1
-        if self.completions == self._stop_after:
+        if self.completions == self.stop_after:
             os.kill(os.getpid(), signal.SIGSTOP)
         body = json.loads(await _read(receive))
         self.keys |= set(body)
         if (text := self._refusal(body)) is not None:
             error = {"message": text, "type": "BadRequestError", "param": None, "code": 400}
             return await _answer(send, 400, json.dumps({"error": error}).encode())
-        if not self._forced_lengths:
+        if not self.forced_lengths:
             body.pop("min_tokens", None)
             body.pop("ignore_eos", None)
         raw = json.dumps(body).encode()
@@ -88,11 +83,11 @@ class Manners:
         return await self.emulated(scope, replay, send)
 
     def _refusal(self, body: dict[str, Any]) -> str | None:
-        if self._refuse is not None:
-            field, text = self._refuse
-            if field in body or field in (body.get("stream_options") or {}):
+        if self.refuse is not None:
+            name, text = self.refuse
+            if name in body or name in (body.get("stream_options") or {}):
                 return text
-        if self._vocabulary is not None and max(body["prompt"]) >= self._vocabulary:
+        if self.vocabulary is not None and max(body["prompt"]) >= self.vocabulary:
             return f"Token id {max(body['prompt'])} is out of vocabulary"
         return None
 

@@ -91,6 +91,16 @@ def session(running: RunningGateway, query: str = "", **options: Any) -> connect
     )
 
 
+@asynccontextmanager
+async def greeted(
+    running: RunningGateway, query: str = "", **options: Any
+) -> AsyncIterator[ClientConnection]:
+    """A session whose instance has said that it begins."""
+    async with session(running, query, **options) as client:
+        assert json.loads(await client.recv()) == {"type": "session.created"}
+        yield client
+
+
 async def refusal_of(opening: connect) -> tuple[int, dict[str, Any]]:
     with pytest.raises(InvalidStatus) as caught:
         await opening

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
 import httpx
+from fastapi.dependencies import models
 
 from hetero_gateway.cli.made_key import dashboard_address
 from hetero_gateway.files.gateway_config import GatewayConfig
@@ -32,6 +33,9 @@ from tests.fakes.vllm import FakeInstance, bound
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
+
+
+_FASTAPIS_CACHES = [each for each in vars(models).values() if hasattr(each, "cache_clear")]
 
 
 @dataclass
@@ -190,6 +194,9 @@ async def serving(
     finally:
         server.should_exit = True
         await task
+        # They keep the endpoints of thousands of gateways, and so all that these have.
+        for cache in _FASTAPIS_CACHES:
+            cache.cache_clear()
 
 
 @contextlib.asynccontextmanager

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from hetero_gateway.core.policies.slo import Slo
-from hetero_gateway.files.cluster_config import load_cluster
+from hetero_gateway.files.cluster_config import is_cluster, load_cluster
 from hetero_gateway.files.plan_request import load_request
+from hetero_gateway.files.yaml_file import read_yaml
 from hetero_gateway.sim.experiment import Experiment, mix_moments, run_once
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
@@ -23,7 +24,9 @@ def test_there_are_some():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_cluster_file_loads_and_serves(path):
+    assert is_cluster(read_yaml(path))
     cluster = load_cluster(path)
+    assert len(cluster.instances) >= 2
     experiment = Experiment(cluster.instances, LENGTHS, 60, Slo(10, 1))
     result = run_once(experiment, "finish-time", 50.0, 0, mix_moments(LENGTHS))
     assert sum(i.requests for i in result.instances) == 60

@@ -9,27 +9,19 @@ once the store is itself again the two see each other exactly.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
 import random
 import struct
-import tempfile
 import time
 import tracemalloc
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 
 from hetero_gateway.core.sharing.exchange import OTHERS
 from hetero_gateway.core.sharing.message import FIELDS, MOST_BYTES, Message, instance_key, pack
-from hetero_gateway.core.types import Reject, Request
-from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing
 from tests.fakes.redis_replies import Replies, array, bulk, replies
-from tests.fuzz.fuzzing import Errors, Findings
+from tests.fakes.sharing import SharingGateway, exchanging, sharing_config
+from tests.fuzz.fuzzing import Findings, errors_found
 from tests.fuzz.mutation import mutated_bytes
 
 _PROFILE = "A100-80GB-SXM/Llama-3-8B/tp1"
@@ -127,31 +119,12 @@ def _lies(rng: random.Random, sequence: int) -> bytes:
     return pack(message._replace(whole=rng.random() < 0.8))
 
 
-class _Gateway:
-    """A fleet and its exchange."""
+class _Gateway(SharingGateway):
+    """Of instances i0 and so on."""
 
     def __init__(self, url: str) -> None:
         sharing = {"interval_s": 0.005, "news_s": 0.001, "timeout_s": 0.05, "ttl_s": 0.5}
-        config = GatewayConfig.model_validate(
-            {
-                "scheduler": {"shared": url, "sharing": sharing},
-                "instances": [
-                    {"id": f"i{i}", "base_url": f"http://h{i}", "model": "m", "profile": _PROFILE}
-                    for i in range(_INSTANCES)
-                ],
-            }
-        )
-        self.fleet = Fleet(config, Path(tempfile.gettempdir()))
-        for instance in self.fleet.instances.values():
-            self.fleet.mark_up(instance)
-        made = make_sharing(config.scheduler, self.fleet, Path())
-        assert made is not None
-        self.sharing: Sharing = made
-
-    def place(self) -> None:
-        """One more request that stays."""
-        ticket = self.fleet.scheduler.place(Request("m", 10, 10.0), time.monotonic())
-        assert not isinstance(ticket, Reject)
+        super().__init__(sharing_config(url, *[_PROFILE] * _INSTANCES, **sharing))
 
     def others(self) -> float:
         """Requests of others that count here."""
@@ -177,28 +150,18 @@ class _Gateway:
         return ""
 
 
-@contextlib.asynccontextmanager
-async def _two(server: Replies) -> AsyncIterator[tuple[_Gateway, _Gateway]]:
-    made = _Gateway(server.url), _Gateway(server.url)
-    async with asyncio.TaskGroup() as tasks:
-        for each in made:
-            await each.sharing.start(tasks)
-        try:
-            yield made
-        finally:
-            for each in made:
-                await each.sharing.stop()
+def _two(url: str) -> tuple[_Gateway, _Gateway]:
+    return _Gateway(url), _Gateway(url)
 
 
 async def fuzz_redis(seed: int, count: int) -> Findings:
     """``count`` replies and messages, spoilt one after the other."""
-    findings, rng, errors = Findings(), random.Random(seed), Errors()
-    logging.getLogger().addHandler(errors)
+    findings, rng = Findings(), random.Random(seed)
     tracemalloc.start()
-    try:
-        async with replies() as server, _two(server) as (first, second):
+    with errors_found(findings):
+        async with replies() as server, exchanging(*_two(server.url)) as (first, second):
             for _ in range(3):
-                first.place()
+                first.place(10, 10.0)
             await _settle(findings, server, first, second, b"")
             last = [b""]
 
@@ -224,14 +187,10 @@ async def fuzz_redis(seed: int, count: int) -> Findings:
             findings.statuses[200] = sum(g.sharing.outcomes["ok"] for g in (first, second))
             findings.statuses[400] = sum(g.sharing.outcomes["rejected"] for g in (first, second))
             findings.statuses[503] = sum(g.sharing.outcomes["failed"] for g in (first, second))
-        _, peak_bytes = tracemalloc.get_traced_memory()
-        if peak_bytes > _MOST_MEMORY_BYTES:
-            findings.add(f"{peak_bytes / 1e6:.0f} MB of memory", b"")
-    finally:
-        tracemalloc.stop()
-        logging.getLogger().removeHandler(errors)
-    for text in errors.seen[:5]:
-        findings.add("in the log: " + text, b"")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    if peak_bytes > _MOST_MEMORY_BYTES:
+        findings.add(f"{peak_bytes / 1e6:.0f} MB of memory", b"")
     return findings
 
 

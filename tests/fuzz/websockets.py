@@ -12,11 +12,9 @@ import asyncio
 import base64
 import contextlib
 import json
-import os
 import random
 import struct
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from time import process_time  # the real one, in virtual time too
 from typing import Any
 
@@ -26,15 +24,16 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
 from websockets.server import ServerProtocol
 
+from tests.fakes.memory import resident_mb
 from tests.fakes.running import config_for, eventually, running_gateway
-from tests.fuzz.fuzzing import Findings, errors_found, note_unless_settled
+from tests.fuzz.fuzzing import Findings, errors_found, note_unless_settled, repeat
 from tests.fuzz.mutation import mutated_bytes, mutated_head, mutated_json
 
 _AT_ONCE = 64
 # Of a session (``_SECTIONS``), its closing and a busy machine.
 _ENDS_WITHIN_S = 60.0
 _LONGEST_TURN_S = 1.0
-_MOST_GROWTH_BYTES = 300 << 20
+_MOST_GROWTH_MB = 300
 _SECTIONS: dict[str, Any] = {
     "timeouts": {
         "connect_s": 20.0,
@@ -338,7 +337,7 @@ async def fuzz_websocket(seed: int, count: int) -> Findings:
             await eventually(lambda: set(running.gateway.fleet.models()) == {"m", "good"})
             client = _Client(running.port, rng, findings)
             async with _watched(findings):
-                await _repeat(client.session, client.good, count)
+                await repeat(client.session, client.good, count, _AT_ONCE)
             await note_unless_settled(running, findings)
     for instance in instances:
         await instance.stop()
@@ -347,34 +346,18 @@ async def fuzz_websocket(seed: int, count: int) -> Findings:
     return findings
 
 
-async def _repeat(one: Callable[[], Any], good: Callable[[], Any], count: int) -> None:
-    left = count
-
-    async def worker() -> None:
-        nonlocal left
-        while left > 0:
-            left -= 1
-            is_turn = left % 25 == 0
-            await one()
-            if is_turn:
-                await good()
-
-    await asyncio.gather(*(worker() for _ in range(_AT_ONCE)))
-    await good()
-
-
 @contextlib.asynccontextmanager
 async def _watched(findings: Findings) -> AsyncIterator[None]:
     """What must not be: memory beyond what all sessions of the moment may hold, and a turn of the
     event loop, which clients and instances share, that takes long.
     """
-    before_bytes = most_bytes = _resident_bytes()
+    before_mb = most_mb = resident_mb()
     longest_s = 0.0
 
     async def look() -> None:
-        nonlocal most_bytes, longest_s
+        nonlocal most_mb, longest_s
         while True:
-            most_bytes = max(most_bytes, _resident_bytes())
+            most_mb = max(most_mb, resident_mb())
             # Of the processor, as others may have the machine.
             began_s = process_time()
             await asyncio.sleep(0)
@@ -386,12 +369,7 @@ async def _watched(findings: Findings) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-    if most_bytes - before_bytes > _MOST_GROWTH_BYTES:
-        findings.add(f"memory grew by {(most_bytes - before_bytes) >> 20} MB", b"")
+    if most_mb - before_mb > _MOST_GROWTH_MB:
+        findings.add(f"memory grew by {most_mb - before_mb:.0f} MB", b"")
     if longest_s > _LONGEST_TURN_S:
         findings.add(f"a turn of the event loop took {longest_s:.1f} s", b"")
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -249,6 +249,7 @@ REQUEST_LINES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(REQUEST_LINES, ALMOST)
 @example(POST, [b"host: x\r\n", b"content-length: 3\r\n"])
 def test_what_is_accepted_another_parser_reads_in_the_same_way(

@@ -17,7 +17,7 @@ from hetero_gateway.planner.allocation import best_sums
 from hetero_gateway.planner.expert_parallel import expert_parallel_times
 from hetero_gateway.planner.further_sizes import across, within
 from hetero_gateway.planner.layouts import group_machines, machine_layouts
-from hetero_gateway.planner.memory import EngineOptions, estimate_memory
+from hetero_gateway.planner.memory import EngineOptions, StartUp
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import Machine, Plan
@@ -40,7 +40,7 @@ def weights(model, card, size):
 def test_the_fullest_stage_decides() -> None:
     for t in (1, 2, 4):  # a plain size has one
         card = accelerator("H100")
-        assert instance_memory(LARGE, card, t, TOLD) == estimate_memory(LARGE, card, t, TOLD)
+        assert instance_memory(LARGE, card, t, TOLD) == StartUp(LARGE, card, t, TOLD).memory()
     assert 30 * GIB < weights(LARGE, "L40S", Size(1, 4)) < 35 * GIB
     # 80 layers over 3 stages are 26, 27, 27; the last has the output layer.
     layer = LARGE.layer_weights / LARGE.layers * 2

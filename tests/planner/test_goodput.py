@@ -9,7 +9,7 @@ import pytest
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
-from hetero_gateway.planner.plan import Candidate, Figures, Machine, Plan
+from hetero_gateway.planner.plan import Machine, Plan, PlanCandidate, SystemFigures
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
 from hetero_gateway.planner.trials import Trials, reduced
@@ -29,8 +29,8 @@ def plan(
     return search(dataclasses.replace(question, **options))
 
 
-def figures(slo_share: float) -> Figures:
-    return Figures(*[1.0] * 9, slo_share)
+def figures(slo_share: float) -> SystemFigures:
+    return SystemFigures(*[1.0] * 9, slo_share)
 
 
 def test_the_highest_rate_with_the_share_is_found_and_its_figures_kept() -> None:
@@ -47,7 +47,7 @@ def test_no_rate_within_the_limits_is_none() -> None:
 
 
 def test_a_limit_of_a_percentile_counts_too() -> None:
-    def hold(rate_per_s: float) -> Figures:
+    def hold(rate_per_s: float) -> SystemFigures:
         return dataclasses.replace(figures(1.0), ttft_p99_s=rate_per_s)
 
     found = find_goodput(hold, Goals(slo=TIGHT, ttft_p99_s=3.0), 10.0)
@@ -134,7 +134,7 @@ def test_as_a_constraint_the_share_decides_what_holds_a_rate() -> None:
 
 def test_what_misses_the_share_says_so() -> None:
     found = plan(Goals("throughput", rate_per_s=4.0, slo=Slo(2.0, 0.015)))
-    missed: list[Candidate] = [c for c in found.candidates if c.holds is False and c.at_rate]
+    missed: list[PlanCandidate] = [c for c in found.candidates if c.holds is False and c.at_rate]
     assert missed
     assert all("of the requests within TTFT 2 s, TPOT 15 ms, under 95 %" in c.why_not
                for c in missed)  # fmt: skip

@@ -7,8 +7,9 @@ from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.instance_types import instance_types
-from hetero_gateway.planner.memory import EngineOptions, estimate_memory, is_feasible
+from hetero_gateway.planner.memory import EngineOptions, is_feasible
 from hetero_gateway.planner.plan import Machine
+from hetero_gateway.planner.stages import instance_memory
 
 BUILT_IN = list(builtin_profiles().values())
 LLAMA = model_card("Llama-3-8B")
@@ -83,7 +84,7 @@ def test_a_profile_gets_the_memory_and_the_sequences_of_these_options():
     told = EngineOptions(max_model_len=4096, utilisation=0.8, max_num_seqs=77)
     types, _ = found([machine("H100-80GB-SXM", 2)], told=told)
     for (name, t), kind in types.items():
-        wanted = estimate_memory(LLAMA, accelerator(name), t, told)
+        wanted = instance_memory(LLAMA, accelerator(name), t, told)
         assert kind.profile.kv_capacity_tokens == wanted.kv_capacity_tokens
         assert kind.memory.kv_capacity_tokens == wanted.kv_capacity_tokens
         assert kind.profile.max_num_seqs == 77

@@ -15,11 +15,11 @@ from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.memory import (
     EngineOptions,
     StartUp,
-    estimate_memory,
     is_feasible,
 )
 from hetero_gateway.planner.model_shape import Doubt
 from hetero_gateway.planner.parallelism import refusal
+from hetero_gateway.planner.stages import instance_memory
 
 LLAMA = model_card("Llama-3.1-8B")
 H100 = accelerator("H100-80GB-SXM")
@@ -82,14 +82,14 @@ def test_the_kv_memory_of_published_start_ups_comes_out(name, card, t, told, kv_
 )  # fmt: skip
 def test_the_second_runner_keeps_less(name, told, kv_gib, within_gib):
     options = EngineOptions(vllm_version="0.26.0", max_num_batched_tokens=8192, **told)
-    found = estimate_memory(model_card(name), H100, 1, options)
+    found = instance_memory(model_card(name), H100, 1, options)
     assert found.kv_bytes / GIB == pytest.approx(kv_gib, abs=within_gib)
 
 
 def test_eq_1_promises_twice_what_a_nearly_full_card_has():
     model, told = model_card("Llama-3-70B"), EngineOptions(max_model_len=8192)
     card = accelerator("A100-80GB-SXM")
-    paper, fitted = (estimate_memory(model, card, 2, told, m) for m in ("paper", "fitted"))
+    paper, fitted = (instance_memory(model, card, 2, told, m) for m in ("paper", "fitted"))
     assert paper.kv_bytes > 1.5 * fitted.kv_bytes
     # Such a deployment had 6048 tokens, and vLLM refused it: public, with Llama 3's 8192 tokens.
     assert paper.kv_capacity_tokens > 8192
@@ -168,13 +168,13 @@ def test_the_sampler_of_a_version_is_what_it_logged(version, gib):
     ],
 )
 def test_cuda_graphs_are_taken_off_since_0_21_unless_there_are_none(model, told, taken_off):
-    parts = estimate_memory(model_card(model), H100, 1, EngineOptions(**told)).parts
+    parts = instance_memory(model_card(model), H100, 1, EngineOptions(**told)).parts
     assert ("CUDA graphs" in [part.name for part in parts]) is taken_off
 
 
 @given(models, devices, st.integers(1, 8), options, methods)
 def test_parts_and_kv_cache_are_the_whole_memory(model, device, t, told, method):
-    found = estimate_memory(model, device, t, told, method)
+    found = instance_memory(model, device, t, told, method)
     parts = sum(part.bytes_per_accelerator for part in found.parts)
     assert t * parts + found.kv_bytes == pytest.approx(t * device.memory_bytes)
     assert all(part.bytes_per_accelerator >= 0 for part in found.parts)
@@ -183,7 +183,7 @@ def test_parts_and_kv_cache_are_the_whole_memory(model, device, t, told, method)
 
 @given(models, devices, st.integers(1, 8), st.floats(0.5, 0.98))
 def test_the_papers_method_is_eq_1(model, device, t, utilisation):
-    found = estimate_memory(model, device, t, EngineOptions(utilisation=utilisation), "paper")
+    found = instance_memory(model, device, t, EngineOptions(utilisation=utilisation), "paper")
     wanted = kv_capacity_bytes(
         t, device.memory_bytes, utilisation, 2 * GIB, model.parameters, model.bytes_per_weight
     )
@@ -206,8 +206,8 @@ def test_more_memory_never_lowers_the_capacity_nor_makes_it_unfit(
     model, device, t, told, method, factor, needed
 ):
     told, larger = on_a_larger_card(device, told, lambda n: n * factor)
-    small = estimate_memory(model, device, t, told, method)
-    large = estimate_memory(model, larger, t, told, method)
+    small = instance_memory(model, device, t, told, method)
+    large = instance_memory(model, larger, t, told, method)
     assert large.kv_capacity_tokens >= small.kv_capacity_tokens
     assert is_feasible(large, needed) or not is_feasible(small, needed)
 
@@ -215,7 +215,7 @@ def test_more_memory_never_lowers_the_capacity_nor_makes_it_unfit(
 @given(models, devices, options, methods)
 def test_more_accelerators_never_lower_the_kv_bytes_of_an_instance(model, device, told, method):
     sizes = [t for t in range(1, 9) if refusal(model, t) is None]
-    kv = [estimate_memory(model, device, t, told, method).kv_bytes for t in sizes]
+    kv = [instance_memory(model, device, t, told, method).kv_bytes for t in sizes]
     # Also where one is too few: what is missing on all of them shrinks.
     assert kv == sorted(kv)
 
@@ -234,16 +234,16 @@ def test_feasible_has_room_and_unfit_has_a_shortfall(model, device, t, told, met
         tokens = [model.kv_token_bytes(t, told.kv_dtype, length) for length in (None, needed)]
         more_bytes = (missing + 2 * 16 * max(tokens)) / told.utilisation
         told, larger = on_a_larger_card(device, told, lambda n: n + more_bytes)
-        more = estimate_memory(model, larger, t, told, method, needed_tokens=needed)
+        more = instance_memory(model, larger, t, told, method, needed_tokens=needed)
         assert is_feasible(more, needed)
 
 
 def test_tight_is_what_two_standard_deviations_would_change():
-    found = estimate_memory(LLAMA, accelerator("A10"), 1, EngineOptions())
+    found = instance_memory(LLAMA, accelerator("A10"), 1, EngineOptions())
     tokens, two = found.kv_capacity_tokens, 2 * found.uncertainty
 
     def tight(needed):
-        return estimate_memory(
+        return instance_memory(
             LLAMA, accelerator("A10"), 1, EngineOptions(), needed_tokens=int(needed)
         ).tight
 
@@ -264,15 +264,15 @@ def test_what_would_help_does_help():
     assert found(2, 8192)[0] == "tensor_parallel 4"
     long = found(4, 10**6)
     length = next(int(r.split()[4]) for r in long if r.startswith("a max length of"))
-    assert is_feasible(estimate_memory(model, card, 4, told), length)
-    assert not is_feasible(estimate_memory(model, card, 4, told), length + 64)
+    assert is_feasible(instance_memory(model, card, 4, told), length)
+    assert not is_feasible(instance_memory(model, card, 4, told), length + 64)
     # No fp8 on a V100.
     old = StartUp(LLAMA, accelerator("V100-16GB-PCIe"), 1, told)
     assert not any("fp8" in remedy for remedy in old.remedies("fitted", 8192, largest=1))
 
 
 def test_what_is_not_modelled_makes_the_estimate_uncertain():
-    plain = estimate_memory(LLAMA, H100, 1, EngineOptions())
+    plain = instance_memory(LLAMA, H100, 1, EngineOptions())
     odd = dataclasses.replace(LLAMA, unmodelled=(Doubt("sliding window", 0.3),))
     assert plain.uncertainty < 0.02
-    assert estimate_memory(odd, H100, 1, EngineOptions()).uncertainty >= 0.3
+    assert instance_memory(odd, H100, 1, EngineOptions()).uncertainty >= 0.3

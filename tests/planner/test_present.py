@@ -11,7 +11,6 @@ import pytest
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
-from hetero_gateway.planner import comparison
 from hetero_gateway.planner import present as presents
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.plan import Machine, Unfit
@@ -210,9 +209,9 @@ def test_what_runs_and_does_as_much_is_never_changed_for_less(monkeypatch, facto
         estimate_tokens_per_s=math.nan,
         simulated=dataclasses.replace(best, tokens_per_s=factor * best.tokens_per_s),
     )
-    monkeypatch.setattr(comparison, "simulate_present", lambda question, layouts: runs)
+    monkeypatch.setattr(presents, "simulate_present", lambda question, layouts: runs)
     present = Present(placed=(), left_out=(), layouts={"box": other})
-    told = comparison.compare(found, asked, present, "finish-time")
+    told = presents.compare(found, asked, present, "finish-time")
     assert bool(told.changes) is changed
     assert told.gain is not None
     assert told.gain >= 0

@@ -19,6 +19,13 @@ NAME = ALIASES["small"]
 # An engine's own headers; the gateway may add some, and each connection has its own.
 HEADERS = ("content-type", "content-length")
 
+
+def two_ways(cluster: Cluster, path: str, body: object) -> tuple[httpx.Response, httpx.Response]:
+    """What the engine answers directly, and through the gateway."""
+    return cluster.post(path, body, cluster.engines["small"].base_url), cluster.post(path, body)
+
+
+LONG = [{"role": "user", "content": "x = 1\n" * 3000}]
 REFUSED_BY_THE_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "temperature": (CHAT, chat(2, NAME, temperature=-1)),
     "temperature-type": (CHAT, chat(2, NAME, temperature="warm")),
@@ -26,14 +33,8 @@ REFUSED_BY_THE_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
     "max_tokens-beyond-context": (CHAT, chat(5000, NAME)),
     "no-messages": (CHAT, {"model": NAME, "max_tokens": 2}),
     "no-prompt": (COMPLETIONS, {"model": NAME, "max_tokens": 2}),
-    "prompt-too-long": (
-        CHAT,
-        chat(2, NAME, messages=[{"role": "user", "content": "x = 1\n" * 3000}]),
-    ),
-    "prompt-too-long-streamed": (
-        CHAT,
-        chat(2, NAME, messages=[{"role": "user", "content": "x = 1\n" * 3000}], stream=True),
-    ),
+    "prompt-too-long": (CHAT, chat(2, NAME, messages=LONG)),
+    "prompt-too-long-streamed": (CHAT, chat(2, NAME, messages=LONG, stream=True)),
     "token-id-out-of-range": (COMPLETIONS, {"model": NAME, "prompt": [9999], "max_tokens": 2}),
     "embeddings": ("/v1/embeddings", {"model": NAME, "input": "hello"}),
 }
@@ -42,8 +43,7 @@ REFUSED_BY_THE_ENGINE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", REFUSED_BY_THE_ENGINE)
 def test_an_engine_s_refusal_is_passed_through_byte_for_byte(cluster: Cluster, case: str) -> None:
     path, body = REFUSED_BY_THE_ENGINE[case]
-    direct = cluster.post(path, body, cluster.engines["small"].base_url)
-    through = cluster.post(path, body)
+    direct, through = two_ways(cluster, path, body)
     assert direct.status_code >= 400
     assert (through.status_code, through.content) == (direct.status_code, direct.content)
     for name in HEADERS:
@@ -64,8 +64,8 @@ def test_what_the_gateway_refuses_itself_the_engine_would_refuse(
     cluster: Cluster, case: str
 ) -> None:
     parameter, body = REFUSED_BY_BOTH[case]
-    assert cluster.post(CHAT, body, cluster.engines["small"].base_url).status_code == 400
-    through = cluster.post(CHAT, body)
+    direct, through = two_ways(cluster, CHAT, body)
+    assert direct.status_code == 400
     assert (through.status_code, through.json()["error"]["param"]) == (400, parameter)
 
 
@@ -86,8 +86,7 @@ def test_an_answer_is_the_engine_s_own_but_for_id_and_time(cluster: Cluster) -> 
     def without_identity(response: httpx.Response) -> str:
         return re.sub(r'"id":"[^"]*"|"created":\d+', "", response.text)
 
-    direct = cluster.post(CHAT, GREEDY, cluster.engines["small"].base_url)
-    through = cluster.post(CHAT, GREEDY)
+    direct, through = two_ways(cluster, CHAT, GREEDY)
     assert through.status_code == direct.status_code == 200
     assert '"token_ids":[' in through.text
     assert without_identity(through) == without_identity(direct)
@@ -107,18 +106,16 @@ def test_a_stream_is_the_engine_s_own(cluster: Cluster) -> None:
         return ids, text, chunks[-1]["usage"]
 
     body = GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
-    direct = cluster.post(CHAT, body, cluster.engines["small"].base_url)
-    through = cluster.post(CHAT, body)
+    direct, through = two_ways(cluster, CHAT, body)
     assert len(tokens(through)[0]) == 30
     assert tokens(through) == tokens(direct)
     assert through.headers["content-type"] == direct.headers["content-type"]
 
 
 def test_paths_beside_v1_are_routed_too(cluster: Cluster) -> None:
-    body = {"model": NAME, "prompt": "import os"}
-    direct = cluster.post("/tokenize", body, cluster.engines["small"].base_url)
+    direct, through = two_ways(cluster, "/tokenize", {"model": NAME, "prompt": "import os"})
     assert direct.status_code == 200
-    assert cluster.post("/tokenize", body).content == direct.content
+    assert through.content == direct.content
 
 
 @pytest.mark.parametrize("streamed", [False, True])

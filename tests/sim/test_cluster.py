@@ -46,7 +46,7 @@ def same(one: Records, other: Records) -> bool:
 
 
 # Where the time stands among the arguments of what a scheduler is told.
-TOLD = {"submit": 1, "pump": 0, "first_token": 1, "settle": 2, "observe_steps": 3}
+TOLD = {"place": 1, "pump": 0, "first_token": 1, "settle": 2, "observe_steps": 3}
 
 
 class Witness(Scheduler):
@@ -55,8 +55,12 @@ class Witness(Scheduler):
     def __init__(self, policy: str = "finish-time") -> None:
         super().__init__(make_policy(policy), np.random.default_rng(0))
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        for name in (*TOLD, "observe_output_tokens"):
-            setattr(self, name, functools.partial(self._note, name, getattr(self, name)))
+        parts = dict.fromkeys(TOLD, self) | {
+            "observe_steps": self.members,
+            "observe": self.residual,
+        }
+        for name, part in parts.items():
+            setattr(part, name, functools.partial(self._note, name, getattr(part, name)))
 
     def _note(self, name, method, *args, **options):
         self.calls.append((name, args))
@@ -147,7 +151,7 @@ def test_the_scheduler_hears_of_every_first_token_and_length():
     witness, load = Witness(), random_workload(200, 10.0)
     records = run(instances(FAST, SLOW), load, witness)
     assert sorted(at_s for _, at_s in witness.told("first_token")) == sorted(records.first_token_s)
-    lengths = [tokens for _, tokens in witness.told("observe_output_tokens")]
+    lengths = [tokens for _, tokens in witness.told("observe")]
     assert sorted(lengths) == sorted(load.output_tokens)
 
 
@@ -177,7 +181,7 @@ def test_ticks_go_on_where_their_times_are_rounded():
 def test_predictions_take_the_place_of_the_predictor():
     witness, load = Witness("min-max"), random_workload(20, 5.0)
     run(instances(FAST), load, witness, predictions=load.output_tokens.astype(float))
-    predicted = [asked.predicted_output_tokens for asked, _ in witness.told("submit")]
+    predicted = [asked.predicted_output_tokens for asked, _ in witness.told("place")]
     assert predicted == list(load.output_tokens)
 
 

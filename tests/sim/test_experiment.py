@@ -168,7 +168,7 @@ def test_faults_and_scheduling_are_passed_on_and_each_scheduler_is_new_and_empty
     assert calls[0]["faults"] == faults
     assert calls[0]["scheduling"] == "prefill-first"
     assert calls[0]["scheduler"] is not calls[1]["scheduler"]
-    assert all(call["scheduler"].specs() == [] for call in calls)
+    assert all(call["scheduler"].members.specs == {} for call in calls)
 
 
 def test_an_unknown_policy_is_a_key_error() -> None:

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from hetero_gateway.cli.reports import page, plan_comparison, plan_report
     from hetero_gateway.cli.reports.plan_table import print_plan, title
     from hetero_gateway.deploy.plan_document import document
-    from hetero_gateway.planner.comparison import compare
+    from hetero_gateway.planner.present import compare
 
     if args.config is None:
         raise ConfigError("plan: name the cluster with -c CLUSTER.yaml, or ask: plan support MODEL")

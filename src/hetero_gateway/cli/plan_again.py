@@ -1,6 +1,6 @@
 """``plan --from-gateway URL``: from the flags, a file and what a gateway has seen to the question.
 
-``profiler.seen`` asks the gateway, ``planner.present`` and ``planner.comparison`` plan, and
+``profiler.seen`` asks the gateway, ``planner.present`` plans, and
 ``reports.plan_comparison`` prints.
 """
 

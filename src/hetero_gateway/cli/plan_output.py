@@ -94,7 +94,7 @@ def deployment_options(
     from hetero_gateway.deploy.command import ON_LOADING
     from hetero_gateway.deploy.instances import DeploymentOptions
     from hetero_gateway.files.model_cards import MODEL_CARDS, says_storage
-    from hetero_gateway.planner.sample import sample_requests
+    from hetero_gateway.planner.question import sample_requests
 
     engines, quantization = request.question.engines, request.model.quantization
     goals = request.question.goals

@@ -26,10 +26,10 @@ from hetero_gateway.lab.load.admin import fetch_document
 if TYPE_CHECKING:
     from hetero_gateway.cli.plan_again import Again
     from hetero_gateway.planner.following import (
-        Change,
+        FleetChange,
         Follower,
+        LoadSample,
         Proposal,
-        Sample,
         ScaledType,
         Seat,
     )
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, overrides: Mapping[str, Any], looks: int | Non
     return 0
 
 
-def _line(found: list[Change], proposal: Proposal, *, as_json: bool) -> str:
+def _line(found: list[FleetChange], proposal: Proposal, *, as_json: bool) -> str:
     now = datetime.now().astimezone()
     if not as_json:
         what = ", ".join(map(str, found)) or "nothing to change"
@@ -135,7 +135,7 @@ class Watch:
         self._follower: Follower | None = None
         self._rates: HeldRates | None = None
 
-    def look(self, now_s: float) -> tuple[list[Change], Proposal]:
+    def look(self, now_s: float) -> tuple[list[FleetChange], Proposal]:
         """What to change, and what is desired.
 
         Raises:
@@ -231,9 +231,9 @@ def _types(again: Again, seats: list[Seat]) -> tuple[ScaledType, ...]:
     return tuple(dataclasses.replace(t, least=1) if t is cheapest else t for t in found)
 
 
-def _sample(again: Again, ready: Mapping[Key, int], now_s: float) -> Sample:
+def _sample(again: Again, ready: Mapping[Key, int], now_s: float) -> LoadSample:
     """What came, by the requests that ended and those under way, which came last."""
-    from hetero_gateway.planner.following import Sample
+    from hetero_gateway.planner.following import LoadSample
 
     seen = again.seen
     came = sorted(min(at_s, now_s) for at_s in seen.arrived_unix_s)
@@ -250,4 +250,4 @@ def _sample(again: Again, ready: Mapping[Key, int], now_s: float) -> Sample:
             points.append((step_s, float(number)))
             step_s += _STEP_S
     points.append((now_s, float(len(came) + under_way)))
-    return Sample(now_s, points, seen.queued, ready)
+    return LoadSample(now_s, points, seen.queued, ready)

@@ -37,7 +37,7 @@ from hetero_gateway.deploy.readme import readme_text
 from hetero_gateway.deploy.script import gateway_program, instance_program, script_text
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.whole_file import write_whole
-from hetero_gateway.planner.plan import Candidate, Plan
+from hetero_gateway.planner.plan import Plan, PlanCandidate
 
 _DOCUMENT = "plan.json"
 _MOST_NAMED = 3
@@ -48,7 +48,7 @@ def write_deployment(
     options: DeploymentOptions,
     directory: Path,
     *,
-    candidate: Candidate | None = None,
+    candidate: PlanCandidate | None = None,
     force: bool = False,
 ) -> list[Path]:
     """Write a candidate of the plan (default: the best); returns the files' paths, sorted.
@@ -109,7 +109,7 @@ def write_beside(files: Mapping[str, str], directory: Path, *, force: bool = Fal
 
 
 def render_deployment(
-    plan: Plan, options: DeploymentOptions, candidate: Candidate | None = None
+    plan: Plan, options: DeploymentOptions, candidate: PlanCandidate | None = None
 ) -> dict[str, str]:
     """Relative path to text; the same for the same plan and options."""
     if candidate is None:

@@ -18,7 +18,7 @@ from hetero_gateway.deploy.vendors import EMULATED, Vendor, vendor_of
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.layouts import machine_names
-from hetero_gateway.planner.plan import Candidate, InstanceType, Machine, Plan
+from hetero_gateway.planner.plan import InstanceType, Machine, Plan, PlanCandidate
 from hetero_gateway.planner.sizes import Size, as_size
 
 # What a name in a header, a label and a command may hold without surprise.
@@ -150,7 +150,7 @@ class DeployedInstance:
 
 
 def deployed_instances(
-    plan: Plan, options: DeploymentOptions, candidate: Candidate
+    plan: Plan, options: DeploymentOptions, candidate: PlanCandidate
 ) -> tuple[DeployedInstance, ...]:
     """Every instance of a candidate, in the order of the plan's machines.
 
@@ -223,7 +223,7 @@ class _Parts:
         return rank, self.host if rank else ""
 
 
-def _neighbours(machines: Sequence[Machine], candidate: Candidate) -> list[Machine]:
+def _neighbours(machines: Sequence[Machine], candidate: PlanCandidate) -> list[Machine]:
     """In their order, but those that share instances one after another."""
     shared: dict[tuple[str, int, str], list[Machine]] = {}
     for machine in machines:

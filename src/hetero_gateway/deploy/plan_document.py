@@ -10,12 +10,12 @@ from typing import Any
 from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner.goals import Goals, usd_per_hour
 from hetero_gateway.planner.plan import (
-    Candidate,
-    Figures,
     InstanceType,
     Layout,
     Machine,
     Plan,
+    PlanCandidate,
+    SystemFigures,
     Unfit,
 )
 from hetero_gateway.planner.sizes import as_size
@@ -62,7 +62,7 @@ def _slo(goals: Goals) -> dict[str, Any] | None:
     }
 
 
-def _candidate(candidate: Candidate, plan: Plan) -> dict[str, Any]:
+def _candidate(candidate: PlanCandidate, plan: Plan) -> dict[str, Any]:
     simulated, at_rate = candidate.simulated, candidate.at_rate
     return {
         "machines": [
@@ -125,7 +125,7 @@ def size_document(size: int) -> dict[str, Any]:
     return told
 
 
-def _figures(figures: Figures | None) -> dict[str, Any] | None:
+def _figures(figures: SystemFigures | None) -> dict[str, Any] | None:
     if figures is None:
         return None
     return {

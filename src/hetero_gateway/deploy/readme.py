@@ -8,12 +8,12 @@ from hetero_gateway.deploy.command import MASTER_PORT
 from hetero_gateway.deploy.gateway_files import ADMIN_KEY_ENV
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions, on_one_host
 from hetero_gateway.deploy.kubernetes import ADMIN_KEY_KEY, API_KEY_KEY, HF_TOKEN_KEY, SECRET
-from hetero_gateway.planner.plan import Candidate, Plan
+from hetero_gateway.planner.plan import Plan, PlanCandidate
 
 
 def readme_text(
     plan: Plan,
-    candidate: Candidate,
+    candidate: PlanCandidate,
     instances: Sequence[DeployedInstance],
     options: DeploymentOptions,
 ) -> str:
@@ -31,7 +31,7 @@ def readme_text(
 
 def _head(
     plan: Plan,
-    candidate: Candidate,
+    candidate: PlanCandidate,
     instances: Sequence[DeployedInstance],
     options: DeploymentOptions,
 ) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hetero_gateway.core.nearest import folded, nearest_names
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.checkpoints.quantizations import quantization_of
+from hetero_gateway.files.checkpoints.quantizations import TABLES, quantization_of
 from hetero_gateway.files.checkpoints.shape import dtype_name, model_from_config
 from hetero_gateway.files.package_data import document, table
 from hetero_gateway.planner.model_shape import ModelShape
@@ -26,18 +26,8 @@ MODEL_CARDS: Final[dict[str, ModelShape]] = {
     for name, of in _CONFIGS.items()
 }
 _FOLDED: Final = {folded(name): name for name in MODEL_CARDS}
-# Suffixes of tuned versions, whose shape is that of the model.
-_TUNED: Final = {
-    "meta", "instruct", "it", "chat", "hf", "base", "dynamic", "thinking", "pt", "qat", "unsloth",
-    "v0.1", "v0.2", "v0.3",
-}  # fmt: skip
-# Suffixes of quantised checkpoints, and what they are stored as.
-_STORED: Final = {
-    "fp8": "fp8", "awq": "awq", "gptq": "gptq", "int4": "int4", "w4a16": "int4",
-    "int8": "int8", "w8a8": "int8", "quantized.w4a16": "int4", "quantized.w8a8": "int8",
-    "bnb": "bitsandbytes", "4bit": "bitsandbytes", "nf4": "bitsandbytes", "nvfp4": "nvfp4",
-    "fp4": "nvfp4", "mxfp4": "mxfp4",
-}  # fmt: skip
+_TUNED: Final = frozenset(TABLES["tuned"])
+_STORED: Final[dict[str, str]] = TABLES["suffixes"]
 
 
 def says_storage(name: str) -> bool:

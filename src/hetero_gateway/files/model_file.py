@@ -20,7 +20,7 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.support import SIZES
 
 
-class ModelConfig(StrictModel):
+class PlanModelConfig(StrictModel):
     """A model that has no built-in card, or is stored otherwise than it."""
 
     config: Path | None = Field(
@@ -33,21 +33,21 @@ class ModelConfig(StrictModel):
     quantization: str | None = Field(None, description="fp8, int8, int4, awq or gptq.")
 
     @model_validator(mode="after")
-    def _one(self) -> ModelConfig:
+    def _one(self) -> PlanModelConfig:
         if self.config is None and self.name is None:
             raise ValueError("give config, or the name of a built-in card")
         return self
 
 
-def model_config(text: str, dtype: str | None, quantization: str | None) -> ModelConfig:
+def model_config(text: str, dtype: str | None, quantization: str | None) -> PlanModelConfig:
     """A model as it is named on a command line: a path where there is one, else a card."""
     path = Path(text)
     if path.exists() or path.suffix == ".json":
-        return ModelConfig(config=path, name=None, dtype=dtype, quantization=quantization)
-    return ModelConfig(config=None, name=text, dtype=dtype, quantization=quantization)
+        return PlanModelConfig(config=path, name=None, dtype=dtype, quantization=quantization)
+    return PlanModelConfig(config=None, name=text, dtype=dtype, quantization=quantization)
 
 
-def read_model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
+def read_model(value: str | PlanModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
     """The model, and what vLLM is started with to serve it.
 
     Args:
@@ -57,7 +57,7 @@ def read_model(value: str | ModelConfig, source: str, base_dir: Path) -> tuple[M
     Raises:
         ConfigError: one line with the source.
     """
-    asked = ModelConfig(name=value) if isinstance(value, str) else value
+    asked = PlanModelConfig(name=value) if isinstance(value, str) else value
     try:
         if asked.config is None:
             assert asked.name is not None
@@ -87,7 +87,7 @@ def _modelopt_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | No
     return read_json(beside)
 
 
-def model_directory(value: str | ModelConfig, base_dir: Path) -> Path | None:
+def model_directory(value: str | PlanModelConfig, base_dir: Path) -> Path | None:
     """Where its files are; None for a card."""
     if isinstance(value, str) or value.config is None:
         return None

@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import LengthConfig
-from hetero_gateway.files.model_file import ModelConfig
+from hetero_gateway.files.model_file import PlanModelConfig
 from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.planner.accelerators import Accelerator
@@ -200,8 +200,8 @@ class PlanSloConfig(StrictModel):
 class PlanConfig(StrictModel):
     """The whole file."""
 
-    model: str | ModelConfig = Field(description="A built-in card's name, or a config.json.")
-    checkpoints: list[str | ModelConfig] = Field(
+    model: str | PlanModelConfig = Field(description="A built-in card's name, or a config.json.")
+    checkpoints: list[str | PlanModelConfig] = Field(
         default_factory=list,
         max_length=8,
         description="The same model, stored otherwise: the plan takes what serves the goal best.",

@@ -12,7 +12,7 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator, taken_for
-from hetero_gateway.files.model_file import ModelConfig, model_directory, read_model
+from hetero_gateway.files.model_file import PlanModelConfig, model_directory, read_model
 from hetero_gateway.files.plan_config import (
     MachineConfig,
     PlanConfig,
@@ -23,7 +23,7 @@ from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.further_sizes import MeanRequest
-from hetero_gateway.planner.goals import DEFAULT_SHARE, Goals
+from hetero_gateway.planner.goals import DEFAULT_SHARE, Goals, lacking
 from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
@@ -195,7 +195,7 @@ def plan_request(
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
         model_directory(config.model, base_dir),
-        isinstance(config.model, ModelConfig) and config.model.config is not None
+        isinstance(config.model, PlanModelConfig) and config.model.config is not None
         and config.model.quantization is None,
         {m.id: m.address for m in config.machines if m.address is not None},
         own,
@@ -227,25 +227,15 @@ def _goals(config: PlanConfig) -> Goals:
     )
 
 
-def _check_goals(config: PlanConfig, source: str) -> None:
+def _check_goals(config: PlanConfig, machines: Sequence[Machine], source: str) -> None:
     goals = _goals(config)
-    if goals.name == "goodput" and not goals.has_limits:
-        raise ConfigError(
-            f"{source}: slo: the goal goodput needs limits: ttft_s (--slo-ttft), tpot_s "
-            "(--slo-tpot), or both"
-        )
-    if config.offers and (goals.name not in ("cost", "fewest") or goals.rate_per_s is None):
-        raise ConfigError(
-            f"{source}: offers: machines are bought for a rate (--rate, workload.rate_per_s), and "
-            "the goal is cost or fewest"
-        )
-    if goals.rate_per_s is None and not goals.at_goodput:
-        if goals.name == "fewest" or goals.has_limits:
-            raise ConfigError(
-                f"{source}: workload.rate_per_s: the goal {goals.name}"
-                f"{f' within {goals.limits}' if goals.has_limits else ''} needs a rate to hold "
-                "(--rate); the highest rate that keeps limits is the goal goodput"
-            )
+    problem = lacking(goals, machines)
+    bought = goals.name in ("cost", "fewest") and goals.rate_per_s is not None
+    if config.offers and not bought and (problem is None or problem[0] == "workload.rate_per_s"):
+        why = "machines are bought for a rate (--rate, workload.rate_per_s), and the goal is cost"
+        problem = "offers", f"{why} or fewest"
+    if problem is not None:
+        raise ConfigError(f"{source}: {problem[0]}: {problem[1]}")
 
 
 def _machines(
@@ -274,14 +264,7 @@ def _machines(
                 raise ConfigError(f"{source}: {key}.{i}.id: {machine_id!r} is used twice")
             seen.add(machine_id)
             result.append(Machine(machine_id, name, entry.count, price))
-    if config.goal == "cost":
-        lacking = sorted({m.accelerator for m in result if m.price_per_hour_usd is None})
-        if lacking:
-            raise ConfigError(
-                f"{source}: prices: the goal cost needs USD per accelerator-hour of "
-                f"{', '.join(lacking)}"
-            )
-    _check_goals(config, source)
+    _check_goals(config, result, source)
     return tuple(result)
 
 

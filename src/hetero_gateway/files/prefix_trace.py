@@ -38,14 +38,13 @@ class TracedText(NamedTuple):
     """What a trace says of one request's text.
 
     ``session``, ``turn``: whose it is, and which turn of it, from 1. ``runs``: (first id, count) of
-    its full blocks. ``block_tokens``, ``output_blocks``: the trace's.
+    its full blocks, of ``block_tokens`` each.
     """
 
     session: int
     turn: int
     runs: tuple[tuple[int, int], ...]
     block_tokens: int
-    output_blocks: bool
 
 
 class TracedRequest(NamedTuple):
@@ -105,7 +104,7 @@ def _requests(lines: Iterator[bytes], path: Path, limit: int | None) -> Iterator
         session = _whole(row, "s", 0, _MOST_ID, where) if "s" in row else -number
         turn = _whole(row, "k", 1, _MOST_TOKENS, where) if "k" in row else 1
         runs = _runs(row.get("b", []), full, where)
-        text = TracedText(session, turn, runs, block_tokens, output_blocks)
+        text = TracedText(session, turn, runs, block_tokens)
         yield TracedRequest(arrival_s, prompt, output, text)
         count += 1
     if not count:

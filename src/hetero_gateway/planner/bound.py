@@ -46,17 +46,6 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """``least``: USD per hour, or accelerators, that every set needs which holds the rate.
-
-    ``machines`` by group is the program's own answer, which the simulation seldom agrees with.
-    """
-
-    least: float
-    machines: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Bucket:
     """Requests of about one size: their share, and means over them."""
 
@@ -76,7 +65,7 @@ def lower_bound(
     rate_per_s: float,
     *,
     by_price: bool,
-) -> Bound | None:
+) -> float | None:
     """The least that a set can need; None: all machines together cannot hold the rate.
 
     Args:
@@ -111,10 +100,8 @@ def lower_bound(
         options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": _GAP},
     )
     if found.x is None:
-        return None if found.status == 2 else Bound(0.0, (0,) * len(groups))
-    machines = tuple(round(float(x)) for x in found.x[: len(groups)])
-    least = found.mip_dual_bound
-    return Bound(float(least if least is not None else 0.0), machines)
+        return None if found.status == 2 else 0.0
+    return float(found.mip_dual_bound or 0.0)
 
 
 class _Program:

@@ -67,7 +67,7 @@ class ScaledType:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class FollowingRules:
     """How to follow.
 
     Args:
@@ -102,7 +102,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LoadSample:
     """What is so at one time.
 
     Args:
@@ -147,14 +147,14 @@ class Follower:
     """See above. Its state is plain values: it may be sent to another process and back."""
 
     types: tuple[ScaledType, ...]
-    rules: Rules = field(default_factory=Rules)
+    rules: FollowingRules = field(default_factory=FollowingRules)
     strain: float = 1.0
     _needs: deque[tuple[float, float]] = field(default_factory=deque)
     desired: dict[Key, int] = field(default_factory=dict)
     _reduced_s: float = -math.inf
     _strained_s: float = -math.inf
 
-    def follow(self, sample: Sample, rates: HeldRates) -> Proposal:
+    def follow(self, sample: LoadSample, rates: HeldRates) -> Proposal:
         """What should be there from now on."""
         if not self.desired:
             # Nothing is known of the time before: what is there is taken to be needed for a while.
@@ -176,7 +176,7 @@ class Follower:
 
     # -- the need
 
-    def _rate(self, sample: Sample) -> tuple[float, Cause]:
+    def _rate(self, sample: LoadSample) -> tuple[float, Cause]:
         """Requests/s to be ready for, and what makes it so much."""
         series = np.array(sample.arrived)
         rate = _rate_now(series, sample.now_s)
@@ -200,7 +200,7 @@ class Follower:
         slope, level = np.polyfit(middles, rates, 1)
         return float(level + max(0.0, slope) * (self.rules.startup_s + _STEP_S))
 
-    def _heed_misses(self, sample: Sample) -> None:
+    def _heed_misses(self, sample: LoadSample) -> None:
         if sample.now_s - self._strained_s < _STEP_S:
             return
         self._strained_s = sample.now_s
@@ -265,7 +265,7 @@ class Follower:
         return result | {t.key: round(found.x[i]) for i, t in enumerate(types)}
 
     def _stepped(
-        self, cheapest: Mapping[Key, int], need: float, sample: Sample, rates: HeldRates
+        self, cheapest: Mapping[Key, int], need: float, sample: LoadSample, rates: HeldRates
     ) -> dict[Key, int]:
         """From what was desired towards the cheapest: up at once, down little by little."""
         bounds = {t.key: t for t in self.types}
@@ -296,7 +296,7 @@ class Follower:
         rate_per_s: float,
         need: float,
         held_back: float,
-        sample: Sample,
+        sample: LoadSample,
         rates: HeldRates,
     ) -> str:
         text = f"{rate_per_s:.3g} requests/s"
@@ -353,7 +353,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FleetChange:
     """What to do with one instance; ``add`` is of none that is there yet."""
 
     action: Literal["resume", "wake", "add", "sleep", "drain"]
@@ -365,9 +365,9 @@ class Change:
         return f"{self.action} {what}"
 
 
-def changes(desired: Mapping[Key, int], seats: Sequence[Seat]) -> list[Change]:
+def changes(desired: Mapping[Key, int], seats: Sequence[Seat]) -> list[FleetChange]:
     """From what is there to what is desired: what is soonest ready first, the idlest goes first."""
-    found: list[Change] = []
+    found: list[FleetChange] = []
     for key, wanted in desired.items():
         own = [seat for seat in seats if seat.key == key]
         ready = [seat for seat in own if seat.standing == "ready"]
@@ -375,9 +375,9 @@ def changes(desired: Mapping[Key, int], seats: Sequence[Seat]) -> list[Change]:
         for seat in sorted(own, key=lambda seat: seat.standing != "draining"):
             if lacking > 0 and seat.standing != "ready":
                 resumes = seat.standing == "draining"
-                found.append(Change("resume" if resumes else "wake", key, seat.id))
+                found.append(FleetChange("resume" if resumes else "wake", key, seat.id))
                 lacking -= 1
-        found += [Change("add", key)] * max(0, lacking)
+        found += [FleetChange("add", key)] * max(0, lacking)
         for seat in sorted(ready, key=lambda seat: seat.in_flight)[: max(0, -lacking)]:
-            found.append(Change("sleep" if seat.sleeps else "drain", key, seat.id))
+            found.append(FleetChange("sleep" if seat.sleeps else "drain", key, seat.id))
     return found

@@ -15,13 +15,13 @@ is used is paid for whole, with what a layout leaves idle; one that is not used 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.planner.layouts import Group
-from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine
+from hetero_gateway.planner.plan import Layout, Machine, PlanCandidate, SystemFigures
 from hetero_gateway.sim.held import held_loads
 
 GoalName = Literal["throughput", "goodput", "cost", "fewest"]
@@ -79,7 +79,7 @@ class Goals:
             parts.append(f"TPOT p99 ≤ {self.tpot_p99_s * 1000:g} ms")
         return " and ".join(parts)
 
-    def missed(self, figures: Figures) -> str:
+    def missed(self, figures: SystemFigures) -> str:
         """Which limit these figures miss, and by what; empty when they keep all."""
         if self.slo is not None and not figures.slo_share >= self.share:
             return (
@@ -92,7 +92,7 @@ class Goals:
             return f"TPOT p99 {figures.tpot_p99_s * 1000:.3g} ms, over {self.tpot_p99_s * 1000:g}"
         return ""
 
-    def rank(self, candidate: Candidate) -> tuple[float, ...]:
+    def rank(self, candidate: PlanCandidate) -> tuple[float, ...]:
         """Sorts the better candidate first; what was not simulated comes last."""
         known = candidate.simulated is not None
         if self.name == "goodput" and known:
@@ -106,6 +106,24 @@ class Goals:
         else:
             key = (-candidate.alone_tokens_per_s, -candidate.estimate_tokens_per_s)
         return (float(not known), float(candidate.holds is False), *key)
+
+
+def lacking(goals: Goals, machines: Iterable[Machine]) -> tuple[str, str] | None:
+    """What the goal needs besides: a key of the plan's file, and why; None: nothing."""
+    unpriced = sorted({m.accelerator for m in machines if m.price_per_hour_usd is None})
+    if goals.name == "cost" and unpriced:
+        return "prices", f"the goal cost needs USD per accelerator-hour of {', '.join(unpriced)}"
+    if goals.name == "goodput" and not goals.has_limits:
+        limits = "ttft_s (--slo-ttft), tpot_s (--slo-tpot), or both"
+        return "slo", f"the goal goodput needs limits: {limits}"
+    if goals.rate_per_s is None and not goals.at_goodput:
+        if goals.name == "fewest" or goals.has_limits:
+            within = f" within {goals.limits}" if goals.has_limits else ""
+            return "workload.rate_per_s", (
+                f"the goal {goals.name}{within} needs a rate to hold (--rate); the highest rate "
+                "that keeps limits is the goal goodput"
+            )
+    return None
 
 
 def slo_text(slo: Slo) -> str:
@@ -149,11 +167,11 @@ class Goodput:
     """The highest rate that was held, in requests/s, and what was seen at it."""
 
     rate_per_s: float
-    figures: Figures
+    figures: SystemFigures
 
 
 def find_goodput(
-    hold: Callable[[float], Figures | None],
+    hold: Callable[[float], SystemFigures | None],
     goals: Goals,
     most_per_s: float,
     *,
@@ -170,7 +188,7 @@ def find_goodput(
         step: of the rates that are tried, as a share of ``most_per_s``.
         likely_per_s: about what is expected, which saves runs.
     """
-    seen: dict[float, Figures] = {}
+    seen: dict[float, SystemFigures] = {}
 
     def keeps(load: float) -> float:
         figures = hold(load * most_per_s)

@@ -17,7 +17,7 @@ from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.bound import lower_bound
 from hetero_gateway.planner.goals import price_per_hour_usd
 from hetero_gateway.planner.layouts import Group, best_by_use
-from hetero_gateway.planner.plan import Candidate, Key, Layout
+from hetero_gateway.planner.plan import Key, Layout, PlanCandidate
 from hetero_gateway.planner.question import NoPlan
 from hetero_gateway.planner.reasons import nothing_holds
 from hetero_gateway.planner.systems import Systems
@@ -31,20 +31,6 @@ _LONG_CATALOGUE = 8
 _SAME = 1e-9
 # Cheaper sets of machines that are simulated at most.
 _TRIES = 16
-
-
-def least_that_holds(
-    systems: Systems, rates_per_s: Mapping[Key, float], on_progress: Callable[[str], None]
-) -> tuple[list[Candidate], float | None]:
-    """What holds the goals' rate, the least first, then all else that was tried; the lower bound.
-
-    Args:
-        rates_per_s: that instances hold alone, by type.
-
-    Raises:
-        NoPlan: nothing holds it.
-    """
-    return _Sets(systems, rates_per_s, on_progress).least()
 
 
 def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> int | None:
@@ -68,8 +54,12 @@ def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> i
     return high
 
 
-class _Sets:
-    """One search among sets of machines, at one rate."""
+class LeastSets:
+    """One search among sets of machines, at the goals' rate.
+
+    Args:
+        rates_per_s: that instances hold alone, by type.
+    """
 
     def __init__(
         self,
@@ -86,13 +76,18 @@ class _Sets:
         self._rate_per_s = self._q.goals.rate_per_s or 0.0
         self._by_price = self._q.goals.name == "cost"
 
-    def least(self) -> tuple[list[Candidate], float | None]:
+    def find(self) -> tuple[list[PlanCandidate], float | None]:
+        """What holds the rate, the least first, then all else that was tried; the lower bound.
+
+        Raises:
+            NoPlan: nothing holds it.
+        """
         options = allocation.holding(
             self._groups, self._rates_per_s, self._rate_per_s, by_price=self._by_price
         )
         if not options:
             raise NoPlan(nothing_holds(self._q, self._shortlist, self._rates_per_s))
-        tried: dict[int, Candidate] = {}
+        tried: dict[int, PlanCandidate] = {}
 
         def holds(position: int) -> bool:
             if position not in tried:
@@ -113,7 +108,7 @@ class _Sets:
         others = [candidate for _, candidate in pairs] + nearby[1:]
         return [nearby[0], *sorted(others, key=self._q.goals.rank)], bound
 
-    def _try(self, each: Allocation) -> Candidate:
+    def _try(self, each: Allocation) -> PlanCandidate:
         self._on_progress(f"at the rate: {self._systems.name(each)}")
         return self._systems.tried(each, self._rate_per_s)
 
@@ -121,7 +116,7 @@ class _Sets:
         """Its capacities are of prompts that are computed in full: with caches, less may do."""
         if self._q.in_order:
             return None
-        found = lower_bound(
+        return lower_bound(
             self._groups,
             {key: found.profile for key, found in self._q.types.items()},
             self._shortlist.mix,
@@ -129,15 +124,14 @@ class _Sets:
             self._rate_per_s,
             by_price=self._by_price,
         )
-        return None if found is None else found.least
 
     def _cheaper(
         self,
         found: Allocation,
-        holding: Candidate,
-        tried: Sequence[tuple[Allocation, Candidate]],
+        holding: PlanCandidate,
+        tried: Sequence[tuple[Allocation, PlanCandidate]],
         least_price: float,
-    ) -> list[Candidate]:
+    ) -> list[PlanCandidate]:
         """The cheapest near what holds the rate that holds it too, then all else that was tried."""
         best = [self._best_layout(group) for group in self._groups]
         prices = [price_per_hour_usd(group) for group in self._groups]

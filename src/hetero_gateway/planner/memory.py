@@ -182,7 +182,18 @@ class StartUp(NamedTuple):
     def memory(
         self, method: Method = "fitted", needed_tokens: int = 1, others: tuple[MemoryPart, ...] = ()
     ) -> MemoryEstimate:
-        """``estimate_memory``; ``others``: what else each accelerator holds."""
+        """The KV memory of the instance, and what else is in its accelerators' memory.
+
+        The parts and the KV cache add up to the accelerators' nominal memory. Where the model does
+        not fit at all, ``kv_bytes`` is negative and the capacity 0. The capacity is that for
+        requests of the longest length, which is what vLLM's own figure says; where layers keep a
+        window or a state, shorter ones have room for fewer tokens (``tokens_at``).
+
+        Args:
+            method: "fitted", or "paper" for Eq. (1) as printed.
+            needed_tokens: of the longest request; what ``tight`` is judged by, with max_model_len.
+            others: what else each accelerator holds.
+        """
         model, t, options = self.model, self.tensor_parallel, self.options
         parts = (self._paper_parts() if method == "paper" else self._fitted_parts()) + others
         taken = sum(part.bytes_per_accelerator for part in parts)
@@ -362,29 +373,6 @@ class StartUp(NamedTuple):
             fast = self.accelerator.link_bytes_per_s >= FAST_LINK_BYTES_PER_S
             outside += self.c.fast_link if fast else self.c.slow_link
         return outside * GIB
-
-
-def estimate_memory(
-    model: ModelShape,
-    accelerator: Accelerator,
-    tensor_parallel: int,
-    options: EngineOptions,
-    method: Method = "fitted",
-    *,
-    needed_tokens: int = 1,
-) -> MemoryEstimate:
-    """The KV memory of one instance, and what else is in its accelerators' memory.
-
-    The parts and the KV cache add up to the accelerators' nominal memory. Where the model does not
-    fit at all, ``kv_bytes`` is negative and the capacity 0. The capacity is that for requests of
-    the longest length, which is what vLLM's own figure says; where layers keep a window or a
-    state, shorter ones have room for fewer tokens (``tokens_at``).
-
-    Args:
-        method: "fitted", or "paper" for Eq. (1) as printed.
-        needed_tokens: of the longest request; what ``tight`` is judged by, with max_model_len.
-    """
-    return StartUp(model, accelerator, tensor_parallel, options).memory(method, needed_tokens)
 
 
 def tokens_at(

@@ -102,7 +102,7 @@ class Unfit:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class SystemFigures:
     """What the simulator says of a candidate at one arrival rate (inf: everything at once).
 
     Throughput counts prompt and output tokens. ``batch`` is the mean number of sequences that an
@@ -126,7 +126,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlanCandidate:
     """One deployment configuration of all machines.
 
     Args:
@@ -151,13 +151,13 @@ class Candidate:
     layouts: Mapping[str, Layout]
     estimate_paper_tokens_per_s: float
     estimate_tokens_per_s: float
-    simulated: Figures | None
+    simulated: SystemFigures | None
     accelerators: int
     idle_accelerators: int
     usd_per_million_tokens: float | None = None
     why_not: str = ""
     alone_tokens_per_s: float = 0.0
-    at_rate: Figures | None = None
+    at_rate: SystemFigures | None = None
     holds: bool | None = None
     goodput_per_s: float | None = None
 
@@ -182,11 +182,11 @@ class Plan:
 
     machines: tuple[Machine, ...]
     types: Mapping[Key, InstanceType]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlanCandidate, ...]
     unfit: tuple[Unfit, ...]
     goal: str
     policy: str
-    pareto: tuple[Candidate, ...] = ()
+    pareto: tuple[PlanCandidate, ...] = ()
     notes: tuple[str, ...] = field(default=())
     alone: Mapping[Key, Alone] = field(default_factory=dict)
     rate_per_s: float = 0.0
@@ -204,5 +204,5 @@ class Plan:
         return rate_per_s * (self.mean_prompt_tokens + self.mean_output_tokens)
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> PlanCandidate:
         return self.candidates[0]

@@ -1,4 +1,4 @@
-"""What runs behind a gateway now, as a layout of the plan's machines, and what it can do.
+"""What runs behind a gateway now, what it can do, and whether a change is worth it.
 
 Two biases are kept out of the comparison with a new plan. The gateway knows the times of what runs,
 not those of another tensor parallelism on the same accelerator: these are scaled by what it knows
@@ -24,12 +24,13 @@ from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
 from hetero_gateway.planner.layouts import group_machines, machine_names
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import (
-    Candidate,
     InstanceType,
     Key,
     Layout,
     Machine,
     MemoryEstimate,
+    Plan,
+    PlanCandidate,
 )
 from hetero_gateway.planner.question import Question
 from hetero_gateway.sim.alone import Alone, Mix
@@ -101,9 +102,38 @@ def place(
     room = {machine.id: machine.count for machine in machines}
     placed: list[Placed] = []
     left_out: list[tuple[str, str]] = []
+
+    def machine_of(instance: Running) -> Machine | str:
+        """Where it runs, or why that cannot be told."""
+        profile = instance.profile
+        if instance.left_out:
+            return instance.left_out
+        if profile is None:
+            return "it has no profile, so its accelerator is not known"
+        if folded(profile.model) != folded(model.name):
+            return f"its profile is of {profile.model}, the plan is for {model.name}"
+        try:
+            name = find(profile.gpu).name
+        except ConfigError:
+            return f"its accelerator {profile.gpu} is not in the catalogue"
+        fitting = [machine for machine in machines if machine.accelerator == name]
+        if not fitting:
+            return f"the file has no machine with {name}"
+        t = profile.tensor_parallel
+        free = [machine for machine in fitting if room[machine.id] >= t]
+        if not free:
+            return f"the file's machines with {name} have no room for {t} more"
+        named = (
+            machine
+            for machine in free
+            if instance.id.startswith(f"{names[machine.id]}-tp")
+            or instance.host in (machine.id, names[machine.id])
+        )
+        return next(named, free[0])
+
     size = {r.id: r.profile.tensor_parallel if r.profile else 0 for r in running}
     for instance in sorted(running, key=lambda r: -size[r.id]):
-        found = _machine(instance, machines, names, room, model, find)
+        found = machine_of(instance)
         if isinstance(found, str):
             left_out.append((instance.id, found))
             continue
@@ -117,40 +147,6 @@ def place(
         for machine in machines
     }
     return Present(layouts, tuple(placed), tuple(left_out))
-
-
-def _machine(
-    instance: Running,
-    machines: Sequence[Machine],
-    names: Mapping[str, str],
-    room: Mapping[str, int],
-    model: ModelShape,
-    find: Callable[[str], Accelerator],
-) -> Machine | str:
-    """Where it runs, or why that cannot be told."""
-    profile = instance.profile
-    if instance.left_out:
-        return instance.left_out
-    if profile is None:
-        return "it has no profile, so its accelerator is not known"
-    if folded(profile.model) != folded(model.name):
-        return f"its profile is of {profile.model}, the plan is for {model.name}"
-    try:
-        name = find(profile.gpu).name
-    except ConfigError:
-        return f"its accelerator {profile.gpu} is not in the catalogue"
-    fitting = [machine for machine in machines if machine.accelerator == name]
-    if not fitting:
-        return f"the file has no machine with {name}"
-    free = [machine for machine in fitting if room[machine.id] >= profile.tensor_parallel]
-    if not free:
-        return f"the file's machines with {name} have no room for {profile.tensor_parallel} more"
-
-    def is_named(machine: Machine) -> bool:
-        own = instance.id.startswith(f"{names[machine.id]}-tp")
-        return own or instance.host in (machine.id, names[machine.id])
-
-    return next((machine for machine in free if is_named(machine)), free[0])
 
 
 def observed_profiles(
@@ -272,7 +268,7 @@ def capacity_notes(present: Present, types: Mapping[Key, InstanceType]) -> list[
     return notes
 
 
-def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candidate | None:
+def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> PlanCandidate | None:
     """What a deployment can do, by the same trials as of a plan's candidates; None: nothing fits.
 
     ``question.goals.rate_per_s`` is what latencies are told for; without one there are none.
@@ -300,7 +296,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
         # None where it is too much.
         if figures.tokens_per_s >= (1 + HEADROOM) * goals.rate_per_s * mix.mean_tokens:
             at_rate = question.trials.hold(system, mix, goals.rate_per_s)
-    return Candidate(
+    return PlanCandidate(
         goodput_per_s=None if goodput is None else goodput.rate_per_s,
         layouts=layouts,
         estimate_paper_tokens_per_s=math.nan,
@@ -317,8 +313,8 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> Candi
 
 
 def aligned(
-    candidate: Candidate, machines: Sequence[Machine], layouts: Mapping[str, Layout]
-) -> Candidate:
+    candidate: PlanCandidate, machines: Sequence[Machine], layouts: Mapping[str, Layout]
+) -> PlanCandidate:
     """The same candidate with its layouts given to equal machines so that fewest must change."""
     result = dict(candidate.layouts)
     for group in group_machines(machines):
@@ -334,3 +330,108 @@ def aligned(
         for machine_id, layout in zip(moved, left.elements(), strict=True):
             result[machine_id] = layout
     return dataclasses.replace(candidate, layouts=result)
+
+
+# Beside what would be best
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a gateway has seen, in figures; ``rate_per_s`` None: too few requests to tell."""
+
+    url: str
+    policy: str
+    requests: int
+    span_s: float
+    rate_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The best candidate of a plan against what runs.
+
+    Args:
+        now: what runs, simulated; None: nothing of the mix fits it.
+    """
+
+    plan: Plan
+    present: Present
+    now: PlanCandidate | None
+
+    @property
+    def best(self) -> PlanCandidate:
+        return self.plan.best
+
+    @property
+    def changes(self) -> list[tuple[str, Layout, Layout]]:
+        """(machine, layout now, layout proposed) of every machine that would change."""
+        now, proposed = self.present.layouts, self.best.layouts
+        return [(m, now[m], layout) for m, layout in proposed.items() if layout != now[m]]
+
+    @property
+    def gain(self) -> float | None:
+        """Of throughput, relative; None where one side has none."""
+        if self.now is None or self.now.simulated is None or self.best.simulated is None:
+            return None
+        return self.best.simulated.tokens_per_s / self.now.simulated.tokens_per_s - 1
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the proposal is better at the goal by more than the simulator's noise."""
+        best, now = self.best, self.now
+        if not self.changes:
+            return False
+        if now is None:
+            return True
+        if self.plan.goal == "goodput" and best.goodput_per_s is not None:
+            return best.goodput_per_s > (now.goodput_per_s or 0.0) * (1 + NOISE)
+        if self.plan.goal == "cost" and best.usd_per_million_tokens and now.usd_per_million_tokens:
+            return best.usd_per_million_tokens < now.usd_per_million_tokens * (1 - NOISE)
+        if self.plan.goal == "fewest":
+            holds_more = best.holds is True and now.at_rate is None
+            return best.accelerators < now.accelerators or holds_more
+        return (self.gain or 0.0) > NOISE
+
+
+def compare(plan: Plan, question: Question, present: Present, policy: str) -> Comparison:
+    """The plan, its best candidate changing as few machines as it can, against what runs.
+
+    What runs is simulated under the gateway's own policy, at the rate that the plan tells
+    latencies for.
+    """
+    best = aligned(plan.best, plan.machines, present.layouts)
+    goals = dataclasses.replace(question.goals, rate_per_s=plan.rate_per_s or None)
+    asked = dataclasses.replace(question, policy=policy, goals=goals)
+    now = simulate_present(asked, present.layouts)
+    if now is not None and _is_as_good(now, best, plan):
+        return Comparison(_led_by(now, plan), present, now)
+    plan = dataclasses.replace(
+        plan,
+        candidates=(best, *plan.candidates[1:]),
+        pareto=tuple(best if c == plan.best else c for c in plan.pareto),
+    )
+    return Comparison(plan, present, now)
+
+
+def _is_as_good(now: PlanCandidate, best: PlanCandidate, plan: Plan) -> bool:
+    """Whether the simulation has what runs at least where it has the best that was found.
+
+    The search does not try everything; what it found is no reason to lose something by a change.
+    """
+    if plan.goal != "throughput" or now.simulated is None or best.simulated is None:
+        return False
+    if best.at_rate is not None and now.at_rate is None:
+        return False
+    return now.simulated.tokens_per_s >= best.simulated.tokens_per_s
+
+
+def _led_by(now: PlanCandidate, plan: Plan) -> Plan:
+    """With what runs as the best, and not a second time among the others."""
+    others = [c for c in plan.candidates if c.layouts != now.layouts]
+    led = [dataclasses.replace(c, why_not=c.why_not or "no more than what runs") for c in others]
+    known = dict(zip(map(id, others), led, strict=True))
+    pareto = tuple(known[id(c)] for c in plan.pareto if id(c) in known)
+    note = "what runs does at least as much as the best that the search found"
+    return dataclasses.replace(
+        plan, candidates=(now, *led), pareto=pareto, notes=(*plan.notes, note)
+    )

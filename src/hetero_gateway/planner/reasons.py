@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.layouts import describe, feasible_sizes, group_machines, together
-from hetero_gateway.planner.plan import Candidate, InstanceType, Key, Layout, Machine, Unfit
+from hetero_gateway.planner.plan import InstanceType, Key, Layout, Machine, PlanCandidate, Unfit
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.shortlist import Shortlist
 from hetero_gateway.planner.sizes import Size, as_size
@@ -35,7 +35,7 @@ class Reasons:
     types: Mapping[Key, InstanceType]
     alone: Mapping[Key, Alone]
 
-    def why_not(self, candidate: Candidate, best: Candidate, goals: Goals) -> str:
+    def why_not(self, candidate: PlanCandidate, best: PlanCandidate, goals: Goals) -> str:
         """One line on why ``candidate`` is not the best."""
         parts = []
         if candidate.simulated is None:
@@ -65,7 +65,7 @@ class Reasons:
             parts += filter(None, (_policy_loss(candidate), self._cause(candidate, best)))
         return "; ".join(parts)
 
-    def relative_uncertainty(self, candidate: Candidate) -> float:
+    def relative_uncertainty(self, candidate: PlanCandidate) -> float:
         """Of a candidate's throughput: that of its most uncertain type."""
         used = instances(candidate, self.machines)
         return max((self._uncertainty(key) for key in used if key in self.alone), default=0.0)
@@ -76,7 +76,7 @@ class Reasons:
         of_kv = found.memory.uncertainty if self.alone[key].limit == "KV" else 0.0
         return math.hypot(found.time_uncertainty, of_kv)
 
-    def lead(self, best: Candidate, second: Candidate) -> str | None:
+    def lead(self, best: PlanCandidate, second: PlanCandidate) -> str | None:
         """A line when the lead over the second is within what is uncertain of it; else None.
 
         What both have of a type cancels out: only of the instances that one has more of does the
@@ -106,7 +106,7 @@ class Reasons:
             f"{uncertain:.0%} of the whole: either may win; a measured profile would decide"
         )
 
-    def _cause(self, candidate: Candidate, best: Candidate) -> str:
+    def _cause(self, candidate: PlanCandidate, best: PlanCandidate) -> str:
         """Of the machine whose layout loses most: why its worst type does."""
         lost = {
             i: self._sum(i, best.layouts[i]) - self._sum(i, layout)
@@ -187,7 +187,7 @@ class Reasons:
         return f"KV: the weights are held {copies} times" if held else "KV"
 
 
-def instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[Key]:
+def instances(candidate: PlanCandidate, machines: Mapping[str, Machine]) -> Counter[Key]:
     """By type; one that stretches over machines counts once, within rounding."""
     found = Counter(
         (machines[i].accelerator, t) for i, layout in candidate.layouts.items() for t in layout
@@ -195,7 +195,7 @@ def instances(candidate: Candidate, machines: Mapping[str, Machine]) -> Counter[
     return Counter({key: n // as_size(key[1]).machines for key, n in found.items()})
 
 
-def summary(candidate: Candidate, machines: Mapping[str, Machine]) -> str:
+def summary(candidate: PlanCandidate, machines: Mapping[str, Machine]) -> str:
     """A candidate in a few words: layouts, and on how many machines of which accelerator."""
     counts = Counter(
         (machines[i].accelerator, machines[i].count, layout)
@@ -213,7 +213,7 @@ def summary(candidate: Candidate, machines: Mapping[str, Machine]) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def _ruled_out(candidate: Candidate, best: Candidate, goals: Goals) -> str:
+def _ruled_out(candidate: PlanCandidate, best: PlanCandidate, goals: Goals) -> str:
     if candidate.alone_tokens_per_s and best.alone_tokens_per_s and goals.name == "throughput":
         ratio = candidate.alone_tokens_per_s / best.alone_tokens_per_s
         return f"{ratio - 1:+.1%} by the sum of its instances alone"
@@ -231,14 +231,14 @@ def _less_goodput(mine_per_s: float, best_per_s: float) -> str:
     return f"holds {mine_per_s:.3g} requests/s, {best_per_s:.3g} is the most"
 
 
-def _not_held(candidate: Candidate, goals: Goals) -> str:
+def _not_held(candidate: PlanCandidate, goals: Goals) -> str:
     if candidate.at_rate is not None and (missed := goals.missed(candidate.at_rate)):
         return missed
     tokens_per_s = f"{candidate.tokens_per_s:.0f} tokens/s"
     return f"{goals.rate_per_s:g} requests/s are over 95 % of its {tokens_per_s}"
 
 
-def _policy_loss(candidate: Candidate) -> str:
+def _policy_loss(candidate: PlanCandidate) -> str:
     if candidate.simulated is None or not candidate.alone_tokens_per_s:
         return ""
     kept = candidate.simulated.tokens_per_s / candidate.alone_tokens_per_s
@@ -248,7 +248,9 @@ def _policy_loss(candidate: Candidate) -> str:
 # Besides the candidates, and where there are none
 
 
-def plan_notes(question: Question, reasons: Reasons, candidates: Sequence[Candidate]) -> list[str]:
+def plan_notes(
+    question: Question, reasons: Reasons, candidates: Sequence[PlanCandidate]
+) -> list[str]:
     """Of an answer, best candidate first: what to know of the best one."""
     best, machines = candidates[0], reasons.machines
     notes = []
@@ -298,7 +300,7 @@ def nothing_holds(
     question: Question,
     shortlist: Shortlist,
     rates_per_s: Mapping[Key, float],
-    largest: Candidate | None = None,
+    largest: PlanCandidate | None = None,
 ) -> str:
     """One line: no set of machines holds the rate, and what they would hold.
 

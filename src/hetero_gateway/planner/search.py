@@ -16,9 +16,10 @@ import numpy as np
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner import allocation
 from hetero_gateway.planner.allocation import Allocation
+from hetero_gateway.planner.goals import lacking
 from hetero_gateway.planner.layouts import Group, feasible_sizes, group_machines, together
-from hetero_gateway.planner.least_resource import least_that_holds
-from hetero_gateway.planner.plan import Candidate, Figures, Key, Layout, Plan
+from hetero_gateway.planner.least_resource import LeastSets
+from hetero_gateway.planner.plan import Key, Layout, Plan, PlanCandidate, SystemFigures
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.reasons import Reasons, nothing_fits, nothing_holds, plan_notes
 from hetero_gateway.planner.shortlist import Shortlist, make_shortlist, rates_alone
@@ -52,30 +53,12 @@ def search(question: Question, on_progress: Callable[[str], None] = lambda text:
 
 
 def _check(question: Question, groups: Sequence[Group]) -> None:
-    goals = question.goals
     if not question.machines:
         raise ConfigError("machines: there are none")
     if not any(feasible_sizes(group, question.types) for group in groups):
         raise ConfigError(nothing_fits(question.unfit))
-    if goals.name == "cost":
-        lacking = sorted({g.accelerator for g in groups if g.price_per_hour_usd is None})
-        if lacking:
-            raise ConfigError(
-                "the goal cost needs a price per accelerator-hour of " + ", ".join(lacking)
-            )
-    if goals.rate_per_s is None:
-        if goals.name == "fewest":
-            raise ConfigError("the goal fewest needs a rate to hold")
-        if goals.has_limits and not goals.at_goodput:
-            raise ConfigError(
-                f"{goals.limits} needs a rate at which it is to hold, or a goal that "
-                "finds one: goodput, cost"
-            )
-    if goals.name == "goodput" and not goals.has_limits:
-        raise ConfigError(
-            "the goal goodput needs limits: slo with ttft_s, tpot_s or both (--slo-ttft, "
-            "--slo-tpot)"
-        )
+    if problem := lacking(question.goals, question.machines):
+        raise ConfigError(problem[1])
 
 
 class _Search:
@@ -98,9 +81,8 @@ class _Search:
         if goals.at_goodput:
             candidates = self._most_within_limits()
         elif goals.name != "throughput" and goals.rate_per_s is not None:
-            candidates, self._lower_bound = least_that_holds(
-                self._systems, self._rates_alone(), self._on_progress
-            )
+            sets = LeastSets(self._systems, self._rates_alone(), self._on_progress)
+            candidates, self._lower_bound = sets.find()
         else:
             candidates = self._best_few()
         if goals.slo is not None and not goals.at_goodput:
@@ -114,7 +96,7 @@ class _Search:
 
     # With everything at once
 
-    def _best_few(self) -> list[Candidate]:
+    def _best_few(self) -> list[PlanCandidate]:
         """The best combinations, simulated, in their order; then the others."""
         find = allocation.least_cost if self._goals.name == "cost" else allocation.best_sums
         found = find(self._groups, self._shortlist.worths, _COMBINATIONS)
@@ -156,8 +138,8 @@ class _Search:
         return [(((layout, group.machines),),) for layout in dropped[:_COMBINATIONS]]
 
     def _settle_ties(
-        self, ranked: list[tuple[Candidate, Allocation]]
-    ) -> list[tuple[Candidate, Allocation]]:
+        self, ranked: list[tuple[PlanCandidate, Allocation]]
+    ) -> list[tuple[PlanCandidate, Allocation]]:
         """Those that one run cannot tell from the best are run again with other requests."""
         if self._goals.name != "throughput":
             return ranked
@@ -166,7 +148,7 @@ class _Search:
         if len(tied) < 2:
             return ranked
         other = Mix.of(self._q.lengths, self._q.seed + 1)
-        second: list[Figures] = []
+        second: list[SystemFigures] = []
         for candidate, _ in tied:
             if (figures := self._systems.saturate(candidate, other)) is None:
                 return ranked
@@ -177,7 +159,7 @@ class _Search:
 
     # Each at its goodput
 
-    def _most_within_limits(self) -> list[Candidate]:
+    def _most_within_limits(self) -> list[PlanCandidate]:
         """The best few by the rates that their instances hold alone, each at its own goodput."""
         rates_per_s = self._rates_alone()
         if not rates_per_s:
@@ -212,9 +194,9 @@ class _Search:
 
     def _at_goodput(
         self, allocations: Sequence[Allocation], worths: Mapping[Group, Mapping[Layout, float]]
-    ) -> list[tuple[Candidate, Allocation]]:
+    ) -> list[tuple[PlanCandidate, Allocation]]:
         """Each simulated at the highest rate that it holds, the best first."""
-        found: list[tuple[Candidate, Allocation]] = []
+        found: list[tuple[PlanCandidate, Allocation]] = []
         ratio = 1.0  # of what the last one held to what its instances hold alone
         for each in allocations:
             self._on_progress(f"at its goodput: {self._systems.name(each)}")
@@ -228,10 +210,10 @@ class _Search:
 
     # The answer
 
-    def _rank_of_pair(self, pair: tuple[Candidate, Allocation]) -> tuple[float, ...]:
+    def _rank_of_pair(self, pair: tuple[PlanCandidate, Allocation]) -> tuple[float, ...]:
         return self._goals.rank(pair[0])
 
-    def _plan(self, candidates: list[Candidate]) -> Plan:
+    def _plan(self, candidates: list[PlanCandidate]) -> Plan:
         q, mix, alone = self._q, self._shortlist.mix, self._shortlist.alone
         reasons = Reasons({m.id: m for m in q.machines}, q.types, alone)
         best = candidates[0]
@@ -278,8 +260,8 @@ def _rate_of(
 
 
 def _with_second_runs(
-    candidates: Sequence[Candidate], second: Sequence[Figures]
-) -> list[Candidate]:
+    candidates: Sequence[PlanCandidate], second: Sequence[SystemFigures]
+) -> list[PlanCandidate]:
     """Each with the mean of its run with everything at once and of another one's figures.
 
     Other requests are a little harder or easier for all of them: that is nobody's merit.
@@ -292,7 +274,7 @@ def _with_second_runs(
     ]
 
 
-def _mean(candidate: Candidate, other: Figures, level: float) -> Candidate:
+def _mean(candidate: PlanCandidate, other: SystemFigures, level: float) -> PlanCandidate:
     """With the mean of two runs with everything at once, the second times ``level``."""
     one = candidate.simulated
     if one is None:
@@ -306,11 +288,11 @@ def _mean(candidate: Candidate, other: Figures, level: float) -> Candidate:
     return dataclasses.replace(candidate, simulated=figures)
 
 
-def _pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def _pareto(candidates: Sequence[PlanCandidate]) -> tuple[PlanCandidate, ...]:
     """Those that no other beats in both throughput and mean latency at the rate; fastest last."""
     known = [c for c in candidates if c.at_rate is not None]
     known.sort(key=lambda c: (-c.tokens_per_s, c.at_rate.latency_mean_s if c.at_rate else 0.0))
-    kept: list[Candidate] = []
+    kept: list[PlanCandidate] = []
     for candidate in known:
         assert candidate.at_rate is not None
         last = kept[-1].at_rate if kept else None

@@ -17,7 +17,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
 from hetero_gateway.planner.goals import HEADROOM, find_goodput
 from hetero_gateway.planner.layouts import Group, feasible_sizes, machine_layouts, together
-from hetero_gateway.planner.plan import Figures, Key, Layout
+from hetero_gateway.planner.plan import Key, Layout, SystemFigures
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.sizes import as_size
 from hetero_gateway.planner.trials import System
@@ -189,7 +189,9 @@ def rates_alone(
     return result
 
 
-def _hold_alone(question: Question, of: Shortlist, key: Key, rate_per_s: float) -> Figures | None:
+def _hold_alone(
+    question: Question, of: Shortlist, key: Key, rate_per_s: float
+) -> SystemFigures | None:
     profile = question.types[key].profile
     if question.in_order:
         system = System(((profile, 1),), of.alone[key].batch, _share(question, key))

@@ -41,7 +41,7 @@ def instance_memory(
     *,
     needed_tokens: int = 1,
 ) -> MemoryEstimate:
-    """``memory.estimate_memory`` of an instance of any size.
+    """``StartUp.memory`` of an instance of any size.
 
     The parts are those of the accelerator with the least room; the capacity is the instance's, of
     all its data-parallel copies together (``holds_request`` judges one).

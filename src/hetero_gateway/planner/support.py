@@ -27,7 +27,7 @@ _STORAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class SizeFit:
     """One accelerator at one tensor parallelism.
 
     Args:
@@ -57,7 +57,7 @@ class Support:
     weight_bytes: Mapping[str, float]
     sizes: tuple[int, ...]
     refused: Mapping[int, str]
-    fits: tuple[Fit, ...]
+    fits: tuple[SizeFit, ...]
 
 
 def support(
@@ -105,20 +105,22 @@ def _fit(
     options: EngineOptions,
     context: int,
     method: Method,
-) -> Fit:
+) -> SizeFit:
     if (why := precision_refusal(model, device)) is not None:
-        return Fit(device.name, t, why)
+        return SizeFit(device.name, t, why)
     if t > 1 and device.link_bytes_per_s <= 0:
-        return Fit(device.name, t, "no link between two is known")
+        return SizeFit(device.name, t, "no link between two is known")
     if t > device.max_group:
-        return Fit(device.name, t, f"at most {device.max_group} work on one instance")
+        return SizeFit(device.name, t, f"at most {device.max_group} work on one instance")
     start = StartUp(model, device, t, options)
     memory = start.memory(method, context)
     if not is_feasible(memory, context):
         missing = start.shortfall_bytes(memory, context)
-        return Fit(device.name, t, "too little memory", shortfall_bytes=missing)
+        return SizeFit(device.name, t, "too little memory", shortfall_bytes=missing)
     tokens = memory.kv_capacity_tokens
-    return Fit(device.name, t, "", tokens, memory.uncertainty, tokens / context, tight=memory.tight)
+    return SizeFit(
+        device.name, t, "", tokens, memory.uncertainty, tokens / context, tight=memory.tight
+    )
 
 
 def layer_lines(model: ModelShape) -> list[str]:

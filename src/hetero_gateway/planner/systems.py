@@ -7,7 +7,7 @@ import dataclasses
 from hetero_gateway.planner import trials
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.goals import HEADROOM, Goodput, usd_per_million_tokens
-from hetero_gateway.planner.plan import Candidate, Figures, Layout
+from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.reasons import instances, summary
 from hetero_gateway.planner.shortlist import Shortlist
@@ -22,7 +22,7 @@ class Systems:
         self.shortlist = shortlist
         self._machines = {m.id: m for m in question.machines}
 
-    def candidate(self, each: Allocation, simulated: Figures | None = None) -> Candidate:
+    def candidate(self, each: Allocation, simulated: SystemFigures | None = None) -> PlanCandidate:
         """An allocation as a candidate, by what its instances do alone or was simulated."""
         layouts: dict[str, Layout] = {}
         paper = unpadded = alone = 0.0
@@ -39,7 +39,7 @@ class Systems:
         running = sum(sum(layout) for layout in layouts.values())
         present = sum(self._machines[i].count for i, layout in layouts.items() if layout)
         tokens_per_s = alone if simulated is None else simulated.tokens_per_s
-        return Candidate(
+        return PlanCandidate(
             layouts=layouts,
             estimate_paper_tokens_per_s=paper,
             estimate_tokens_per_s=unpadded,
@@ -56,7 +56,7 @@ class Systems:
         """In a few words."""
         return summary(self.candidate(each), self._machines)
 
-    def system(self, candidate: Candidate) -> trials.System:
+    def system(self, candidate: PlanCandidate) -> trials.System:
         """What is simulated for a candidate."""
         counts = instances(candidate, self._machines)
         types, alone = self.question.types, self.shortlist.alone
@@ -66,17 +66,17 @@ class Systems:
             self.question.requests,
         )
 
-    def saturated(self, each: Allocation) -> Candidate:
+    def saturated(self, each: Allocation) -> PlanCandidate:
         """With everything at once."""
         candidate = self.candidate(each)
         figures = self.saturate(candidate, self.shortlist.mix)
         return candidate if figures is None else self.candidate(each, figures)
 
-    def saturate(self, candidate: Candidate, mix: Mix) -> Figures | None:
+    def saturate(self, candidate: PlanCandidate, mix: Mix) -> SystemFigures | None:
         """With everything of a mix at once; None where no request finishes."""
         return self.question.saturate(self.system(candidate), mix, candidate.alone_tokens_per_s)
 
-    def at_rate(self, candidate: Candidate, rate_per_s: float) -> Candidate:
+    def at_rate(self, candidate: PlanCandidate, rate_per_s: float) -> PlanCandidate:
         """The candidate with its figures at the rate, and with what they mean for the goals."""
         goals, mix = self.question.goals, self.shortlist.mix
         asked = goals.rate_per_s is not None
@@ -91,7 +91,7 @@ class Systems:
             holds=figures is not None and not goals.missed(figures) if asked else None,
         )
 
-    def tried(self, each: Allocation, rate_per_s: float) -> Candidate:
+    def tried(self, each: Allocation, rate_per_s: float) -> PlanCandidate:
         """At the rate; what holds it within limits must do so again.
 
         The second time with other requests, and twice as many.
@@ -106,13 +106,13 @@ class Systems:
             return candidate
         return dataclasses.replace(candidate, at_rate=figures, holds=False)
 
-    def priced(self, candidate: Candidate, rate_per_s: float) -> Candidate:
+    def priced(self, candidate: PlanCandidate, rate_per_s: float) -> PlanCandidate:
         """With the price of a million tokens at a rate."""
         tokens_per_s = rate_per_s * self.shortlist.mix.mean_tokens
         cost = usd_per_million_tokens(self.question.machines, candidate.layouts, tokens_per_s)
         return dataclasses.replace(candidate, usd_per_million_tokens=cost)
 
-    def at_goodput(self, candidate: Candidate, likely_per_s: float) -> Candidate:
+    def at_goodput(self, candidate: PlanCandidate, likely_per_s: float) -> PlanCandidate:
         """The candidate with the highest rate that it holds, and its figures there."""
         found = self._goodput(candidate, likely_per_s)
         if found is None:
@@ -124,13 +124,13 @@ class Systems:
             goodput_per_s=found.rate_per_s,
         )
 
-    def with_goodput(self, candidate: Candidate, likely_per_s: float) -> Candidate:
+    def with_goodput(self, candidate: PlanCandidate, likely_per_s: float) -> PlanCandidate:
         """The candidate with the highest rate that it holds, its figures as they are."""
         found = self._goodput(candidate, likely_per_s)
         goodput_per_s = None if found is None else found.rate_per_s
         return dataclasses.replace(candidate, goodput_per_s=goodput_per_s)
 
-    def _goodput(self, candidate: Candidate, likely_per_s: float) -> Goodput | None:
+    def _goodput(self, candidate: PlanCandidate, likely_per_s: float) -> Goodput | None:
         if candidate.simulated is None:
             return None
         system = self.system(candidate)

@@ -28,7 +28,7 @@ from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.planner.plan import Figures
+from hetero_gateway.planner.plan import SystemFigures
 from hetero_gateway.sim.alone import (
     FILLED,
     Alone,
@@ -99,7 +99,7 @@ def reduced(counts: Mapping[Profile, int], alone: Mapping[Profile, Alone], reque
     )
 
 
-def at_most(figures: Figures, tokens_per_s: float) -> Figures:
+def at_most(figures: SystemFigures, tokens_per_s: float) -> SystemFigures:
     """No more than a system's instances do alone: more is the luck of a short run, which flatters
     unequal layouts by up to 7 %.
 
@@ -130,7 +130,7 @@ class Trials(NamedTuple):
     compiled: bool = False
     slo: Slo | None = None
 
-    def saturate(self, system: System, mix: Mix) -> Figures | None:
+    def saturate(self, system: System, mix: Mix) -> SystemFigures | None:
         """Everything at once, in its stride, and scaled to the system it stands for."""
         half_done = math.ceil(system.batch)
         batches = np.clip(self.requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
@@ -151,14 +151,16 @@ class Trials(NamedTuple):
             return None
         output_tokens_per_s = _tokens_per_s(workload, records, window)
         counted = (records.first_token_s >= window[0]) & (records.first_token_s <= window[1])
-        return Figures(
+        return SystemFigures(
             tokens_per_s=output_tokens_per_s * per_output_token / system.share,
             output_tokens_per_s=output_tokens_per_s / system.share,
             batch=mean_running(records, *window) / len(instances),
             cached_share=_cached_share(workload, records, counted),
         )
 
-    def hold(self, system: System, mix: Mix, rate_per_s: float, times: int = 1) -> Figures | None:
+    def hold(
+        self, system: System, mix: Mix, rate_per_s: float, times: int = 1
+    ) -> SystemFigures | None:
         """Poisson arrivals at a rate of the whole system, of ``times`` as many requests.
 
         None where no request finishes.
@@ -173,7 +175,7 @@ class Trials(NamedTuple):
         records = self._simulate(instances, workload, mix)
         return _figures_at_rate(workload, records, mix, len(instances), system.share, self.slo)
 
-    def hold_alone(self, profile: Profile, mix: Mix, rate_per_s: float) -> Figures | None:
+    def hold_alone(self, profile: Profile, mix: Mix, rate_per_s: float) -> SystemFigures | None:
         """One instance at a rate of arrivals; None where it does not finish a request."""
         workload = _at_rate(mix, rate_per_s, mix.batch(profile))
         records = simulate_alone(profile, workload, self.engines)
@@ -250,7 +252,7 @@ def _figures_at_rate(
     instances: int,
     share: float = 1.0,
     slo: Slo | None = None,
-) -> Figures | None:
+) -> SystemFigures | None:
     size = len(workload)
     came = np.arange(size) >= int(_FILL * size)
     counted = came & np.isfinite(records.finish_s)
@@ -267,7 +269,7 @@ def _figures_at_rate(
     per_output_token = mix.tokens_per_output_token
     if workload.prefixes is not None:  # these rows are not drawn from the mix
         per_output_token = 1 + float(workload.prompt_tokens.sum() / workload.output_tokens.sum())
-    return Figures(
+    return SystemFigures(
         tokens_per_s=output_tokens_per_s * per_output_token,
         output_tokens_per_s=output_tokens_per_s,
         latency_mean_s=latency.mean,

@@ -45,7 +45,7 @@ def test_every_request_is_finished_and_no_load_stays(
     assert not np.isnan(records.finish_s).any()
     for each in gateways:
         assert each.queued == 0
-        assert all(each.snapshot(i.instance_id).load_s == 0 for i in INSTANCES)
+        assert all(each.members.snapshot(i.instance_id).load_s == 0 for i in INSTANCES)
 
 
 def test_with_fresh_news_the_picks_are_those_of_one() -> None:
@@ -62,8 +62,8 @@ def test_shards_have_instances_of_their_own() -> None:
     gateways = [scheduler(seed) for seed in range(2)]
     records = run(Shards(gateways, 2, np.random.default_rng(0), block=2), 0.02)
     assert not np.isnan(records.finish_s).any()
-    assert [s.instance_id for s in gateways[0].specs()] == ["i0", "i1"]
-    assert [s.instance_id for s in gateways[1].specs()] == ["i2", "i3"]
+    assert list(gateways[0].members.specs) == ["i0", "i1"]
+    assert list(gateways[1].members.specs) == ["i2", "i3"]
     assert set(records.instance.tolist()) >= {0, 2}
 
 

@@ -7,7 +7,6 @@ import math
 import random
 from fractions import Fraction
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -196,25 +195,6 @@ AccountingMachine.TestCase.settings = settings(
 TestAccountingAsAStateMachine = AccountingMachine.TestCase
 
 
-@pytest.mark.parametrize("outcome", list(Outcome))
-def test_a_dispatch_is_taken_off_by_every_outcome_and_once(outcome: Outcome) -> None:
-    state = instance()
-    entry = state.dispatch(request(100, 50.0), 1.5, 0.0)
-    assert sums(state) == (1.5, 150, 1)
-    assert [state.settle(entry, outcome, 0.0) for _ in range(3)] == [True, False, False]
-    assert sums(state) == (0, 0, 0)
-    assert entry.outcome is outcome
-
-
-def test_what_is_taken_off_is_what_was_put_on() -> None:
-    # The usage at the time of settling plays no part: w is remembered.
-    state = instance()
-    first = state.dispatch(request(), 0.25, 0.0)
-    state.dispatch(request(), 8.0, 0.0)
-    state.settle(first, Outcome.COMPLETED, 0.0)
-    assert state.load_s == 8.0
-
-
 def test_a_dispatch_is_charged_what_its_demand_was() -> None:
     # Half of the prompt is in the prefix cache: it is not computed, but it is held.
     state = instance()
@@ -244,16 +224,6 @@ def test_a_burst_of_wildly_different_workloads_leaves_no_residue() -> None:
     assert abs(naive - kept.workload) > 1
     state.settle(kept, Outcome.COMPLETED, 0.0)
     assert state.load_s == 0.0
-
-
-def test_the_order_of_settling_changes_nothing() -> None:
-    sizes = [1e-9, 3.3, 1e21, 0.1]
-    for order in itertools.permutations(range(4)):
-        state = instance()
-        entries = [state.dispatch(request(), size, 0.0) for size in sizes]
-        for i in order[:3]:
-            state.settle(entries[i], Outcome.COMPLETED, 0.0)
-        assert state.load_s == float(exact_load([entries[order[3]]]))
 
 
 def test_a_settlement_that_comes_after_the_removal_touches_no_new_instance() -> None:

@@ -80,16 +80,6 @@ def test_a_request_waits_then_streams_then_is_gone() -> None:
     assert not p.stages(SLOTS).any()
 
 
-def test_only_the_first_of_first_tokens_counts() -> None:
-    p = progress()
-    d = stream(p, 0.0)
-    assert not d.state.first_token(d, 1.0)
-    gone(d, 2.0)
-    assert not d.state.first_token(d, 3.0)
-    gone(d, 4.0)
-    assert not p.rows(SLOTS, 5.0)[[WAITING, STREAMING, CONTEXT]].any()
-
-
 def test_context_grows_by_one_token_per_stream_and_step() -> None:
     p = progress()
     stream(p, 0.0, prompt=100)

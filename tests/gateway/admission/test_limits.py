@@ -67,6 +67,7 @@ def tokens_used(running: RunningGateway, name: str) -> int:
     return accounts[name].tokens.used
 
 
+@pytest.mark.slow
 @WORKERS
 async def test_of_200_at_once_just_as_many_are_served_as_may_be(
     workers: int, tmp_path: Path

@@ -15,7 +15,7 @@ import struct
 import wave
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -28,7 +28,7 @@ from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.turns import finish
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
-from hetero_gateway.lab.emulator.text import ANSWER_HEADER_TOKENS, MESSAGE_TOKENS, count_tokens
+from hetero_gateway.lab.emulator.text import tokenize
 from tests.fakes.emulated import emulated
 from tests.fakes.running import FAST, config_for, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -48,6 +48,10 @@ def texts(count: int, times: int = 3) -> list[str]:
     return [WORDS * (1 + i % times) for i in range(count)]
 
 
+def count_tokens(text: str) -> int:
+    return len(tokenize(text))
+
+
 def tokens(*parts: str) -> int:
     return sum(count_tokens(part) for part in parts)
 
@@ -58,7 +62,8 @@ def chat(*contents: str) -> list[dict[str, Any]]:
 
 
 def chat_tokens(*contents: str) -> int:
-    return tokens(*contents) + MESSAGE_TOKENS * len(contents) + ANSWER_HEADER_TOKENS
+    """With what the template adds: 4 for each message, and 3 for the answer's header."""
+    return tokens(*contents) + 4 * len(contents) + 3
 
 
 def blocks(*contents: str) -> list[dict[str, Any]]:
@@ -80,25 +85,14 @@ TOOLS_TOKENS = count_tokens(json.dumps(TOOLS, separators=(",", ":")))
 PICTURE = {"type": "image_url", "image_url": {"url": IMAGE}}
 
 
-class Case:
-    """A body, and what an engine computes for it.
+class Case(NamedTuple):
+    """A body, and what an engine computes for it."""
 
-    Args:
-        prompt_tokens: of all prompts.
-        prompts: how many sequences are prefilled.
-        n: answers to each.
-        most: output tokens of one at most, where it is given.
-    """
-
-    def __init__(
-        self, body: dict[str, Any], prompt_tokens: int, prompts: int = 1, n: int = 1,
-        most: int | None = None,
-    ) -> None:  # fmt: skip
-        self.body = body
-        self.prompt_tokens = prompt_tokens
-        self.prompts = prompts
-        self.n = n
-        self.most = most
+    body: dict[str, Any]
+    prompt_tokens: int  # of all prompts
+    prompts: int = 1  # sequences that are prefilled
+    n: int = 1  # answers to each
+    most: int | None = None  # output tokens of one, where a limit is given
 
 
 def pairs(query: str, documents: list[str]) -> int:

@@ -266,8 +266,10 @@ async def test_where_clients_are_isolated_by_credentials_a_response_has_an_owner
         before = received(stores)
         for headers in (YOURS, {}):
             assert (await follow(running, headers, "resp_a")).status_code == 404
+            assert (await ask(running, "GET", f"{PATH}/resp_a", headers)).status_code == 404
         assert received(stores) == before
         assert (await follow(running, MINE, "resp_a")).status_code == 200
+        assert (await ask(running, "GET", f"{PATH}/resp_a", MINE)).status_code == 200
 
 
 def test_one_owner_cannot_push_out_anothers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,7 @@ async def test_a_full_queue_is_429_with_retry_after_in_the_openai_client() -> No
         assert 'queue_rejections_total{reason="queue_full"}' in await running.metrics()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "limit"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,16 +12,10 @@ import pytest
 
 from hetero_gateway.core.types import InstanceId, PrefixKeys, Request
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import FakeInstance, fake_instances
+from tests.fakes.running import RunningGateway, eventually, rig
+from tests.fakes.vllm import FakeInstance
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def fakes() -> AsyncIterator[list[FakeInstance]]:
-    async with fake_instances(1) as made:
-        yield made
 
 
 def chat(*contents: str, **fields: Any) -> dict[str, Any]:
@@ -47,17 +41,16 @@ def placed(running: RunningGateway) -> list[Request]:
 
 
 async def ask(
-    running: RunningGateway,
+    client: httpx.AsyncClient,
     bodies: Sequence[dict[str, Any] | bytes],
     path: str = CHAT,
     **headers: str,
 ) -> None:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with httpx.AsyncClient(base_url=running.url, headers=named) as client:
-        for body in bodies:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = await client.post(path, content=content)
-            assert answer.status_code == 200, answer.text
+    for body in bodies:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await client.post(path, content=content, headers=named)
+        assert answer.status_code == 200, answer.text
 
 
 def keys(request: Request) -> PrefixKeys:
@@ -65,15 +58,13 @@ def keys(request: Request) -> PrefixKeys:
     return request.prefix
 
 
-async def test_a_turn_has_the_keys_of_the_one_before_also_when_it_has_become_long(
-    fakes: list[FakeInstance],
-) -> None:
+async def test_a_turn_has_the_keys_of_the_one_before_also_when_it_has_become_long() -> None:
     contents = ["be kind " * 50]
-    async with running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, client, _):
         seen = placed(running)
         for size in (100, 20_000, 60_000, 300_000, 900_000):
             contents += ["x" * size, f"and {size}? " * 9]
-            await ask(running, [chat(*contents)])
+            await ask(client, [chat(*contents)])
     assert len(seen) == 5
     assert len(json.dumps(chat(*contents))) > LEAST_BYTES
     for before, after in pairwise(seen):
@@ -81,31 +72,27 @@ async def test_a_turn_has_the_keys_of_the_one_before_also_when_it_has_become_lon
         assert keys(after).hashes[: len(shared)] == shared != ()
 
 
-async def test_what_generates_nothing_and_what_is_switched_off_has_no_keys(
-    fakes: list[FakeInstance],
-) -> None:
+async def test_what_generates_nothing_and_what_is_switched_off_has_no_keys() -> None:
     embedding = {"model": "m", "input": "x" * 3000}
-    async with running_gateway(config_for(fakes)) as running:
+    async with rig() as (running, client, _):
         seen = placed(running)
-        await ask(running, [embedding], "/v1/embeddings")
-        await ask(running, [{"model": "m", "prompt": "x" * 3000}], "/tokenize")
-    config = config_for(fakes, scheduler={"prefix_cache": False})
-    async with running_gateway(config) as running:
+        await ask(client, [embedding], "/v1/embeddings")
+        await ask(client, [{"model": "m", "prompt": "x" * 3000}], "/tokenize")
+    async with rig(scheduler={"prefix_cache": False}) as (running, client, _):
         also = placed(running)
-        await ask(running, [chat("x" * 3000)])
+        await ask(client, [chat("x" * 3000)])
     assert [request.prefix for request in seen + also] == [None] * 3
 
 
 async def test_gateways_with_one_secret_have_the_same_keys_and_others_do_not(
-    fakes: list[FakeInstance], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PREFIX_KEY", "hush")
     seen = []
     for name in ("PREFIX_KEY", "PREFIX_KEY", None):
-        config = config_for(fakes, scheduler={"prefix_key_env": name})
-        async with running_gateway(config) as running:
+        async with rig(scheduler={"prefix_key_env": name}) as (running, client, _):
             spied = placed(running)
-            await ask(running, [chat("x" * 3000)])
+            await ask(client, [chat("x" * 3000)])
             seen += spied
     assert keys(seen[0]) == keys(seen[1])
     assert not set(keys(seen[0]).hashes) & set(keys(seen[2]).hashes)
@@ -120,16 +107,14 @@ def salt_of(body: bytes) -> str:
     return salt
 
 
-async def test_isolated_clients_have_keys_and_salts_of_their_own(
-    fakes: list[FakeInstance],
-) -> None:
+async def test_isolated_clients_have_keys_and_salts_of_their_own() -> None:
     body = chat("x" * 3000)
-    async with running_gateway(config_for(fakes, scheduler=ISOLATED)) as running:
+    async with rig(scheduler=ISOLATED) as (running, client, fakes):
         seen = placed(running)
-        await ask(running, [body, body], authorization="Bearer one")
-        await ask(running, [body], authorization="Bearer two")
-        await ask(running, [body], x_api_key="one")
-        await ask(running, [body])
+        await ask(client, [body, body], authorization="Bearer one")
+        await ask(client, [body], authorization="Bearer two")
+        await ask(client, [body], x_api_key="one")
+        await ask(client, [body])
     salts = [salt_of(sent) for sent in fakes[0].bodies]
     assert salts[0] == salts[1]
     assert len(set(salts)) == 4
@@ -141,16 +126,14 @@ async def test_isolated_clients_have_keys_and_salts_of_their_own(
         assert decoded == body
 
 
-async def test_a_client_cannot_have_anothers_salt_and_its_own_keeps_its_meaning(
-    fakes: list[FakeInstance],
-) -> None:
-    async with running_gateway(config_for(fakes, scheduler=ISOLATED)) as running:
-        await ask(running, [chat("x" * 3000)], authorization="Bearer victim")
+async def test_a_client_cannot_have_anothers_salt_and_its_own_keeps_its_meaning() -> None:
+    async with rig(scheduler=ISOLATED) as (_, client, fakes):
+        await ask(client, [chat("x" * 3000)], authorization="Bearer victim")
         stolen = salt_of(fakes[0].bodies[0])
         bodies = [chat("x" * 3000, cache_salt=salt) for salt in (stolen, "a", "b", "a")]
-        await ask(running, bodies, authorization="Bearer thief")
+        await ask(client, bodies, authorization="Bearer thief")
         twice = json.dumps(bodies[0])[:-1].encode() + b', "cache_salt" : "c" }\n '
-        await ask(running, [twice], authorization="Bearer thief")
+        await ask(client, [twice], authorization="Bearer thief")
     salts = [salt_of(sent) for sent in fakes[0].bodies]
     assert stolen not in salts[1:]
     assert salts[2] == salts[4] != salts[3]
@@ -158,25 +141,24 @@ async def test_a_client_cannot_have_anothers_salt_and_its_own_keeps_its_meaning(
 
 
 @pytest.mark.parametrize("size", [10, 500_000])
-async def test_a_salt_goes_into_bodies_of_every_size(fakes: list[FakeInstance], size: int) -> None:
-    async with running_gateway(config_for(fakes, scheduler=ISOLATED)) as running:
-        await ask(running, [json.dumps(chat("x" * size)).encode() + b" \n"])
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            text = json.dumps(chat("x" * size))
-            answer = await client.post(CHAT, content=text.encode("utf-16"))
+async def test_a_salt_goes_into_bodies_of_every_size(size: int) -> None:
+    async with rig(scheduler=ISOLATED) as (_, client, fakes):
+        await ask(client, [json.dumps(chat("x" * size)).encode() + b" \n"])
+        text = json.dumps(chat("x" * size))
+        answer = await client.post(CHAT, content=text.encode("utf-16"))
     assert salt_of(fakes[0].bodies[0])
     assert answer.status_code == 400
     assert len(fakes[0].bodies) == 1, "what no salt can be put into is not sent"
 
 
-async def test_without_isolation_bodies_go_as_they_came(fakes: list[FakeInstance]) -> None:
+async def test_without_isolation_bodies_go_as_they_came() -> None:
     body = json.dumps(chat("x" * 3000)).encode() + b"  "
-    async with running_gateway(config_for(fakes)) as running:
-        await ask(running, [body], authorization="Bearer one")
+    async with rig() as (_, client, fakes):
+        await ask(client, [body], authorization="Bearer one")
     assert fakes[0].bodies == [body]
 
 
-async def test_a_session_is_named_by_header_or_body(fakes: list[FakeInstance]) -> None:
+async def test_a_session_is_named_by_header_or_body() -> None:
     named: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"user": "u"}, {}),
         ({"user": "u", "prompt_cache_key": "k"}, {}),
@@ -191,10 +173,10 @@ async def test_a_session_is_named_by_header_or_body(fakes: list[FakeInstance]) -
     ]
     seen = []
     for policy in ("session", "min-max"):
-        async with running_gateway(config_for(fakes, scheduler={"policy": policy})) as running:
+        async with rig(scheduler={"policy": policy}) as (running, client, _):
             spied = placed(running)
             for fields, headers in named:
-                await ask(running, [chat("hello", **fields)], **headers)
+                await ask(client, [chat("hello", **fields)], **headers)
             seen.append([request.session for request in spied])
     by_user, by_key, same_key, by_header, same_header, *others = seen[0]
     assert by_key == same_key
@@ -215,18 +197,22 @@ CACHING = (
 I0 = InstanceId("i0")
 
 
+def caching() -> FakeInstance:
+    """One that says that it has a prefix cache, empty now."""
+    fake = FakeInstance()
+    fake.metrics = CACHING % (1000, 1, 0)
+    return fake
+
+
 @pytest.mark.parametrize("now", [(1001, 1, 0), (1000, 0, 1)], ids=["started anew", "asleep"])
-async def test_what_an_instance_has_lost_is_not_counted_on(
-    fakes: list[FakeInstance], now: tuple[int, int, int]
-) -> None:
-    fakes[0].metrics = CACHING % (1000, 1, 0)
-    async with running_gateway(config_for(fakes)) as running:
+async def test_what_an_instance_has_lost_is_not_counted_on(now: tuple[int, int, int]) -> None:
+    async with rig([caching()]) as (running, client, fakes):
         caches = running.gateway.fleet.scheduler.caches
         index = caches.index
-        await ask(running, [chat("x" * 9000)])
+        await ask(client, [chat("x" * 9000)])
         assert index.keys_on(I0) > 5
-        await ask(running, [chat("x" * 9000, "and?")])
-        decision = (await admin_decisions(running))[0]
+        await ask(client, [chat("x" * 9000, "and?")])
+        decision = (await client.get("/admin/decisions")).json()["decisions"][0]
         assert decision["candidates"][0]["prefix"]["match_tokens"] > 1000
         kept = index.keys_on(I0)
         instance = running.gateway.fleet.instances[I0]
@@ -238,18 +224,10 @@ async def test_what_an_instance_has_lost_is_not_counted_on(
         assert caches.eta(I0) == 1.0
 
 
-async def admin_decisions(running: RunningGateway) -> list[dict[str, Any]]:
-    async with httpx.AsyncClient(base_url=running.url) as client:
-        decisions: list[dict[str, Any]] = (await client.get("/admin/decisions")).json()["decisions"]
-        return decisions
-
-
-async def test_what_is_known_of_caches_is_shown(fakes: list[FakeInstance]) -> None:
-    fakes[0].metrics = CACHING % (1000, 1, 0)
-    async with running_gateway(config_for(fakes)) as running:
-        await ask(running, [chat("x" * 9000)])
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            (row,) = (await client.get("/admin/instances")).json()["instances"]
+async def test_what_is_known_of_caches_is_shown() -> None:
+    async with rig([caching()]) as (running, client, _):
+        await ask(client, [chat("x" * 9000)])
+        (row,) = (await client.get("/admin/instances")).json()["instances"]
         text = await running.metrics()
     assert row["prefix_trust"] == 1.0
     assert 8900 < row["prefix_bytes"] < 9100
@@ -265,14 +243,11 @@ async def test_what_is_known_of_caches_is_shown(fakes: list[FakeInstance]) -> No
     assert 100 < shown["hetero_gateway_prefix_index_memory_bytes"] < 10_000
 
 
-async def test_an_instance_that_is_removed_takes_its_part_with_it(
-    fakes: list[FakeInstance],
-) -> None:
-    async with running_gateway(config_for(fakes)) as running:
-        await ask(running, [chat("x" * 9000)])
+async def test_an_instance_that_is_removed_takes_its_part_with_it() -> None:
+    async with rig() as (running, client, _):
+        await ask(client, [chat("x" * 9000)])
         caches = running.gateway.fleet.scheduler.caches
         assert len(caches.index) > 5
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            assert (await client.delete("/admin/instances/i0")).status_code < 300
+        assert (await client.delete("/admin/instances/i0")).status_code < 300
         assert len(caches.index) == 0
         assert I0 not in caches.index

@@ -17,7 +17,7 @@ from websockets.typing import Subprotocol
 
 from hetero_gateway.core.types import InstanceId
 from tests.fakes.gateway_files import clients
-from tests.fakes.realtime import PATH, Speaker, closed, refusal_of, serving, session
+from tests.fakes.realtime import PATH, Speaker, closed, greeted, refusal_of, serving, session
 from tests.fakes.running import config_for, eventually, running_gateway
 
 
@@ -51,8 +51,7 @@ async def test_messages_pass_both_ways_and_the_load_is_held_until_it_closes(work
 async def test_either_sides_close_reaches_the_other(workers: int) -> None:
     speaker = Speaker()
     async with serving(speaker, workers=workers) as running:
-        async with session(running) as client:
-            await client.recv()
+        async with greeted(running) as client:
             await client.close(3007, "bye")
         await eventually(lambda: speaker.closed == [(3007, "bye")])
         async with session(running) as client:
@@ -61,8 +60,7 @@ async def test_either_sides_close_reaches_the_other(workers: int) -> None:
         async with session(running) as client:
             await client.send("die")
             assert (await closed(client))[0] == 1011
-        async with session(running) as client:
-            await client.recv()
+        async with greeted(running) as client:
             client.transport.abort()
         await eventually(lambda: len(speaker.closed) == 4)
         await eventually(running.settled)
@@ -79,8 +77,7 @@ async def test_it_is_bounded_in_size_time_and_silence() -> None:
         loop = asyncio.get_running_loop()
         for talks, after_s in ((False, 20), (True, 60)):
             began_s = loop.time()
-            async with session(running) as client:
-                await client.recv()
+            async with greeted(running) as client:
                 if talks:
                     talking = asyncio.create_task(talk(client))
                 assert (await closed(client))[0] == 1001
@@ -107,14 +104,13 @@ async def test_keys_models_and_limits_apply(tmp_path: Path) -> None:
         ):
             refused = await refusal_of(session(running, query, additional_headers=headers))
             assert (refused[0], refused[1]["code"]) == (status, code)
-        async with session(running, additional_headers=mine) as client:
-            await client.recv()
+        async with greeted(running, additional_headers=mine):
             assert "authorization" not in speaker.heads[0].headers
             refused = await refusal_of(session(running, additional_headers=mine))
             assert (refused[0], refused[1]["code"]) == (429, "rate_limit_exceeded")
         await eventually(running.settled)
-        async with session(running, additional_headers=mine) as client:
-            await client.recv()
+        async with greeted(running, additional_headers=mine):
+            pass
 
 
 async def test_where_none_can_be_had_the_answer_is_http() -> None:
@@ -140,19 +136,22 @@ async def test_where_none_can_be_had_the_answer_is_http() -> None:
 
 
 async def test_another_sites_page_opens_none_unless_it_is_named() -> None:
-    page, other = {"origin": "https://chat.example"}, {"origin": "https://evil.example"}
+    page = {"origin": "https://chat.example"}
+    # A page without a site is another site's, too.
+    others = [{"origin": origin} for origin in ("https://evil.example", "null", "")]
     for origins in ([], ["https://chat.example"]):
         server = {"port": 0, "cors": {"origins": origins}}
         async with serving(Speaker(), server=server) as running:
-            refused = await refusal_of(session(running, additional_headers=other))
-            assert (refused[0], refused[1]["code"]) == (403, "origin_not_allowed")
+            for other in others:
+                refused = await refusal_of(session(running, additional_headers=other))
+                assert (refused[0], refused[1]["code"]) == (403, "origin_not_allowed")
             if not origins:
                 assert (await refusal_of(session(running, additional_headers=page)))[0] == 403
                 continue
             own = {"origin": f"http://127.0.0.1:{running.port}"}
             for allowed in (page, own):
-                async with session(running, additional_headers=allowed) as client:
-                    await client.recv()
+                async with greeted(running, additional_headers=allowed):
+                    pass
 
 
 async def test_another_instance_is_tried_where_one_refuses() -> None:
@@ -160,8 +159,7 @@ async def test_another_instance_is_tried_where_one_refuses() -> None:
     async with serving(one, other) as running:
         one.refuses = 500
         for _ in range(4):
-            async with session(running) as client:
-                await client.recv()
+            async with greeted(running) as client:
                 assert client.response.headers["x-hetero-gateway-instance"] == "i1"
 
 

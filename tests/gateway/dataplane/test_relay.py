@@ -473,12 +473,6 @@ async def test_without_a_model_the_only_one_is_meant_and_of_several_none() -> No
             assert said == "The model `nn` does not exist; served: `n`, `m`."
 
 
-async def test_a_prompt_that_only_may_be_too_long_is_the_engines_to_judge() -> None:
-    async with rig() as (_, client, _):
-        body = {"model": "m", "messages": "x" * 20_000}  # about 5 000 tokens by the prior
-        assert (await client.post(CHAT, json=body)).status_code == 200
-
-
 # What is learnt of answers and of instances
 
 

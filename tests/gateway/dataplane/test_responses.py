@@ -173,17 +173,6 @@ async def test_a_response_is_asked_for_by_its_id(
     assert missing.json()["error"]["code"] == "response_not_found"
 
 
-async def test_isolated_clients_do_not_know_each_others_responses() -> None:
-    async with gateway(scheduler={"isolate_clients": True}) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            body = {"model": "m", "input": "hello", "max_output_tokens": 2}
-            mine, yours = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
-            answer = await client.post(PATH, json=body, headers=mine)
-            name = f"{PATH}/{id_of(answer)}"
-            assert (await client.get(name, headers=mine)).status_code == 200
-            assert (await client.get(name, headers=yours)).status_code == 404
-
-
 # The table
 
 

@@ -139,6 +139,7 @@ async def changes_under_load(
     assert set(shown(running).values()) == expected
 
 
+@pytest.mark.slow
 async def test_two_hundred_by_dns_come_move_and_go_under_load() -> None:
     async with machines(200) as made, FakeNameServer() as server:
         server.ttl_s = 1
@@ -151,6 +152,7 @@ async def test_two_hundred_by_dns_come_move_and_go_under_load() -> None:
             await changes_under_load(running, made, show)
 
 
+@pytest.mark.slow
 async def test_two_hundred_by_kubernetes_come_move_and_go_under_load() -> None:
     async with machines(200) as made, FakeApiServer() as api:
         source = pods_of(api, port=made.port, profile=SLOW)

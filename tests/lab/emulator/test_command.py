@@ -59,7 +59,8 @@ def test_it_takes_a_free_port_says_so_and_stops_cleanly(number):
         (("--profile", PROFILE, "--max-model-len", "10000000"), "--max-model-len"),
         (("--profile", PROFILE, "--max-num-batched-tokens", "4"), "--max-num-batched-tokens"),
         (("--profile", PROFILE, "--output-lengths", "missing.csv"), "missing.csv"),
-        (("--profile", PROFILE, "--mean-output-tokens", "0"), "--mean-output-tokens"),
+        (("--profile", PROFILE, "--mean-output-tokens", "0.5"), "--mean-output-tokens"),
+        (("--profile", PROFILE, "--cv-output-tokens=-1"), "--cv-output-tokens"),
         (("--profile", PROFILE, "--port", "70000"), "--port"),
     ],
 )

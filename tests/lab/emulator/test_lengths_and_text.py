@@ -1,5 +1,6 @@
 """Lengths, words and token counts: seeded, and by the documented rules."""
 
+import math
 from random import Random
 from statistics import fmean, pstdev
 
@@ -13,7 +14,6 @@ from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.lab.emulator.lengths import LogNormalOutputs, TraceOutputs
 from hetero_gateway.lab.emulator.text import (
     SchemaError,
-    count_tokens,
     sample_json,
     token_text,
     tokenize,
@@ -60,12 +60,6 @@ def test_a_broken_trace_names_the_file(tmp_path, text, message):
     assert "trace.csv" in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"mean_tokens": 0.5}, {"cv": -1}])
-def test_impossible_lengths_are_refused(options):
-    with pytest.raises(ConfigError):
-        LogNormalOutputs(**options)
-
-
 @given(st.integers(0, 10**6), st.booleans(), st.integers(0, 60), st.integers(60, 300))
 def test_an_answer_keeps_within_its_limits(seed, ignore_eos, min_tokens, limit):
     got = answer(limit, seed, ignore_eos=ignore_eos, min_tokens=min_tokens)
@@ -110,7 +104,7 @@ def test_forced_json_is_cut_only_by_the_limit():
 @given(st.text())
 def test_a_text_survives_tokenizing(text):
     tokens = tokenize(text)
-    assert len(tokens) == count_tokens(text)
+    assert len(tokens) == math.ceil(len(text.encode("utf-8", "replace")) / 4)
     back = b"".join(map(token_text, tokens))
     assert back == text.encode("utf-8", "replace")
 

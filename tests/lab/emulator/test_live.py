@@ -92,17 +92,19 @@ def test_late_wake_ups_do_not_add_up(emulate):
     assert 0.63 < took_s < 0.95
 
 
-def test_headers_come_before_the_first_token_of_a_queued_stream(emulate):
+def test_a_queued_stream_has_its_headers_and_leaves_the_queue_with_its_client(emulate):
     instance = emulate(max_num_seqs=1)
     with send(instance, {**LONG, "stream": True}) as first:
         assert first.recv(12) == b"HTTP/1.1 200"
         instance.wait_for(RUNNING, 1)
-        with send(instance, {**LONG, "stream": True}) as second:
+        with send(instance, {**LONG, "stream": True}) as second, send(instance, LONG):
             head = second.recv(4096)
             assert head.startswith(b"HTTP/1.1 200 OK")
             assert b"text/event-stream" in head
             assert b"data:" not in head
-            assert instance.metric(WAITING) == 1
+            instance.wait_for(WAITING, 2)
+        instance.wait_for(WAITING, 0)
+        assert instance.metric(RUNNING) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -125,17 +127,6 @@ def test_a_half_close_is_a_disconnect(emulate):
         connection.shutdown(socket.SHUT_WR)
         instance.wait_for(RUNNING, 0)
         assert b"[DONE]" not in rest_of(connection)
-
-
-def test_a_disconnect_in_the_queue_leaves_the_queue(emulate):
-    instance = emulate(max_num_seqs=1)
-    with send(instance, LONG):
-        instance.wait_for(RUNNING, 1)
-        queued = send(instance, LONG)
-        instance.wait_for(WAITING, 1)
-        queued.close()
-        instance.wait_for(WAITING, 0)
-        assert instance.metric(RUNNING) == 1
 
 
 def test_a_full_queue_is_503(emulate):

@@ -1,6 +1,7 @@
 """What an engine answers is read within bounds: it may be anything."""
 
 import gzip
+from contextlib import aclosing
 
 import pytest
 
@@ -31,11 +32,10 @@ async def test_what_has_no_end_or_no_form_is_no_answer(
     monkeypatch.setattr(engine, "_MOST_BYTES", 50000)
     async with raw_instance() as instance:
         instance.answers["/metrics"] = instance.answers["/health"] = BAD[name]
-        client = EngineClient(parse_target(instance.url))
-        with pytest.raises(HeteroGatewayError, match="/metrics: no answer: "):
-            await client.get("/metrics")
-        assert not await client.alive()
-        await client.aclose()
+        async with aclosing(EngineClient(parse_target(instance.url))) as client:
+            with pytest.raises(HeteroGatewayError, match="/metrics: no answer: "):
+                await client.get("/metrics")
+            assert not await client.alive()
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,5 @@ async def test_what_has_no_end_or_no_form_is_no_answer(
 async def test_a_version_is_a_short_text(body: bytes, version: str) -> None:
     async with raw_instance() as instance:
         instance.answers["/version"] = [plain(body)]
-        client = EngineClient(parse_target(instance.url))
-        assert await engine._version(client) == version
-        await client.aclose()
+        async with aclosing(EngineClient(parse_target(instance.url))) as client:
+            assert await engine._version(client) == version

@@ -51,6 +51,7 @@ async def traffic(client: httpx.AsyncClient, seconds: float) -> None:
             await asyncio.sleep(0.5 if k % 30 < 4 else 0.2)
 
 
+@pytest.mark.slow
 async def test_the_constants_are_found_from_live_traffic(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(speed, "INTERVAL_S", 0.4)
     wrong = Profile("GPU", "tiny", 1, PLANTED.scaled(2.5), 64_000, 32)

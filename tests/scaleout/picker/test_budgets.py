@@ -197,6 +197,7 @@ def attacks() -> dict[str, tuple[list[bytes], bytes]]:
     }
 
 
+@pytest.mark.slow
 async def test_no_64_kb_cost_more_cpu_than_twice_those_of_ordinary_requests():
     async with one_picker() as picker:
 
@@ -303,6 +304,7 @@ def held() -> dict[str, Callable[[int], bytes]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", held())
 async def test_one_connection_makes_the_picker_hold_no_more_than_50_mb(name, tmp_path):
     async with picker_process(tmp_path) as (process, port):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import grpc
 import httpx
 import pytest
-import yaml
 
 from benchmarks.envoy import (
     cluster,
@@ -45,9 +44,12 @@ from tests.fakes.envoy import (
     running_picker,
     until_picked,
 )
+from tests.fakes.gateway_files import write
 from tests.fakes.pickers import one_picker
 from tests.fakes.running import FAST, SLOW, config_for, counted, eventually
 from tests.fakes.vllm import FakeInstance, fake_instances
+
+pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 
@@ -482,15 +484,14 @@ async def behind_processes(
 
     ``changes``: called with Envoy's configuration.
     """
-    path = folder / "gateway.yaml"
     async with two_emulated() as urls:
         instances = [
             {"id": f"i{i}", "base_url": url, "profile": profile}
             for i, (url, profile) in enumerate(zip(urls, (FAST, SLOW), strict=True))
         ]
         health = {"probe_interval_s": 0.5, "probe_timeout_s": 60}
-        written = {"health": health, "instances": instances} | sections
-        path.write_text(yaml.safe_dump(written), "utf-8")
+        document = {"health": health, "instances": instances} | sections
+        path = write(folder / "gateway.yaml", document)
         running = [PickerProcess(path) for _ in range(pickers)]
         try:
             document = configuration(urls, [await picker.ports() for picker in running])

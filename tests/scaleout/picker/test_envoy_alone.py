@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from hpack import Decoder, Encoder
 
 from benchmarks.envoy import (
@@ -34,6 +33,9 @@ from hetero_gateway.engines.vllm.paths import ENGINE_CALLS, RESPONSES, WORK_BY_P
 from hetero_gateway.files.client_keys import MOST_KEY_BYTES, hash_of
 from tests.fakes import ext_procs
 from tests.fakes.envoy import Envoy, PickerProcess, running_envoy, until_picked
+from tests.fakes.gateway_files import write
+
+pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 RIGHT, OTHER, EXPIRED, UNDER_A_SECRET, OF_ONE_MODEL = (
@@ -94,16 +96,14 @@ def write_gateway(folder: Path, port: int, **changes: Any) -> Path:
     ]
     keys.append({"name": "hmac", "hash": hash_of(UNDER_A_SECRET, "pepper" * 20)})
     keys.append({"name": "bound", "hash": hash_of(OF_ONE_MODEL), "models": ["m"]})
-    (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
+    write(folder / "keys.yaml", {"keys": keys})
     document = {
         "server": {"api_key_env": "ENVOY_TEST_SHARED"},
         "clients": {"keys_file": "keys.yaml", "hash_key_env": "ENVOY_TEST_PEPPER"},
         "health": {"probe_interval_s": 0.1},
         "instances": [{"id": "i0", "base_url": f"http://127.0.0.1:{port}"}],
     } | changes
-    path = folder / "gateway.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
+    return write(folder / "gateway.yaml", document)
 
 
 @pytest.fixture(autouse=True)
@@ -437,7 +437,7 @@ async def test_requests_per_minute_hold_for_each_key_without_a_picker_too(tmp_pa
     ]
     gateway = write_gateway(tmp_path, instance.port, server={})
     document = {"groups": {"team": {"requests_per_minute": 5}}, "keys": listed}
-    (tmp_path / "keys.yaml").write_text(yaml.safe_dump(document))
+    write(tmp_path / "keys.yaml", document)
     path = write_keys(tmp_path, gateway).rename(tmp_path / "limited.keys")
     async with envoy_for(tmp_path, instance, keys=path) as envoy:
         for key, most in ((RIGHT, 3), (OTHER, 5)):

@@ -19,6 +19,8 @@ from tests.fakes.pickers import one_picker, server_of
 from tests.fakes.running import eventually
 from tests.scaleout.picker.test_envoy import CHAT, behind_envoy, chat, full_duplex, over_tls
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("shows", ["envoy", ""])
 async def test_an_envoy_is_answered_by_its_certificate_alone(tmp_path, shows):

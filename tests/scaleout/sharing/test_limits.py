@@ -11,16 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from hetero_gateway.files.client_keys import hash_of
+from tests.fakes.gateway_files import clients
 from tests.fakes.redis import RedisServer
 from tests.fakes.running import FAST, RunningGateway, config_for, eventually, rig, running_gateway
 
 pytestmark = pytest.mark.system
 
-KEY = "hg-two-gateways-0123456789"
-HEADERS = {"authorization": f"Bearer {KEY}"}
+HEADERS = {"authorization": "Bearer ka"}
 CHAT = "/v1/chat/completions"
 SHARING = {"interval_s": 0.02, "ttl_s": 2.0, "timeout_s": 1.0}
 
@@ -30,10 +28,8 @@ async def two_gateways(
     server: RedisServer, directory: Path, **limits: int
 ) -> AsyncIterator[tuple[httpx.AsyncClient, list[RunningGateway]]]:
     """Two of them, over the same instances, with one key."""
-    keys = {"keys": [{"name": "a", "hash": hash_of(KEY), **limits}]}
-    (directory / "keys.yaml").write_text(yaml.safe_dump(keys))
     sections: dict[str, Any] = {
-        "clients": {"keys_file": str(directory / "keys.yaml")},
+        "clients": clients(directory, a=limits),
         "scheduler": {"shared": server.url, "sharing": SHARING},
     }
     async with rig(2, profiles=(FAST,), **sections) as (first, client, fakes):

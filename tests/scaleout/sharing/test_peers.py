@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
-import httpx
 import pytest
 
 from hetero_gateway.core.sharing.exchange import Mode
@@ -19,9 +18,8 @@ from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.scaleout.sharing.store import RedisStore, StoreError
-from tests.fakes.running import FAST, SLOW, config_for, eventually, running_gateway
+from tests.fakes.running import FAST, SLOW, rig
 from tests.fakes.sharing import SharingGateway, exchanging, sharing_config
-from tests.fakes.vllm import fake_instances
 
 TTL_S, INTERVAL_S, TIMEOUT_S, NEWS_S = 3.0, 0.05, 0.05, 0.005
 
@@ -38,6 +36,12 @@ class Memory:
     def at(self, name: str) -> MemoryStore:
         return MemoryStore(self, name)
 
+    async def answer(self) -> None:
+        if self.fault == "hangs":
+            await asyncio.sleep(TIMEOUT_S)
+        if self.fault:
+            raise StoreError(f"it {self.fault}")
+
 
 class MemoryStore:
     """One replica's place in it."""
@@ -49,10 +53,7 @@ class MemoryStore:
     async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
         memory, now_s = self._memory, time.monotonic()
         memory.tries.append(now_s)
-        if memory.fault == "hangs":
-            await asyncio.sleep(TIMEOUT_S)
-        if memory.fault:
-            raise StoreError(f"it {memory.fault}")
+        await memory.answer()
         if value is not None:
             memory.values[self._name] = (value, now_s + TTL_S)
         return {
@@ -62,12 +63,8 @@ class MemoryStore:
         }
 
     async def tell(self, news: bytes) -> None:
-        memory = self._memory
-        if memory.fault == "hangs":
-            await asyncio.sleep(TIMEOUT_S)
-        if memory.fault:
-            raise StoreError(f"it {memory.fault}")
-        for name, hear in memory.listeners.items():
+        await self._memory.answer()
+        for name, hear in self._memory.listeners.items():
             if name != self._name:
                 hear(self._name, news)
 
@@ -83,6 +80,7 @@ class MemoryStore:
 
 
 SETTINGS = sharing_config("redis://unused", FAST, SLOW)
+BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 # What a decision has of both instances when nothing is in flight.
 NOTHING = {"i0": 0, "i1": 0}
 
@@ -197,26 +195,21 @@ async def test_news_that_make_no_sense_or_are_too_many_harm_nobody() -> None:
 
 async def test_no_request_waits_for_a_redis_that_says_nothing() -> None:
     """By virtual time, which passes only while somebody waits: a real client of a silent socket."""
-    async with fake_instances(2) as fakes:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
-            # Tried all the time, and each try takes half a second.
-            sharing = {"interval_s": 0.01, "timeout_s": 0.5}
-            settings = config_for(fakes, scheduler={"shared": url, "sharing": sharing})
-            async with running_gateway(settings) as running:
-                async with httpx.AsyncClient(base_url=running.url) as client:
-                    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-                    waits_s = []
-                    for _ in range(40):
-                        began_s = time.monotonic()
-                        answer = await client.post("/v1/chat/completions", json=body)
-                        waits_s.append(time.monotonic() - began_s)
-                        assert answer.status_code == 200
-                        await asyncio.sleep(0.05)
-                    told = (await client.get("/admin/instances")).json()["sharing"]
-                    assert told["problem"] == "no answer in time"
-                assert max(waits_s) < 0.05, "tries took 0.5 s each, in a task of their own"
-                await eventually(running.settled)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        # Tried all the time, and each try takes half a second.
+        scheduler = {"shared": url, "sharing": {"interval_s": 0.01, "timeout_s": 0.5}}
+        async with rig(2, scheduler=scheduler) as (_, client, _):
+            waits_s = []
+            for _ in range(40):
+                began_s = time.monotonic()
+                answer = await client.post("/v1/chat/completions", json=BODY)
+                waits_s.append(time.monotonic() - began_s)
+                assert answer.status_code == 200
+                await asyncio.sleep(0.05)
+            told = (await client.get("/admin/instances")).json()["sharing"]
+            assert told["problem"] == "no answer in time"
+            assert max(waits_s) < 0.05, "tries took 0.5 s each, in a task of their own"
 
 
 async def test_who_ends_in_order_takes_its_load_along() -> None:
@@ -333,25 +326,17 @@ async def test_what_a_removed_instance_reports_is_nothing() -> None:
 
 
 async def test_a_gateway_whose_redis_is_not_there_serves_and_says_so() -> None:
-    async with fake_instances(2) as fakes:
-        settings = config_for(fakes, scheduler={"shared": "redis://127.0.0.1:1"})
-        async with running_gateway(settings) as running:
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-                assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-                sharing = (await client.get("/admin/instances")).json()["sharing"]
-                assert sharing["mode"] == "local"
-                assert "127.0.0.1" in sharing["problem"]
-            text = await running.metrics()
-            assert 'hetero_gateway_sharing_mode{mode="local"} 1.0' in text
-            assert "hetero_gateway_sharing_replicas 0.0" in text
-            assert 'hetero_gateway_sharing_exchanges_total{outcome="failed"}' in text
-            await eventually(running.settled)
-
-
-async def test_a_gateway_that_is_alone_has_no_such_series() -> None:
-    async with fake_instances(1) as fakes, running_gateway(config_for(fakes)) as running:
-        assert "hetero_gateway_sharing" not in await running.metrics()
+    async with rig(2, scheduler={"shared": "redis://127.0.0.1:1"}) as (running, client, _):
+        assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
+        sharing = (await client.get("/admin/instances")).json()["sharing"]
+        assert sharing["mode"] == "local"
+        assert "127.0.0.1" in sharing["problem"]
+        text = await running.metrics()
+        assert 'hetero_gateway_sharing_mode{mode="local"} 1.0' in text
+        assert "hetero_gateway_sharing_replicas 0.0" in text
+        assert 'hetero_gateway_sharing_exchanges_total{outcome="failed"}' in text
+    async with rig() as (alone, _, _):
+        assert "hetero_gateway_sharing" not in await alone.metrics()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
+from tests.fakes.gateway_files import write
 from tests.fakes.processes import Process
 from tests.fakes.redis import RedisServer, redis_server
 from tests.fakes.running import FAST
@@ -44,8 +44,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[RedisServer, list[Process]]]:
                 "health": {"probe_interval_s": 0.2, "probe_timeout_s": 60},
                 "instances": [{"id": "i", "base_url": instance.wait_ready(), "profile": FAST}],
             }
-            path = tmp_path / "gateway.yaml"
-            path.write_text(yaml.safe_dump(document))
+            path = write(tmp_path / "gateway.yaml", document)
             gateways = [Process("serve", "-c", str(path), "--port", "0") for _ in range(2)]
             processes += gateways
             for gateway in gateways:

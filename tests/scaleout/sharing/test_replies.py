@@ -96,7 +96,7 @@ def test_a_slow_drip_costs_no_more_than_its_bytes() -> None:
 def two(
     server: Replies,
 ) -> contextlib.AbstractAsyncContextManager[tuple[SharingGateway, ...]]:
-    settings = sharing_config(server.url, FAST, interval_s=0.01, timeout_s=0.5, ttl_s=2.0)
+    settings = sharing_config(server.url, FAST, interval_s=0.05, timeout_s=0.5, ttl_s=2.0)
     return exchanging(SharingGateway(settings), SharingGateway(settings))
 
 

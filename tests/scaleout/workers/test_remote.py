@@ -201,6 +201,7 @@ async def test_who_waits_when_the_scheduler_goes_is_placed_all_the_same() -> Non
         await eventually(running.settled)
 
 
+@pytest.mark.slow
 async def test_five_hundred_requests_while_the_scheduler_comes_and_goes() -> None:
     async with two_workers(3) as (running, client, _):
         gate, over = asyncio.Semaphore(40), asyncio.Event()

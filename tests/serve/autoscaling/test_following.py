@@ -15,7 +15,7 @@ import yaml
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.planner.following import Follower, Sample, ScaledType
+from hetero_gateway.planner.following import Follower, LoadSample, ScaledType
 from hetero_gateway.planner.held_rates import RateQuestion
 from hetero_gateway.serve.autoscaling import following_process
 from hetero_gateway.serve.autoscaling.following_process import FollowingAnswer, Task
@@ -71,6 +71,7 @@ async def test_it_is_off_unless_types_are_configured() -> None:
         assert "desired_instances" not in await running.metrics()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_more_load_wants_more_instances_and_less_wants_fewer_after_a_while(
     workers: int,
@@ -160,10 +161,11 @@ def test_what_cannot_be_followed_is_an_error_of_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_answer_and_its_failure_is_one_line() -> None:
     """In wall time, and without a gateway."""
     types = (ScaledType(("V100-32GB-NVLink2", 1), 1, 4),)
-    sample = Sample(60.0, ((0.0, 0.0), (60.0, 3000.0)), 0, {types[0].key: 1})
+    sample = LoadSample(60.0, ((0.0, 0.0), (60.0, 3000.0)), 0, {types[0].key: 1})
     question = RateQuestion({types[0].key: load_profile(SLOW)}, [(300, 100)] * 30)
     task = Task(Follower(types), sample, question, None)
     answer = asyncio.run(following_process.work_aside(task))

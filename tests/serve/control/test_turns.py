@@ -6,21 +6,21 @@ How long a step takes is benchmarks/dataplane/control_paths.py's to measure; her
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from benchmarks.dataplane.control_paths import Size, measure, write_files
 from hetero_gateway.gateway.admission.usage import ClientUsage
+from tests.fakes.gateway_files import clients
 from tests.fakes.running import rig
 
 SIZE = Size(keys=1000, models=10, instances=40)
 
 
+@pytest.mark.slow
 async def test_every_control_path_turns_the_loop_as_often_as_it_has_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,14 +42,9 @@ async def test_what_is_made_in_turns_is_whole(
 ) -> None:
     monkeypatch.setenv("ADMIN_KEY_OF_TURNS", "admin")
     names = [f"client-{number}" for number in range(450)]
-    keys = [
-        {"name": name, "hash": "sha256:" + hashlib.sha256(name.encode()).hexdigest()}
-        for name in names
-    ]
-    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    clients = {"keys_file": str(tmp_path / "keys.yaml"), "most_labels": 400}
+    keys = clients(tmp_path, **{name: {} for name in names}) | {"most_labels": 400}
     server = {"admin_key_env": "ADMIN_KEY_OF_TURNS"}
-    async with rig(clients=clients, server=server) as (running, client, _):
+    async with rig(clients=keys, server=server) as (running, client, _):
         client.headers["authorization"] = "Bearer admin"
         usage = running.gateway.admission.usage
         for model in ("a", "b"):

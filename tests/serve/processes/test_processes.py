@@ -7,13 +7,13 @@ import inspect
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from tests.fakes.processes import Process
 from tests.fakes.running import FAST, SLOW
@@ -29,11 +29,11 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The system's temporary directory, as the gateway sees it: short, as sockets lie in it."""
-    with tempfile.TemporaryDirectory() as directory:
-        monkeypatch.setenv("TMPDIR", directory)
+@pytest.fixture(scope="module")
+def temporary() -> Iterator[Path]:
+    """The system's temporary directory, as gateways see it: short, as sockets lie in it."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", directory)
         yield Path(directory)
 
 
@@ -54,8 +54,17 @@ def instances() -> Iterator[dict[str, str]]:
             instance.stop(signal.SIGKILL)
 
 
+@pytest.fixture(scope="module")
+def started(temporary: Path) -> Iterator[list[Process]]:
+    processes: list[Process] = []
+    yield processes
+    for process in processes:
+        process.stop()
+
+
 @pytest.fixture
-def gateway(tmp_path: Path, temporary: Path, instances: dict[str, str]) -> Iterator[Process]:
+def gateway(tmp_path: Path, instances: dict[str, str], started: list[Process]) -> Process:
+    """The one of the test before, or a new one where that test ended it; all of it works."""
     document = {
         "health": {"probe_interval_s": 0.2, "probe_timeout_s": 60},
         "server": {"shutdown_timeout_s": 30},
@@ -63,14 +72,15 @@ def gateway(tmp_path: Path, temporary: Path, instances: dict[str, str]) -> Itera
             {"id": name, "base_url": url, "profile": FAST} for name, url in instances.items()
         ],
     }
-    path = tmp_path / "gateway.yaml"
-    path.write_text(yaml.safe_dump(document))
-    gateway = Process("serve", "-c", str(path), "--port", "0", "--workers", "2")
-    try:
-        gateway.wait_ready()
-        yield gateway
-    finally:
-        gateway.stop()
+    path = write(tmp_path / "gateway.yaml", document)
+    if not started or started[-1].process.poll() is not None:
+        started.append(Process("serve", "-c", str(path), "--port", "0", "--workers", "2"))
+    url = started[-1].wait_ready()
+    for _ in range(600):
+        if "hetero_gateway_workers 2.0" in httpx.get(f"{url}/metrics", timeout=60).text:
+            return started[-1]
+        time.sleep(0.1)
+    raise RuntimeError("the gateway did not get both of its workers")
 
 
 def children(gateway: Process) -> dict[str, int]:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-import yaml
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.config_changes import differences
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
+from tests.fakes.gateway_files import write
 from tests.fakes.running import SLOW, RunningGateway, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -42,7 +42,7 @@ class Rig(NamedTuple):
                 data.setdefault(name, {}).update(section)
             else:
                 data[name] = section
-        (path or self.path).write_text(yaml.safe_dump(data))
+        write(path or self.path, data)
 
     async def reload(self, **sections: Any) -> dict[str, Any]:
         """Write the file, and have it read."""
@@ -60,7 +60,7 @@ async def started(
     path, many = folder / "gateway.yaml", httpx.Limits(max_connections=None)
     async with fake_instances(instances) as fakes:
         config = config_for(fakes, **sections)
-        path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+        write(path, config.model_dump(mode="json", exclude_unset=True))
         async with (
             running_gateway(load_gateway_config(path), path, workers=workers) as running,
             httpx.AsyncClient(base_url=running.url, limits=many, timeout=None) as client,
@@ -129,7 +129,7 @@ def measure(path: Path, step_s: float, **changes: Any) -> None:
     """A profile's file."""
     constants = dict.fromkeys([f"p{i}" for i in range(1, 8)], 0.0) | {"p8": step_s}
     document = {"gpu": "X", "model": "m", "tensor_parallel": 1, "constants": constants}
-    path.write_text(yaml.safe_dump(document | {"kv_capacity_tokens": 100_000} | changes))
+    write(path, document | {"kv_capacity_tokens": 100_000} | changes)
 
 
 async def test_what_a_reload_changes_is_as_if_it_had_been_started_so(tmp_path: Path) -> None:
@@ -257,6 +257,7 @@ async def test_the_instances_are_brought_in_line_with_the_file(tmp_path: Path) -
         assert fleet.scheduler.members.specs[instance.id].weight == 3
 
 
+@pytest.mark.slow
 async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
     """One a second, every fifth of them broken, the policy and all settings to and fro."""
     reloads = 16

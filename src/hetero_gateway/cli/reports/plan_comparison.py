@@ -9,10 +9,9 @@ from typing import Any
 
 from hetero_gateway.cli.reports.columns import print_table
 from hetero_gateway.lab.load.admin import printable
-from hetero_gateway.planner.comparison import Comparison, Traffic
 from hetero_gateway.planner.layouts import describe
-from hetero_gateway.planner.plan import Candidate, Figures, Layout
-from hetero_gateway.planner.present import NOISE
+from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
+from hetero_gateway.planner.present import NOISE, Comparison, Traffic
 
 # Instances that are named in one line.
 _NAMES = 6
@@ -50,7 +49,7 @@ def document(traffic: Traffic, comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _side(candidate: Candidate | None, layouts: Mapping[str, Layout]) -> dict[str, Any]:
+def _side(candidate: PlanCandidate | None, layouts: Mapping[str, Layout]) -> dict[str, Any]:
     simulated = None if candidate is None else candidate.simulated
     at_rate = None if candidate is None else candidate.at_rate
     return {
@@ -63,7 +62,7 @@ def _side(candidate: Candidate | None, layouts: Mapping[str, Layout]) -> dict[st
     }
 
 
-def _finite(figures: Figures) -> dict[str, float | None]:
+def _finite(figures: SystemFigures) -> dict[str, float | None]:
     values: dict[str, float] = dataclasses.asdict(figures)
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -107,14 +106,14 @@ def print_comparison(traffic: Traffic, comparison: Comparison) -> None:
 _Line = tuple[str, float | None, float | None, int]
 
 
-def _lines(now: Candidate | None, best: Candidate) -> list[_Line]:
+def _lines(now: PlanCandidate | None, best: PlanCandidate) -> list[_Line]:
     """Name, now, proposed, digits after the point."""
 
-    def full(candidate: Candidate | None, name: str) -> float | None:
+    def full(candidate: PlanCandidate | None, name: str) -> float | None:
         figures = None if candidate is None else candidate.simulated
         return None if figures is None else float(getattr(figures, name))
 
-    def held(candidate: Candidate | None, name: str, factor: float = 1.0) -> float | None:
+    def held(candidate: PlanCandidate | None, name: str, factor: float = 1.0) -> float | None:
         figures = None if candidate is None else candidate.at_rate
         return None if figures is None else float(getattr(figures, name)) * factor
 

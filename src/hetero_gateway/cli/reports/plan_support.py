@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hetero_gateway.files.model_file import Bounds
 from hetero_gateway.planner.accelerators import GIB, Accelerator
-from hetero_gateway.planner.support import Fit, Support, active_parameters, layer_lines
+from hetero_gateway.planner.support import SizeFit, Support, active_parameters, layer_lines
 
 # Wide enough for every column where the output is no terminal.
 _PIPE_WIDTH = 160
@@ -56,7 +56,7 @@ def document(found: Support, devices: Sequence[Accelerator], source: str) -> dic
     }
 
 
-def _fit_document(fit: Fit) -> dict[str, Any]:
+def _fit_document(fit: SizeFit) -> dict[str, Any]:
     told: dict[str, Any] = {"tensor_parallel": fit.tensor_parallel, "fits": not fit.reason}
     if fit.reason:
         return told | {"reason": fit.reason, "shortfall_bytes": fit.shortfall_bytes}
@@ -120,7 +120,7 @@ def _table(found: Support, devices: Sequence[Accelerator]) -> Table:
     return table
 
 
-def _cell(fit: Fit) -> str:
+def _cell(fit: SizeFit) -> str:
     if not fit.reason:
         many = f"{fit.sequences:.0f}" if fit.sequences >= 10 else f"{fit.sequences:.1f}"
         return f"{'~' if fit.tight else ''}{_thousands(fit.kv_tokens)} · {many}"
@@ -129,7 +129,7 @@ def _cell(fit: Fit) -> str:
     return "×"
 
 
-def _refusals(fits: Sequence[Fit]) -> list[str]:
+def _refusals(fits: Sequence[SizeFit]) -> list[str]:
     return [
         f"{fit.accelerator}: {fit.reason}"
         for fit in fits

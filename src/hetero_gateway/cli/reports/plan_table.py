@@ -17,7 +17,7 @@ from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner import reasons
 from hetero_gateway.planner.goals import usd_per_hour
 from hetero_gateway.planner.layouts import describe, together
-from hetero_gateway.planner.plan import Candidate, Figures, Layout, Machine, Plan, Unfit
+from hetero_gateway.planner.plan import Layout, Machine, Plan, PlanCandidate, SystemFigures, Unfit
 
 _GIB = 2**30
 # A pipe has no width: there, everything fits.
@@ -34,7 +34,7 @@ class Column:
     """One figure of a candidate; on a narrow terminal, those of the highest ``rank`` go first."""
 
     name: str
-    text: Callable[[Candidate], str]
+    text: Callable[[PlanCandidate], str]
     rank: int
 
 
@@ -47,29 +47,29 @@ def tokens(value: float | None) -> str:
     return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
 
 
-def _at_rate(figure: Callable[[Figures], float], factor: float = 1.0) -> Callable[..., str]:
+def _at_rate(figure: Callable[[SystemFigures], float], factor: float = 1.0) -> Callable[..., str]:
     return lambda c: "–" if c.at_rate is None else number(figure(c.at_rate) * factor)
 
 
-def _price(candidate: Candidate) -> str:
+def _price(candidate: PlanCandidate) -> str:
     price = candidate.usd_per_million_tokens
     return "–" if price is None else f"{price:.3g}"
 
 
-def _goodput(candidate: Candidate) -> str:
+def _goodput(candidate: PlanCandidate) -> str:
     return "–" if candidate.goodput_per_s is None else number(candidate.goodput_per_s)
 
 
-def _has_share(figures: Figures) -> bool:
+def _has_share(figures: SystemFigures) -> bool:
     return math.isfinite(figures.slo_share)
 
 
-def _within(candidate: Candidate) -> str:
+def _within(candidate: PlanCandidate) -> str:
     at_rate = candidate.at_rate
     return f"{at_rate.slo_share:.1%}" if at_rate is not None and _has_share(at_rate) else "–"
 
 
-def _per_hour(candidate: Candidate, plan: Plan) -> str:
+def _per_hour(candidate: PlanCandidate, plan: Plan) -> str:
     price = usd_per_hour(plan.machines, candidate.layouts)
     return "–" if price is None else f"{price:.2f}"
 
@@ -231,7 +231,7 @@ def names(plan: Plan) -> list[str]:
     return result
 
 
-def _difference(candidate: Candidate, best: Candidate, machines: dict[str, Machine]) -> str:
+def _difference(candidate: PlanCandidate, best: PlanCandidate, machines: dict[str, Machine]) -> str:
     counts = Counter(
         (machines[i].accelerator, layout, best.layouts[i])
         for i, layout in candidate.layouts.items()
@@ -348,7 +348,7 @@ def _print_candidates(plan: Plan, console: Console) -> None:
 
 
 def _candidates_table(
-    rows: Sequence[tuple[str, Candidate, str]], shown: Sequence[Column], *, reasons_too: bool
+    rows: Sequence[tuple[str, PlanCandidate, str]], shown: Sequence[Column], *, reasons_too: bool
 ) -> Table:
     table = Table(title="Candidates, best first", title_justify="left")
     table.add_column("layout", overflow="fold")

@@ -36,7 +36,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateLayer:
     """One layer with a state per sequence."""
 
     weights: int
@@ -120,7 +120,7 @@ def index_cache(fields: Fields, layers: int) -> Cache | None:
     return Cache(own, 1, size + 4 * (size // 128), copied=True, element_bytes=1.0)
 
 
-def state_space(fields: Fields, hidden: int, dtype: str) -> State:
+def state_space(fields: Fields, hidden: int, dtype: str) -> StateLayer:
     """Of a layer with a state, by its family's own field names."""
     size = int(DTYPE_BYTES[dtype])
     kept = str(fields.get("mamba_ssm_cache_dtype", fields.get("mamba_ssm_dtype", dtype)))
@@ -131,16 +131,16 @@ def state_space(fields: Fields, hidden: int, dtype: str) -> State:
         return _delta_attention(linear, hidden, size)
     if fields.optional("conv_L_cache", "L_cache"):
         cached = fields.count("conv_L_cache", "L_cache")
-        return State(4 * hidden * hidden, hidden * (cached - 1) * size)
+        return StateLayer(4 * hidden * hidden, hidden * (cached - 1) * size)
     if fields.family.startswith("minimax"):
         heads, _, width = head_sizes(fields)
-        return State(5 * hidden * heads * width, heads * width * width * 4)
+        return StateLayer(5 * hidden * heads * width, heads * width * width * 4)
     if fields.family in ("jamba", "mamba", "falcon_mamba"):
         return _mamba1(fields, hidden, size, state_size)
     return _mamba2(fields, hidden, size, state_size)
 
 
-def _mamba2(fields: Fields, hidden: int, size: int, state_size: int) -> State:
+def _mamba2(fields: Fields, hidden: int, size: int, state_size: int) -> StateLayer:
     state = fields.count("ssm_state_size", "mamba_d_state", "state_size")
     groups = fields.optional("n_groups", "mamba_n_groups", "mamba_ngroups") or 1
     kernel = fields.optional("conv_kernel", "mamba_d_conv") or 4
@@ -153,10 +153,10 @@ def _mamba2(fields: Fields, hidden: int, size: int, state_size: int) -> State:
     mixed = inner + 2 * groups * state
     weights = hidden * (inner + mixed + heads) + inner * hidden + mixed * kernel
     kept = mixed * (kernel - 1) * size + inner * state * state_size
-    return State(weights, kept)
+    return StateLayer(weights, kept)
 
 
-def _mamba1(fields: Fields, hidden: int, size: int, state_size: int) -> State:
+def _mamba1(fields: Fields, hidden: int, size: int, state_size: int) -> StateLayer:
     inner = fields.optional("intermediate_size") if fields.family != "jamba" else 0
     inner = inner or hidden * (fields.optional("mamba_expand", "expand") or 2)
     state = fields.count("mamba_d_state", "state_size")
@@ -165,24 +165,24 @@ def _mamba1(fields: Fields, hidden: int, size: int, state_size: int) -> State:
     rank = rank if isinstance(rank, int) else -(-hidden // 16)
     weights = hidden * 3 * inner + inner * (rank + 2 * state) + rank * inner
     weights += inner * (state + kernel)
-    return State(weights, inner * (kernel - 1) * size + inner * state * state_size)
+    return StateLayer(weights, inner * (kernel - 1) * size + inner * state * state_size)
 
 
-def _delta_net(fields: Fields, hidden: int, size: int, state_size: int) -> State:
+def _delta_net(fields: Fields, hidden: int, size: int, state_size: int) -> StateLayer:
     heads = fields.count("linear_num_value_heads")
     key, value = fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim")
     keys, values = fields.count("linear_num_key_heads") * key, heads * value
     kernel = fields.optional("linear_conv_kernel_dim") or 4
     mixed = 2 * keys + values
     weights = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden + mixed * kernel
-    return State(weights, mixed * (kernel - 1) * size + heads * key * value * state_size)
+    return StateLayer(weights, mixed * (kernel - 1) * size + heads * key * value * state_size)
 
 
-def _delta_attention(linear: Fields, hidden: int, size: int) -> State:
+def _delta_attention(linear: Fields, hidden: int, size: int) -> StateLayer:
     """Kimi's: queries, keys and values of one width, gates through narrow matrices."""
     heads, width = linear.count("num_heads"), linear.count("head_dim")
     kernel = linear.optional("short_conv_kernel_size") or 4
     inner = heads * width
     narrow = 2 * width * (hidden + inner) + hidden * heads
     weights = hidden * 4 * inner + narrow + 3 * inner * kernel
-    return State(weights, 3 * inner * (kernel - 1) * size + heads * width * width * 4)
+    return StateLayer(weights, 3 * inner * (kernel - 1) * size + heads * width * width * 4)

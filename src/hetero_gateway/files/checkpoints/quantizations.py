@@ -1,7 +1,16 @@
 """How a checkpoint's matrices are stored: from a name, quantization_config or hf_quant_config.json.
 
 Also which of the layers it leaves wide: lists of module names, globs or patterns, held against the
-names that such modules usually have.
+names that such modules usually have. quantizations.json has
+
+    named       storages by name; four bits in groups of 128, as published checkpoints have them.
+                NVFP4 has a scale of eight bits for each 16 of four bits, MXFP4 for each 32
+    algorithms  the same by ModelOpt's quant_algo
+    left_out    where checkpoints list what they leave wide
+    modules, roots   a module of each kind, in the names that families give it; in front of it
+                stands one of the roots, with the layer's number
+    suffixes    of quantised checkpoints' names, and what they are stored as
+    tuned       suffixes of tuned versions, whose shape is that of the model
 """
 
 from __future__ import annotations
@@ -13,64 +22,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.package_data import document
 from hetero_gateway.planner.model_shape import Quantization
 
-# Four bits and a scale of eight for each 16 (NVFP4) or 32 (MXFP4) of them.
-NVFP4: Final = Quantization("modelopt_fp4", 4.5)
-MXFP4: Final = Quantization("mxfp4", 4.25)
-_MODELOPT_FP8: Final = Quantization("modelopt", 8)
-_NAMED: Final[Mapping[str, Quantization | None]] = {
-    "none": None,
-    "fp8": Quantization("fp8", 8),
-    "fbgemm_fp8": Quantization("fbgemm_fp8", 8),
-    "w8a8": Quantization("compressed-tensors", 8),
-    "int8": Quantization("compressed-tensors", 8),
-    # Four bits: groups of 128, as published checkpoints have them.
-    "w4a16": Quantization("compressed-tensors", 4, 128),
-    "int4": Quantization("compressed-tensors", 4, 128),
-    "awq": Quantization("awq", 4, 128, zero_points=True),
-    "gptq": Quantization("gptq", 4, 128, zero_points=True),
-    "mxfp4": MXFP4,
-    "nvfp4": NVFP4,
-    "modelopt_fp4": NVFP4,
-    "modelopt": _MODELOPT_FP8,
-    "bitsandbytes": Quantization("bitsandbytes", 4, 64),
-}
+TABLES: Final[dict[str, Any]] = document("checkpoints/quantizations.json")
+
+
+def _stored(fields: dict[str, Any] | None) -> Quantization | None:
+    if fields is None:
+        return None
+    block = fields.get("block")
+    return Quantization(**fields | {"block": tuple(block) if block else None})
+
+
+_NAMED: Final = {name: _stored(fields) for name, fields in TABLES["named"].items()}
 # ModelOpt's quant_algo.
-_ALGORITHMS: Final[Mapping[str, Quantization]] = {
-    "FP8": _MODELOPT_FP8,
-    "FP8_PER_CHANNEL_PER_TOKEN": _MODELOPT_FP8,
-    "FP8_PB_WO": Quantization("modelopt", 8, block=(128, 128)),
-    "NVFP4": NVFP4,
-    "NVFP4_AWQ": NVFP4,
-    "W4A16_NVFP4": NVFP4,
-    "W4A8_AWQ": Quantization("modelopt", 4, 128),
-    "INT4_AWQ": Quantization("modelopt", 4, 128),
-    "MXFP8": Quantization("modelopt_mxfp8", 8.25),
+_ALGORITHMS: Final = {
+    name: stored for name, fields in TABLES["algorithms"].items() if (stored := _stored(fields))
 }
-# Where checkpoints list what they leave wide.
-_LEFT_OUT: Final = (
-    "ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers",
-    "llm_int8_skip_modules",
-)  # fmt: skip
-# A module of each kind, in the names that families give it; a layer's number goes in front.
-_MODULES: Final[Mapping[str, Sequence[str]]] = {
-    "attention": ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.o_proj", "mixer.q_proj"),
-    "state": ("linear_attn.out_proj", "mamba.in_proj", "mixer.in_proj", "linear_attn.in_proj_qkv"),
-    "mlp": ("mlp.up_proj", "mlp.down_proj", "feed_forward.up_proj", "mixer.up_proj"),
-    "moe": (
-        "mlp.experts.0.up_proj", "block_sparse_moe.experts.0.w1", "feed_forward.experts.0.up_proj",
-        "mixer.experts.0.up_proj", "mlp.experts", "experts.0.up_proj",
-    ),
-    "moe beside": ("experts.0.up_proj", "experts.gate_up_proj", "moe.experts.0.up_proj"),
-    "shared": (
-        "mlp.shared_expert.up_proj", "mlp.shared_experts.up_proj", "mixer.shared_experts.up_proj",
-    ),
-}  # fmt: skip
-_ROOTS: Final = (
-    "model.layers", "model.language_model.layers", "language_model.model.layers",
-    "backbone.layers", "layers",
-)  # fmt: skip
+NVFP4, MXFP4 = _ALGORITHMS["NVFP4"], Quantization("mxfp4", 4.25)
 
 
 def quantization_of(stored: str | Mapping[str, Any]) -> Quantization | None:
@@ -131,7 +101,10 @@ def left_wide(stored: object, kind: str, layers: Iterable[int]) -> int:
     if isinstance(named, Mapping):  # what is not named is wide
         return sum(_first_match(named, kind, layer) is None for layer in layers)
     patterns = [
-        str(name) for key in _LEFT_OUT for name in inner.get(key) or () if isinstance(name, str)
+        str(name)
+        for key in TABLES["left_out"]
+        for name in inner.get(key) or ()
+        if isinstance(name, str)
     ]
     targets = _targets(inner)
     wide = 0
@@ -167,7 +140,8 @@ def _algorithm(module: object) -> str:
 
 def _names(kind: str, layer: int) -> Iterator[str]:
     """Of modules of that kind in that layer."""
-    return (f"{root}.{layer}.{module}" for root in _ROOTS for module in _MODULES[kind])
+    roots, modules = TABLES["roots"], TABLES["modules"][kind]
+    return (f"{root}.{layer}.{module}" for root in roots for module in modules)
 
 
 def _first_match(named: Mapping[str, Any], kind: str, layer: int) -> str | None:

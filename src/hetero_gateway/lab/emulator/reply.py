@@ -1,7 +1,7 @@
 """One HTTP answer in the making: its sequences in the engine, and the bytes that go out.
 
 The step loop calls ``on_token`` for every token of a streamed reply and ``on_finished`` for every
-sequence that ends; a subclass per endpoint (``openai.py``, ``other_apis.py``) knows the shapes.
+sequence that ends; ``openai``, ``other_apis`` and ``pooling`` have a subclass for each endpoint.
 """
 
 from __future__ import annotations

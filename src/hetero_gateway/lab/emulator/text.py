@@ -16,8 +16,6 @@ import msgspec
 
 BYTES_PER_TOKEN = 4
 TEMPLATE_HEADER_TOKENS = 3
-MESSAGE_TOKENS = TEMPLATE_HEADER_TOKENS + 1
-ANSWER_HEADER_TOKENS = TEMPLATE_HEADER_TOKENS
 
 # Of 3 letters, so that with its space a word is a token by the rule: an answer that comes back in
 # the next turn's prompt is the same tokens again.
@@ -32,11 +30,6 @@ _TABLE = [f" {word}".encode() for word in Random(0).choices(_WORDS, k=_TABLE_SIZ
 
 Json = Any  # a decoded JSON value
 Messages = list[tuple[str, str]]  # the role and the text of each
-
-
-def count_tokens(text: str) -> int:
-    """Tokens of a text by the rule above; 0 for an empty one."""
-    return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 def words(offset: int, count: int) -> list[bytes]:
@@ -59,6 +52,7 @@ def unescape(piece: bytes) -> str:
 
 
 def tokenize(text: str) -> list[int]:
+    """A text's ids, one for each token by the rule above."""
     data = text.encode("utf-8", "replace")
     return [
         int.from_bytes(b"\x01" + data[i : i + BYTES_PER_TOKEN], "big")

@@ -59,10 +59,8 @@ async def replay(
                 messages = await talks.messages(index)
                 due_s = max(due_s, time.perf_counter() - start_s)
             body = maker.body(index, request.input_tokens, request.output_tokens, messages)
-            reply = Reply(0.0)
-            if talks is not None and talks.wants_text(index):
-                reply.parts = []
-            reply = await client.post(body, reply)
+            wanted = talks is not None and talks.wants_text(index)
+            reply = await client.post(body, Reply(0.0, parts=[] if wanted else None))
         finally:
             slots.release()
             if talks is not None:
@@ -71,16 +69,13 @@ async def replay(
         records.append(record)
         on_record(record)
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for index, request in enumerate(requests):
-                wait_s = start_s + request.due_s - time.perf_counter()
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                await slots.acquire()
-                tasks.create_task(one(index, request))
-    finally:
-        await client.aclose()
+    async with contextlib.aclosing(client), asyncio.TaskGroup() as tasks:
+        for index, request in enumerate(requests):
+            wait_s = start_s + request.due_s - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            await slots.acquire()
+            tasks.create_task(one(index, request))
     return sorted(records, key=lambda record: record.index)
 
 

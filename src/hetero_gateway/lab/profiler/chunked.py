@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.costs.fitting import Sample, fit_robustly, prefill_terms
+from hetero_gateway.lab.profiler.samples import kept_samples
 
 KEY = "chunked"
 
@@ -58,13 +59,8 @@ def record(sample: Sample) -> dict[str, float | None]:
 def chunked_prefills(records: Iterable[Mapping[str, Any]], max_batched_tokens: int) -> Chunked:
     """Those of accepted records; the fixed part of a step comes from the others."""
     kept = [r for r in records if r["discarded"] is None]
-    one_step = [
-        Sample(r["batch_size"], r["prompt_tokens"], r["output_tokens"], r["prefill_s"], None)
-        for r in kept
-        if r["prefill_s"]
-    ]
     fixed_s = 0.0
-    if one_step:
+    if one_step := [sample for sample in kept_samples(kept) if sample.prefill_s]:
         times = np.array([s.prefill_s for s in one_step])
         p = fit_robustly(prefill_terms(one_step), times, np.ones(len(times)))
         fixed_s = float(p[1] + p[3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,11 +102,8 @@ async def measure(
         HeteroGatewayError: no engine answers there.
     """
     check_output(output, plot, resume=resume)
-    client = EngineClient(target)
-    try:
+    async with contextlib.aclosing(EngineClient(target)) as client:
         facts = await read_engine(client, given)
-    finally:
-        await client.aclose()
     path = samples_path(output)
     records = read_json_lines(path) if resume and path.exists() else []
     _check_same(records, identity(facts, plan), path)

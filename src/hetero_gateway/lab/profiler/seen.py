@@ -26,8 +26,7 @@ from hetero_gateway.files.trace import TraceRequest, parse_trace
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.lab.load.admin import fetch_csv, fetch_document
 from hetero_gateway.lab.profiler.observed import fit_observed
-from hetero_gateway.planner.comparison import Traffic
-from hetero_gateway.planner.present import Running
+from hetero_gateway.planner.present import Running, Traffic
 
 # A fit that misses held-out rows by more than this (median) is not believed, as in the gateway.
 _MOST_ERROR = 0.3

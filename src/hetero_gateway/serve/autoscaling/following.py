@@ -29,9 +29,9 @@ from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.planner.following import (
     Arrivals,
     Follower,
+    FollowingRules,
+    LoadSample,
     Proposal,
-    Rules,
-    Sample,
     ScaledType,
     described,
 )
@@ -51,6 +51,8 @@ _REQUESTS, _LOOKED_AT = 1000, 5000
 # Fewer say nothing of lengths: then those that the scheduler is configured for.
 _FEW = 20
 _MINUTE_STEPS = 12
+# Of a proposal, at /admin/following.
+_SHOWN = ("reason", "rate_per_s", "held_per_s", "short")
 
 
 class FollowedModel:
@@ -193,7 +195,7 @@ class Following:
         ready = Counter(
             key for key, i in own if i.up and i.awake and not i.draining and not i.outcomes.ejected
         )
-        sample = Sample(now_s, model.arrivals.points(), queued, ready, self._missed(names))
+        sample = LoadSample(now_s, model.arrivals.points(), queued, ready, self._missed(names))
         task = Task(model.follower, sample, self._question(model, own, names), model.rates)
         model.asking = self._loop.create_task(self._ask(model, task))
 
@@ -276,10 +278,7 @@ class Following:
             rows.append(
                 {
                     "model": model.name,
-                    "reason": None if proposal is None else proposal.reason,
-                    "rate_per_s": None if proposal is None else proposal.rate_per_s,
-                    "held_per_s": None if proposal is None else proposal.held_per_s,
-                    "short": None if proposal is None else proposal.short,
+                    **{name: getattr(proposal, name, None) for name in _SHOWN},
                     "problem": model.problem or None,
                     "types": [
                         {
@@ -301,7 +300,7 @@ class Following:
 def followed(config: GatewayConfig, base_dir: Path) -> dict[str, FollowedModel]:
     """What is to be followed, by model. Raises ConfigError: a profile cannot be loaded."""
     following = config.following
-    rules = Rules(following.startup_s, following.hold_s, following.utilisation)
+    rules = FollowingRules(following.startup_s, following.hold_s, following.utilisation)
     by_model: dict[str, list[tuple[FollowedType, Profile]]] = {}
     for each, profile in zip(following.types, followed_profiles(following, base_dir), strict=True):
         by_model.setdefault(each.model, []).append((each, profile))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_gateway.errors import HeteroGatewayError
-from hetero_gateway.planner.following import Follower, Proposal, Sample
+from hetero_gateway.planner.following import Follower, LoadSample, Proposal
 from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held_rates
 
 _CPU_S = 60
@@ -38,7 +38,7 @@ class Task:
     """
 
     follower: Follower
-    sample: Sample
+    sample: LoadSample
     question: RateQuestion
     rates: HeldRates | None
 
