@@ -41,6 +41,22 @@ async def served(app: Any, http: Any) -> AsyncIterator[str]:
             await task
 
 
+async def answers_to(*requests: dict[str, Any], **sections: Any) -> list[list[Any]]:
+    """What each of these gets: under our protocol first, then under those of others."""
+    answers = []
+    async with fake_instances(1) as fakes:
+        for http in (None, "httptools", "h11"):
+            app = create_app(config_for(fakes, **sections))
+            async with (
+                served(app, http or of_the_gateway(app)) as url,
+                httpx.AsyncClient(base_url=url) as client,
+            ):
+                got = [await client.post(CHAT, **request) for request in requests]
+                answers.append([(a.status_code, a.headers["content-type"], a.text) for a in got])
+                await eventually(lambda a=app: len(a.gateway.dataplane) == 0)  # type: ignore[misc]
+    return answers
+
+
 @pytest.mark.parametrize(
     "fake",
     [
@@ -57,24 +73,12 @@ async def served(app: Any, http: Any) -> AsyncIterator[str]:
     ids=str,
 )
 async def test_another_http_implementation_gives_the_same_answers(fake: dict[str, object]) -> None:
-    answers = []
-    async with fake_instances(1) as fakes:
-        for http in (None, "httptools", "h11"):
-            app = create_app(config_for(fakes, timeouts={"first_byte_s": 0.3}))
-            async with (
-                served(app, http or of_the_gateway(app)) as url,
-                httpx.AsyncClient(base_url=url) as client,
-            ):
-                for stream in (False, True):
-                    body = {"model": "m", "messages": [], "stream": stream, "fake": fake}
-                    answer = await client.post(CHAT, json=body)
-                    kind = answer.headers["content-type"]
-                    answers.append((http, stream, answer.status_code, kind, answer.text))
-                await eventually(lambda a=app: len(a.gateway.dataplane) == 0)  # type: ignore[misc]
-    for stream in (False, True):
-        ours, *others = [answer[2:] for answer in answers if answer[1] is stream]
-        assert others == [ours] * 2
-        assert not (stream and ours[0] == 200) or ours[2].endswith("data: [DONE]\n\n")
+    body = {"model": "m", "messages": [], "fake": fake}
+    requests = [{"json": body | {"stream": stream}} for stream in (False, True)]
+    ours, *others = await answers_to(*requests, timeouts={"first_byte_s": 0.3})
+    assert others == [ours] * 2
+    status, _, text = ours[1]
+    assert status != 200 or text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(
@@ -82,17 +86,8 @@ async def test_another_http_implementation_gives_the_same_answers(fake: dict[str
     [(b"{", 400), (b'{"model": "nope"}', 404), (b'{"model": "m", "x": "%b"}' % (b"x" * 9000), 413)],
 )
 async def test_another_http_implementation_refuses_the_same(content: bytes, status: int) -> None:
-    answers = []
-    async with fake_instances(1) as fakes:
-        for http in (None, "httptools", "h11"):
-            app = create_app(config_for(fakes, server={"max_body_bytes": 4096}))
-            async with (
-                served(app, http or of_the_gateway(app)) as url,
-                httpx.AsyncClient(base_url=url) as client,
-            ):
-                answer = await client.post(CHAT, content=content)
-                answers.append((answer.status_code, answer.text))
-    assert answers[0][0] == status
+    answers = await answers_to({"content": content}, server={"max_body_bytes": 4096})
+    assert answers[0][0][0] == status
     assert answers == answers[:1] * 3
 
 

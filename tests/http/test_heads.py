@@ -150,12 +150,10 @@ REFUSED: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize(("data", "status"), REFUSED.values(), ids=REFUSED)
-def test_what_may_mean_more_than_one_thing_is_refused(data: bytes, status: int) -> None:
+def test_what_may_mean_more_than_one_thing_is_refused_in_pieces_too(
+    data: bytes, status: int
+) -> None:
     assert read(data) == status
-
-
-@pytest.mark.parametrize(("data", "status"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused_in_pieces_too(data: bytes, status: int) -> None:
     data = data[: MAX_HEAD_BYTES + 100]
     assert read_in_pieces(data, 1 if len(data) < 1000 else 997) == status
 
