@@ -23,7 +23,7 @@ FAST = Constants(p1=1e-6, p2=1e-5, p3=0, p4=1e-3, p5=1e-9, p6=1e-5, p7=0, p8=1e-
 def request(
     session: int, turn: int, prompt: int, output: int, runs, due_s: float = 0.0
 ) -> LoadRequest:
-    text = TracedText(session, turn, tuple(runs), 64, True)
+    text = TracedText(session, turn, tuple(runs), 64)
     return LoadRequest(due_s, prompt, output, text)
 
 
