@@ -58,7 +58,7 @@ from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import Fleet, can_compile
+from hetero_gateway.sim.fleet import EngineFleet, can_compile
 from hetero_gateway.sim.kernel import GENERATION_TOTAL
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload
@@ -343,7 +343,7 @@ def counted_tokens_per_s(profile: Profile, lengths: LogNormalLengths, about: flo
         about: the result, nearly; the window is found by it.
     """
     prompt, output = lengths.draw(40_000, np.random.default_rng(REFERENCE_SEED))
-    fleet = Fleet([profile], compiled=can_compile())
+    fleet = EngineFleet([profile], compiled=can_compile())
     for i, o in zip(prompt.tolist(), output.tolist(), strict=True):
         fleet.submit(0, fleet.new_slot(), i, o, 0.0)
     whole_s, counts = float(output.sum()) / about, []

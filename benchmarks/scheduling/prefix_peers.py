@@ -45,7 +45,7 @@ from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request, Usage
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
-from hetero_gateway.sim.fleet import Fleet, jit
+from hetero_gateway.sim.fleet import EngineFleet, jit
 from hetero_gateway.sim.prefixes import Prefixes
 
 BLOCK = DEFAULT_BLOCK_TOKENS
@@ -112,11 +112,11 @@ class PeerGateway:
         self._specs: list[InstanceSpec] = []
         self._loads: list[Load] = []
         self._placed: list[PlacedTicket] = []
-        self._fleet: Fleet | None = None
+        self._fleet: EngineFleet | None = None
         self._found: Any = []
         self._look_up: Any = block_cache.look_up
 
-    def watch(self, fleet: Fleet) -> None:
+    def watch(self, fleet: EngineFleet) -> None:
         """What no gateway can see: the engines themselves."""
         self._fleet = fleet
         self._found = [0] * (self._prefixes.most_tokens // BLOCK + 1)

@@ -30,7 +30,7 @@ from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
+from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
 
 # What is assumed of the others before they were heard: nothing; what we have ourselves; and after
@@ -149,7 +149,8 @@ class Replicas(_Several):
         self._interval_s = interval_s
         self._assumed = assumed
         self._exchanges = [
-            Exchange(s, ttl_s=_NEVER_S, interval_s=interval_s or math.inf) for s in self.schedulers
+            LoadExchange(s, ttl_s=_NEVER_S, interval_s=interval_s or math.inf)
+            for s in self.schedulers
         ]
         self._news_s = news_s
         self._placed: list[set[InstanceId]] = [set() for _ in schedulers]

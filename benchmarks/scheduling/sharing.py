@@ -45,7 +45,7 @@ from benchmarks.scheduling.several_gateways import Assumed, Replicas, ReplicaSch
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
+from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
 from hetero_gateway.core.sharing.message import pack, unpack
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
 from hetero_gateway.files.profile_file import builtin_profiles
@@ -245,18 +245,18 @@ def cost_rows() -> Iterator[dict[str, Any]]:
         }
 
 
-def _gateway(names: Sequence[tuple[InstanceId, str]]) -> tuple[ReplicaScheduler, Exchange]:
+def _gateway(names: Sequence[tuple[InstanceId, str]]) -> tuple[ReplicaScheduler, LoadExchange]:
     profiles, scheduler = builtin_profiles(), make_scheduler(0)
     for i, (name, _) in enumerate(names):
         profile = profiles[PROFILES[i % len(PROFILES)]]
         scheduler.add(InstanceSpec(name, frozenset({"m"}), profile))
-    exchange = Exchange(scheduler, ttl_s=3.0, interval_s=INTERVAL_S)
+    exchange = LoadExchange(scheduler, ttl_s=3.0, interval_s=INTERVAL_S)
     exchange.set_instances(names)
     return scheduler, exchange
 
 
 def _exchange_s(
-    scheduler: ReplicaScheduler, exchange: Exchange, data: bytes, replicas: int, now_s: float
+    scheduler: ReplicaScheduler, exchange: LoadExchange, data: bytes, replicas: int, now_s: float
 ) -> float:
     """CPU time of saying, and of hearing the same from each of the others."""
     begun_s = time.process_time()

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim import kernel
-from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.fleet import EngineFleet
 from tests.sim.naive import Job, NaiveEngine
 
 BOTH = ("chunked", "prefill-first")
@@ -28,10 +28,10 @@ class Case:
     caching: bool = False
 
 
-def in_closed_form(case: Case, *, compiled: bool = False) -> tuple[list[Job], Fleet]:
+def in_closed_form(case: Case, *, compiled: bool = False) -> tuple[list[Job], EngineFleet]:
     """What becomes of the jobs, and the fleet at the end, empty again."""
     jobs = [replace(job) for job in case.jobs]
-    fleet = Fleet(
+    fleet = EngineFleet(
         [case.profile],
         scheduling=case.scheduling,
         max_batched_tokens=case.max_batched_tokens,
@@ -80,7 +80,7 @@ def in_closed_form(case: Case, *, compiled: bool = False) -> tuple[list[Job], Fl
     return jobs, fleet
 
 
-def check(case: Case, tolerance: float) -> tuple[list[Job], NaiveEngine, Fleet]:
+def check(case: Case, tolerance: float) -> tuple[list[Job], NaiveEngine, EngineFleet]:
     """Times are as in the naive engine within the tolerance, in s and relative; counts exactly.
 
     Returns the jobs as they are in the end.

@@ -7,7 +7,7 @@ import pytest
 
 from hetero_gateway.sim import alone
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
-from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.fleet import EngineFleet
 from hetero_gateway.sim.kernel import GENERATION_TOTAL
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 from tests.fakes.planning import LENGTHS, instance_type
@@ -18,7 +18,7 @@ MIX = Mix.of(LENGTHS, 0)
 
 def long_run_tokens_per_s(profile, lengths, seed):
     """Output tokens per s by the engine's own counter, over the middle of 16 000 requests."""
-    fleet = Fleet([profile])
+    fleet = EngineFleet([profile])
     prompt, output = lengths.draw(16_000, np.random.default_rng(seed))
     for i, o in zip(prompt.tolist(), output.tolist(), strict=True):
         fleet.submit(0, fleet.new_slot(), i, o, 0.0)

@@ -14,7 +14,7 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances import table
 from hetero_gateway.core.policies import estimates
 from hetero_gateway.sim import kernel
-from hetero_gateway.sim.fleet import Fleet, can_compile, jit
+from hetero_gateway.sim.fleet import EngineFleet, can_compile, jit
 from hetero_gateway.sim.recorded import Placements, run_as_placed
 from tests.sim.closed_form import BOTH, NEVER_S, Case, check, in_closed_form
 from tests.sim.naive import Job
@@ -93,7 +93,7 @@ def test_the_compiled_kernel_gives_the_same_floats():
 
 
 def test_a_run_of_decode_steps_is_one_event():
-    fleet = Fleet([Profile("GPU", "m", 1, REAL, 100_000, 32)])
+    fleet = EngineFleet([Profile("GPU", "m", 1, REAL, 100_000, 32)])
     for _ in range(8):
         fleet.submit(0, fleet.new_slot(), 100, 1000, 0.0)
     fleet.advance(1e-6, False)

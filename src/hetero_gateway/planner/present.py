@@ -70,7 +70,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedInstance:
     """An instance on a machine of the plan."""
 
     instance: Running
@@ -87,7 +87,7 @@ class Present:
     """Layouts by machine id, as of a candidate; ``left_out`` has ids with reasons."""
 
     layouts: Mapping[str, Layout]
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedInstance, ...]
     left_out: tuple[tuple[str, str], ...]
 
 
@@ -100,7 +100,7 @@ def place(
     """Put every instance on a machine, the largest first; ``find``: its accelerator, or raises."""
     names = machine_names([machine.id for machine in machines])
     room = {machine.id: machine.count for machine in machines}
-    placed: list[Placed] = []
+    placed: list[PlacedInstance] = []
     left_out: list[tuple[str, str]] = []
 
     def machine_of(instance: Running) -> Machine | str:
@@ -139,7 +139,7 @@ def place(
             continue
         assert instance.profile is not None
         room[found.id] -= instance.profile.tensor_parallel
-        placed.append(Placed(instance, found, instance.profile))
+        placed.append(PlacedInstance(instance, found, instance.profile))
     layouts = {
         machine.id: tuple(
             sorted((p.key[1] for p in placed if p.machine.id == machine.id), reverse=True)
@@ -166,7 +166,7 @@ def observed_profiles(
         Of each type that runs, the mean of its instances' constants; and of each other type on the
         same accelerator the believed one, scaled as far as those differ from belief.
     """
-    groups: dict[Key, list[Placed]] = {}
+    groups: dict[Key, list[PlacedInstance]] = {}
     for each in present.placed:
         groups.setdefault(each.key, []).append(each)
     found: list[Profile] = []
@@ -187,7 +187,7 @@ def observed_profiles(
     return found
 
 
-def _mean_profile(key: Key, members: Sequence[Placed], model: ModelShape) -> Profile:
+def _mean_profile(key: Key, members: Sequence[PlacedInstance], model: ModelShape) -> Profile:
     rows = [dataclasses.astuple(p.profile.constants) for p in members]
     constants = Constants(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
     first = members[0].profile

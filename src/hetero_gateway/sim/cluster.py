@@ -51,7 +51,7 @@ from hetero_gateway.core.types import (
 from hetero_gateway.sim.compiled import cases
 from hetero_gateway.sim.compiled.jit import compiled as jit_loop
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BATCHED_TOKENS, Scheduling
-from hetero_gateway.sim.fleet import Fleet, can_compile, jit
+from hetero_gateway.sim.fleet import EngineFleet, can_compile, jit
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
@@ -119,7 +119,7 @@ def simulate(
     predictions: NDArray[np.float64] | None = None,
     observe_interval_s: float = 1.0,
     compiled: bool | None = None,
-    watch: Callable[[Fleet], None] = lambda fleet: None,
+    watch: Callable[[EngineFleet], None] = lambda fleet: None,
 ) -> Records:
     """Run a workload to its end, or until nothing can happen any more.
 
@@ -145,7 +145,7 @@ def simulate(
     if compiled is None:
         compiled = len(workload.arrival_s) >= _WORTH_COMPILING and can_compile()
     prefixes = workload.prefixes
-    fleet = Fleet(
+    fleet = EngineFleet(
         [instance.profile for instance in instances],
         scheduling=scheduling,
         max_batched_tokens=max_batched_tokens,
@@ -177,7 +177,7 @@ class _Run:
         workload: Workload,
         scheduler: Scheduler,
         predictor: OutputLengthPredictor,
-        fleet: Fleet,
+        fleet: EngineFleet,
         model: str,
         predictions: NDArray[np.float64] | None,
     ) -> None:

@@ -60,7 +60,7 @@ def jit(function: Any, *, allocates: bool = True) -> Any:
     return numba.njit(**options)(function)
 
 
-class Fleet:
+class EngineFleet:
     """Instances by position, sequences by slot.
 
     Args:

@@ -23,7 +23,7 @@ from hetero_gateway.sim.arrays import Floats, Integers
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.figures import Distribution
-from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.fleet import EngineFleet
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Workload
 
@@ -59,7 +59,7 @@ def run_as_placed(
         instance=placements.instance.astype(np.int64),
         placed_s=placements.placed_s.astype(np.float64),
     )
-    fleet = Fleet(profiles, scheduling=scheduling, max_batched_tokens=max_batched_tokens)
+    fleet = EngineFleet(profiles, scheduling=scheduling, max_batched_tokens=max_batched_tokens)
     owners: dict[int, int] = {}
     columns = (
         records.instance,
@@ -82,7 +82,9 @@ def run_as_placed(
     return records
 
 
-def _work_until(fleet: Fleet, until_s: float, owners: Mapping[int, int], records: Records) -> None:
+def _work_until(
+    fleet: EngineFleet, until_s: float, owners: Mapping[int, int], records: Records
+) -> None:
     """Let time pass and write down what the fleet logs; slots of what finished are free again."""
     complete = False
     while not complete:

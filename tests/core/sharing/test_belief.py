@@ -13,7 +13,7 @@ from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.instances.speed import MOST_APART, MOST_UNSEEN_APART
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.belief import LOADS, SLACK, Belief, EngineReport
-from hetero_gateway.core.sharing.exchange import OTHERS, Exchange
+from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
 from hetero_gateway.core.sharing.message import FIELDS, Message, instance_key
 from hetero_gateway.core.types import InstanceId, Reject
 from tests.core.builders import request, scheduler, spec
@@ -155,7 +155,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.scheduler: Scheduler = scheduler(SPEC, policy="finish-time")
-        self.exchange = Exchange(self.scheduler, ttl_s=1e9, interval_s=0.05)
+        self.exchange = LoadExchange(self.scheduler, ttl_s=1e9, interval_s=0.05)
         self.exchange.set_instances([(A, URL)])
         self.state = self.scheduler.members.table[A]
         self.sequence = 0

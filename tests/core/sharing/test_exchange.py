@@ -9,7 +9,7 @@ import pytest
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
+from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange, Mode
 from hetero_gateway.core.sharing.message import Message, MessageError, pack, unpack
 from hetero_gateway.core.types import InstanceId, Outcome, Reject
 from tests.core.builders import SLOW, request, scheduler, spec
@@ -30,7 +30,7 @@ class Gateway:
     def __init__(self, instances: list[tuple[InstanceId, str]] = INSTANCES) -> None:
         specs = [spec(i, SLOW if i == "b" else spec("x").profile) for i, _ in instances]
         self.scheduler: Scheduler = scheduler(*specs, policy="finish-time")
-        self.exchange = Exchange(self.scheduler, ttl_s=TTL_S, interval_s=INTERVAL_S)
+        self.exchange = LoadExchange(self.scheduler, ttl_s=TTL_S, interval_s=INTERVAL_S)
         self.exchange.set_instances(instances)
 
     def place(self, now_s: float, **lengths: int) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.limits.accounts import Account, Charge, Denial, Limits, admit
-from hetero_gateway.core.sharing.exchange import Exchange
+from hetero_gateway.core.sharing.exchange import LoadExchange
 from hetero_gateway.core.sharing.limits import SharedLimits, account_key
 from hetero_gateway.core.sharing.message import (
     FIELDS,
@@ -129,7 +129,7 @@ def test_an_account_that_comes_later_heeds_what_others_say_next() -> None:
 def test_an_exchange_carries_them_and_says_so_when_they_alone_have_changed() -> None:
     account = Account("key a", Limits(5, 100, None))
     shared = SharedLimits(lambda: (account,))
-    exchange = Exchange(scheduler(spec("a")), ttl_s=3.0, interval_s=0.05, limits=shared)
+    exchange = LoadExchange(scheduler(spec("a")), ttl_s=3.0, interval_s=0.05, limits=shared)
     exchange.set_instances([("a", "http://a")])  # type: ignore[list-item]
     assert exchange.say(0.0) is not None
     exchange.said()

@@ -137,7 +137,7 @@ class _Replica:
         self.keys, self.told = keys, rows
 
 
-class Exchange:
+class LoadExchange:
     """One gateway's side.
 
     Args:
@@ -180,7 +180,7 @@ class Exchange:
         self.exchanged_s = -np.inf  # when the store was last heard
 
     def __repr__(self) -> str:
-        return f"<Exchange {len(self._ids)} instances, {len(self._replicas)} other replicas>"
+        return f"<LoadExchange {len(self._ids)} instances, {len(self._replicas)} other replicas>"
 
     def set_instances(self, instances: Sequence[tuple[InstanceId, str]]) -> None:
         """(id, base_url) of those that there are now, after each change. Begins all rows anew."""

@@ -99,7 +99,7 @@ class Answered(Protocol):
     def usage(self) -> Usage: ...
 
 
-class Seen(Answered, WatchedStream, Protocol):
+class ObservedResponse(Answered, WatchedStream, Protocol):
     """A response, as the recorder and the watch over the engines' speed want it."""
 
 
@@ -137,7 +137,7 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
+    def stream_began(self, job: Job, place: Place, stream: ObservedResponse) -> None:
         """A good stream's first bytes are here."""
         ...
 
@@ -153,7 +153,9 @@ class Dispatcher(Protocol):
         """Its answer is a response that others may continue (``Intake.response_name``)."""
         ...
 
-    def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
+    def settle(
+        self, job: Job, place: Place, seen: ObservedResponse, outcome: Outcome, *, final: bool
+    ) -> None:
         """The attempt is over, and is taken off its instance and counted. Once for each place."""
         ...
 
@@ -162,16 +164,16 @@ class Dispatcher(Protocol):
         ...
 
     def settle_outside(
-        self, job: Job, label: str, seen: Seen, outcome: Outcome, *, final: bool
+        self, job: Job, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
         """An attempt at a service elsewhere is over; ``label``: of the fallback."""
         ...
 
-    def withdraw(self, place: Place, seen: Seen | None) -> None:
+    def withdraw(self, place: Place, seen: ObservedResponse | None) -> None:
         """Take an attempt off that met a bug here; nothing is counted."""
         ...
 
-    def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
+    def pass_on(self, job: Job, place: Place, seen: ObservedResponse) -> None:
         """The client gets the answer of an attempt that was settled as not final."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from hetero_gateway.core.types import Outcome, Usage
 from hetero_gateway.engines.vllm import tokens_of_events
-from hetero_gateway.gateway.dataplane.dispatcher import Place, Seen
+from hetero_gateway.gateway.dataplane.dispatcher import ObservedResponse, Place
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.records import LATER_S, label_of
 from hetero_gateway.gateway.dataplane.routes import OutsidePlace
@@ -43,7 +43,7 @@ class Ended(NamedTuple):
     inbound: Inbound
     client: str
     job: Job | None
-    last: tuple[Place | OutsidePlace, Seen, Outcome] | None
+    last: tuple[Place | OutsidePlace, ObservedResponse, Outcome] | None
     verdict: str
     status: int
     attempts: int

@@ -10,7 +10,7 @@ from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.dataplane.application import DataPlane
 
 
-class Listing(Protocol):
+class InstanceListing(Protocol):
     """What knows the instances: a ``Fleet``, or of a worker ``Members``."""
 
     def ready(self) -> bool:
@@ -27,7 +27,7 @@ class Serving(Protocol):
     dataplane: DataPlane
 
     @property
-    def listing(self) -> Listing: ...
+    def listing(self) -> InstanceListing: ...
 
 
 def model_list(gateway: Serving, client: Client) -> dict[str, Any]:

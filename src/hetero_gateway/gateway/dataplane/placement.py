@@ -42,7 +42,13 @@ from hetero_gateway.files.scheduler_config import QueueConfig
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.dataplane.answers import shutting_down
-from hetero_gateway.gateway.dataplane.dispatcher import Owner, Place, Placed, Seen, Waiting
+from hetero_gateway.gateway.dataplane.dispatcher import (
+    ObservedResponse,
+    Owner,
+    Place,
+    Placed,
+    Waiting,
+)
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
@@ -527,7 +533,7 @@ class LocalDispatcher:
             self._decisions.keep_noted()
             count_noted(self._metrics.noted)
 
-    def stream_began(self, job: Job, place: Place, stream: Seen | None) -> None:
+    def stream_began(self, job: Job, place: Place, stream: ObservedResponse | None) -> None:
         """``stream`` None: another process watches it (``Placement.observe_speed``)."""
         assert isinstance(place, Placed)
         self.placement.stream_began(place.dispatch, stream)
@@ -553,7 +559,9 @@ class LocalDispatcher:
         """Those that others may continue."""
         return self._intake.responses
 
-    def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
+    def settle(
+        self, job: Job, place: Place, seen: ObservedResponse, outcome: Outcome, *, final: bool
+    ) -> None:
         assert isinstance(place, Placed)
         # How long a session took says nothing of the engine's speed.
         watched = None if job.inbound.path == REALTIME else seen
@@ -574,7 +582,7 @@ class LocalDispatcher:
             job.features.model = model
 
     def settle_outside(
-        self, job: Job, label: str, seen: Seen, outcome: Outcome, *, final: bool
+        self, job: Job, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
         name = job.parsed.asked or job.request.model
         self._metrics.fallbacks[name, label] += 1
@@ -594,11 +602,11 @@ class LocalDispatcher:
         if response.keys is not None:
             self.placement.know(response.instance_id, response.keys)
 
-    def withdraw(self, place: Place, seen: Seen | None) -> None:
+    def withdraw(self, place: Place, seen: ObservedResponse | None) -> None:
         assert isinstance(place, Placed)
         self.placement.settle(place.dispatch, Outcome.CLIENT_DISCONNECTED, seen)
 
-    def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
+    def pass_on(self, job: Job, place: Place, seen: ObservedResponse) -> None:
         assert isinstance(place, Placed)
         self._recorder.count(job, place, seen, Outcome.COMPLETED, time.monotonic())
 

@@ -28,7 +28,7 @@ from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.limits.accounts import Account
 from hetero_gateway.core.sharing.belief import EngineReport
 from hetero_gateway.core.sharing.breaker import Breaker
-from hetero_gateway.core.sharing.exchange import OTHERS, Exchange, Mode
+from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange, Mode
 from hetero_gateway.core.sharing.limits import SharedLimits
 from hetero_gateway.core.sharing.message import MessageError, pack, unpack
 from hetero_gateway.core.types import InstanceId
@@ -94,7 +94,7 @@ class Sharing:
         self._settings = settings
         self._fleet = fleet
         self._store = store
-        self._exchange = Exchange(
+        self._exchange = LoadExchange(
             fleet.scheduler,
             ttl_s=settings.ttl_s,
             interval_s=settings.interval_s,

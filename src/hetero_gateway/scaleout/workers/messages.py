@@ -42,7 +42,7 @@ from hetero_gateway.core.limits.accounts import LimitStanding
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.dispatcher import Seen
+from hetero_gateway.gateway.dataplane.dispatcher import ObservedResponse
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import Failure, InstanceError
 
@@ -123,7 +123,7 @@ class Report(_Record, eq=False):
     congested: ClassVar[bool] = False  # as far as is known here
 
     @classmethod
-    def of(cls, seen: Seen, body: bytes) -> Report:
+    def of(cls, seen: ObservedResponse, body: bytes) -> Report:
         # Tells a body from others, in every process: its length and its ends.
         ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
         return cls(

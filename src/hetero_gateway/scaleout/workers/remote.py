@@ -28,7 +28,13 @@ from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
-from hetero_gateway.gateway.dataplane.dispatcher import Owner, Place, Placed, Seen, Waiting
+from hetero_gateway.gateway.dataplane.dispatcher import (
+    ObservedResponse,
+    Owner,
+    Place,
+    Placed,
+    Waiting,
+)
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.dataplane.speed import StreamWatch
@@ -282,7 +288,7 @@ class RemoteDispatcher:
         self._ask(self._channel, ask)
         return ask
 
-    def stream_began(self, job: Job, place: Place, stream: Seen) -> None:
+    def stream_began(self, job: Job, place: Place, stream: ObservedResponse) -> None:
         assert isinstance(place, Assignment)
         place.began_s = time.monotonic()
         if place.request.streams:
@@ -314,7 +320,9 @@ class RemoteDispatcher:
         if place.local is None:
             self._send(messages.Made(place.job.key, name))
 
-    def settle(self, job: Job, place: Place, seen: Seen, outcome: Outcome, *, final: bool) -> None:
+    def settle(
+        self, job: Job, place: Place, seen: ObservedResponse, outcome: Outcome, *, final: bool
+    ) -> None:
         assert isinstance(place, Assignment)
         self._close_place(place, seen)
         if place.local is not None:
@@ -332,7 +340,7 @@ class RemoteDispatcher:
         job.fallback = job.parsed.model = model
 
     def settle_outside(
-        self, job: Job, label: str, seen: Seen, outcome: Outcome, *, final: bool
+        self, job: Job, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
         assert isinstance(job, RemoteJob)
         if not self._knows(job):
@@ -342,7 +350,7 @@ class RemoteDispatcher:
             report = messages.Report.of(seen, job.inbound.body)
             self._send(messages.SettleOutside(job.key, label, outcome, final, report))
 
-    def withdraw(self, place: Place, seen: Seen | None) -> None:
+    def withdraw(self, place: Place, seen: ObservedResponse | None) -> None:
         assert isinstance(place, Assignment)
         self._close_place(place, seen)
         if place.local is not None:
@@ -350,7 +358,7 @@ class RemoteDispatcher:
         else:
             self._send(messages.Over(place.job.key, ""))
 
-    def pass_on(self, job: Job, place: Place, seen: Seen) -> None:
+    def pass_on(self, job: Job, place: Place, seen: ObservedResponse) -> None:
         assert isinstance(place, Assignment)
         if place.local is not None:
             self._local.pass_on(place.job, place.local, seen)
@@ -381,7 +389,7 @@ class RemoteDispatcher:
         if self._channel is not None:
             self._channel.send(message)
 
-    def _close_place(self, place: Assignment, seen: Seen | None) -> None:
+    def _close_place(self, place: Assignment, seen: ObservedResponse | None) -> None:
         self._open.pop(place.job.key, None)
         if seen is not None:
             self._streams.discard(seen, time.monotonic())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.dataplane.models import Listing
+from hetero_gateway.gateway.dataplane.models import InstanceListing
 from hetero_gateway.gateway.dataplane.predictor import predictor_settings
 from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -110,7 +110,7 @@ class Worker(Parts):
         await paths(scope, receive, send)
 
     @property
-    def listing(self) -> Listing:
+    def listing(self) -> InstanceListing:
         """What /readyz and /v1/models answer by: what the scheduler process said last."""
         return self.remote.mirror
 

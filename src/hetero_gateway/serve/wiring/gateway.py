@@ -25,7 +25,7 @@ from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.ended import Tracing
-from hetero_gateway.gateway.dataplane.models import Listing
+from hetero_gateway.gateway.dataplane.models import InstanceListing
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.recording import RunFile
@@ -120,7 +120,7 @@ class Parts:
         return self.settings.config
 
     @property
-    def listing(self) -> Listing:
+    def listing(self) -> InstanceListing:
         """What /readyz and /v1/models answer by."""
         raise NotImplementedError
 

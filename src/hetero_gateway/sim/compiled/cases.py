@@ -33,7 +33,7 @@ from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
 from hetero_gateway.sim.compiled.lengths import CLASSES, BucketMeans, length_classes
 from hetero_gateway.sim.compiled.tables import EngineTables, PoolTable, Requests, Slowdowns
-from hetero_gateway.sim.fleet import Fleet
+from hetero_gateway.sim.fleet import EngineFleet
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
 # Rules that look at nothing but what is on an instance; without sessions and prefixes, two more
@@ -65,7 +65,7 @@ Run = Callable[[Callable[[Any], Any]], None]
 def covered(
     scheduler: object,
     predictor: OutputLengthPredictor,
-    fleet: Fleet,
+    fleet: EngineFleet,
     model: str,
     workload: Workload,
     faults: Sequence[Fault],
@@ -219,7 +219,7 @@ def _longest(requests: Requests, means: BucketMeans) -> float:
 # Arrays of objects
 
 
-def engines_of(fleet: Fleet, slots: int) -> EngineTables:
+def engines_of(fleet: EngineFleet, slots: int) -> EngineTables:
     """The engines of a fleet, whose tables are arrays; nothing is in them.
 
     ``slots``: so many are added to those that it has.
