@@ -172,18 +172,22 @@ class _Ask(Waiting):
         self.remote.forget(self)
 
     def placed(self, place: Place | Reject) -> None:
-        self.remote.answered(self)
+        self._end()
         if isinstance(place, Placed):
             place = self.remote.assign(self.job, place)
         self.owner.placed(place)
 
     def turned_away(self, refusal: Refusal) -> None:
-        self.remote.answered(self)
+        self._end()
         self.owner.turned_away(refusal)
 
     def broke(self, error: Exception) -> None:
-        self.remote.answered(self)
+        self._end()
         self.owner.broke(error)
+
+    def _end(self) -> None:
+        self.local = None
+        self.remote._asked.pop(self.job.key, None)
 
 
 class RemoteDispatcher:
@@ -448,10 +452,6 @@ class RemoteDispatcher:
         place = Assignment(job, local.instance, local.placed_s, local.waited_s, local)
         self._open[job.key] = place
         return place
-
-    def answered(self, ask: _Ask) -> None:
-        ask.local = None
-        self._asked.pop(ask.job.key, None)
 
     def forget(self, ask: _Ask) -> None:
         """Its owner wants no answer any more."""
