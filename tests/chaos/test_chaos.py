@@ -31,6 +31,7 @@ def run(*words: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
     document = run("--seed", "1", "--seconds", "12", "--clients", "100")
@@ -39,6 +40,7 @@ def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
     assert {"restart", "stop", "reload"} <= document["disturbances"].keys()
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_workers_and_their_scheduler_are_killed_too() -> None:
     document = run("--seed", "3", "--seconds", "14", "--clients", "60", "--workers", "2")

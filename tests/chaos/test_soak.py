@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_streams_and_idle_connections_leave_memory_and_descriptors_where_they_were() -> None:
     words = ("--seconds", "9", "--streams", "50", "--idle", "400", "--interval", "0.02", "--json")

@@ -256,6 +256,7 @@ def test_an_unset_key_variable_is_named(url, cluster, again):
 
 
 @pytest.mark.slow
+@pytest.mark.system
 def test_an_instance_that_has_become_slower_is_planned_with_its_observed_times(
     url, cluster, tmp_path, run, replanned
 ):

@@ -344,6 +344,7 @@ async def until_status(envoy: Envoy, key: str, status: int) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.system
 async def test_keys_are_read_again_and_without_a_whole_file_nobody_is_served(tmp_path, instance):
     gateway = write_gateway(tmp_path, instance.port)
     path = tmp_path / "envoy.keys"
