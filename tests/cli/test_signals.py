@@ -16,7 +16,7 @@ import yaml
 from tests.fakes.processes import Process
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
 STREAM = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}

@@ -144,6 +144,7 @@ def test_a_signal_at_any_moment_leaves_no_process_and_no_traceback(
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_keep_serves_until_interrupted(scratch: Path) -> None:
     demo = start("--seconds", "1", "--port", "0", "--keep", cwd=scratch)

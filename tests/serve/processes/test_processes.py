@@ -19,7 +19,7 @@ from tests.fakes.gateway_files import write
 from tests.fakes.processes import Process
 from tests.fakes.running import FAST, SLOW
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 COMPLETIONS = "/v1/completions"
 
