@@ -63,3 +63,10 @@ async def test_a_request_that_cannot_be_counted_does_not_keep_others_from_it(
         assert len(seen) == 3
         assert [record.getMessage() for record in caplog.records] == ["a request cannot be counted"]
         assert len(running.gateway.dataplane.history) == 2
+
+
+async def test_what_was_counted_of_a_series_is_not_held_on_to() -> None:
+    async with rig() as (running, client, _):
+        await post(running, client, 3)
+        running.gateway.metrics.catch_up()
+        assert not running.gateway.dataplane.recorder._noted

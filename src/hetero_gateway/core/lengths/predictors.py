@@ -2,7 +2,7 @@
 
 The paper (section 4.1) leaves the output-length predictor open and evaluates a normal draw. Here
 are that one, a constant, and the default, a conditional mean; ``length_model`` has the one that is
-trained offline. What is learnt is kept per model.
+trained offline.
 
 Reading a request's bytes is the gateway's work; those here see only counts. A predictor of the
 user's own may ask ``LengthFeatures`` for the prompt's text (docs/design/predictors.md).
@@ -338,11 +338,7 @@ def capped_output_tokens(
 def learn(
     predictor: OutputLengthPredictor, finished: Sequence[tuple[LengthFeatures, float]]
 ) -> None:
-    """Have a predictor observe some finished requests, at once if it has a way to."""
-    at_once = getattr(predictor, "observe_many", None)
-    if at_once is not None:
-        at_once(finished)
-        return
+    """Have a predictor observe some finished requests."""
     for features, output_tokens in finished:
         predictor.observe(features, output_tokens)
 
@@ -432,10 +428,6 @@ class BucketMeanPredictor:
         if mean is None:
             mean = self._buckets.get((model, size)) or self._models.get(model)
         return max(1.0, self.prior_tokens if mean is None else mean.value)
-
-    def observe_many(self, finished: Iterable[tuple[LengthFeatures, float]]) -> None:
-        for features, output_tokens in finished:
-            self.observe(features, output_tokens)
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         model = features.model

@@ -388,12 +388,12 @@ class LowestScore(PlacesAtOnce):
         """One number for each candidate, none of them NaN."""
         raise NotImplementedError
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
-        return argmin_with_random_ties(self.scores(view), rng)
-
-    def figures(self, view: View) -> Figures:
-        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, self.scores(view))
-        return Figures((*COLUMNS, "score"), data)
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        scores = self.scores(view)
+        position = argmin_with_random_ties(scores, rng)
+        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, scores)
+        figures = Figures((*COLUMNS, "score"), data)
+        return Choice(position, self.charge(view, position), figures)
 
     def because(self, decision: Decided) -> str:
         ours = f"by {self.name} its score was {{}}, the lowest"

@@ -99,9 +99,9 @@ class Recorder:
         self._usage = usage
         self._loop = asyncio.get_running_loop()
         self._later: list[tuple[Job, Placed, Answered, Outcome, float, Usage | None]] = []
-        # Of a batch of requests: histograms that have something to count, when instances answered
-        # well, and rows for what learns.
-        self._noted: set[Histogram] = set(metrics.noted)
+        # Of a batch of requests: the series' histograms that have something to count, when
+        # instances answered well, and rows for what learns.
+        self._noted: set[Histogram] = set()
         self._answered_s: defaultdict[Outcomes, list[float]] = defaultdict(list)
         self._prompts: list[tuple[str, int, int]] = []
         self._outputs: list[tuple[LengthFeatures, float]] = []
@@ -125,7 +125,8 @@ class Recorder:
             except Exception:
                 # The boundary of a request: the others are counted all the same.
                 _log.exception("a request cannot be counted")
-        count_noted(self._noted)
+        count_noted((*self._metrics.noted, *self._noted))
+        self._noted.clear()
         for outcomes, times_s in self._answered_s.items():
             outcomes.answered(times_s[-1], len(times_s))
         self._answered_s.clear()
