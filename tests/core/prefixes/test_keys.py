@@ -6,12 +6,12 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from hetero_gateway.core.prefixes.keys import (
     NO_KEYS,
     PIECE_BYTES,
     PIECES_PER_LENGTH,
-    KeyChain,
     keys_of,
     namespace,
     seed_of,
@@ -108,14 +108,27 @@ def test_keys_are_few_whatever_a_text_is_made_of() -> None:
     assert len(keys_of([bytes(1 << 26)], HERE).hashes) <= 304
 
 
+def piece_by_piece(parts: list[bytes], start: int) -> PrefixKeys:
+    """As the module says it: each part up to the next cut, and to its end."""
+    value, at, in_piece, length = start, 0, 0, PIECE_BYTES
+    hashes: list[int] = []
+    ends: list[int] = []
+    for part in parts:
+        while part:
+            taken, part = part[: length - in_piece], part[length - in_piece :]
+            value = xxh3_64_intdigest(taken, value)
+            at, in_piece = at + len(taken), in_piece + len(taken)
+            if in_piece == length or (not part and in_piece >= length // 32):
+                hashes.append(value >> 4)
+                ends.append(at)
+                in_piece, length = 0, PIECE_BYTES * 2 ** (len(hashes) // PIECES_PER_LENGTH)
+    return PrefixKeys(tuple(hashes), tuple(ends), at)
+
+
 def test_a_part_that_is_taken_in_steps_has_the_same_keys() -> None:
     parts = [bytes([i]) * (3000 * i) for i in range(40)]
-    chain = KeyChain(HERE)
-    for part in parts:
-        start = 0
-        while start < len(part):
-            start = chain.take(memoryview(part), start, 1)
-        chain.end_part()
-    assert chain.keys() == keys_of(parts, HERE)
+    assert piece_by_piece(parts, HERE) == keys_of(parts, HERE)
+    mixed = [bytes([i]) * (i * i % 2100) for i in range(200)]
+    assert piece_by_piece(mixed, HERE) == keys_of(mixed, HERE)
     # A text of nothing has no keys.
     assert keys_of([], HERE) == keys_of([b"", b""], HERE) == NO_KEYS

@@ -80,106 +80,37 @@ def namespace(seed: int, *identity: Buffer) -> int:
     return seed
 
 
-class KeyChain:
-    """Makes the keys of one text, part by part.
-
-    Args:
-        start: its ``namespace``.
-    """
-
-    __slots__ = ("_cut_at", "_ends", "_hash", "_hashes", "_in_piece", "_piece_bytes", "_text_bytes")
-
-    def __init__(self, start: int) -> None:
-        self._hash = start
-        self._hashes: list[int] = []
-        self._ends: list[int] = []
-        self._piece_bytes = PIECE_BYTES
-        self._cut_at = PIECES_PER_LENGTH  # this many keys, and the length doubles
-        self._in_piece = 0  # bytes since the last cut
-        self._text_bytes = 0
-
-    def extend(self, parts: Iterable[Buffer]) -> None:
-        """The next parts, each of them whole."""
-        # What ``take`` and ``end_part`` do, in one loop: every request passes here.
-        digest, hashes, ends = xxh3_64_intdigest, self._hashes, self._ends
-        value, in_piece, at = self._hash, self._in_piece, self._text_bytes
-        piece_bytes = self._piece_bytes
-        least = piece_bytes >> _LEAST_SHARE_BITS
-        for part in parts:
-            size = len(part)
-            at += size
-            in_piece += size
-            if in_piece >= piece_bytes:
-                self._hash, self._in_piece, self._text_bytes = value, in_piece - size, at - size
-                self.take(memoryview(part), 0, size)
-                value, in_piece, piece_bytes = self._hash, self._in_piece, self._piece_bytes
-                least = piece_bytes >> _LEAST_SHARE_BITS
-            elif size:
-                value = digest(part, value)
-            if in_piece >= least:
-                in_piece = 0
-                hashes.append(value >> _DROPPED_BITS)
-                ends.append(at)
-                if len(hashes) == self._cut_at:
-                    self._lengthen()
-                    piece_bytes = self._piece_bytes
-                    least = piece_bytes >> _LEAST_SHARE_BITS
-        self._hash, self._in_piece, self._text_bytes = value, in_piece, at
-
-    def take(self, part: Buffer, start: int, most_bytes: int) -> int:
-        """Go on with a part from ``start``: to its end, or to the first cut behind this many bytes.
-
-        Returns how far. For one that is so long that its driver pauses in between; ``end_part``
-        comes after it.
-        """
-        digest, hashes, ends = xxh3_64_intdigest, self._hashes, self._ends
-        value, at, size = self._hash, self._text_bytes, len(part)
-        pause = start + most_bytes
-        stop = start + self._piece_bytes - self._in_piece
-        while stop <= size:
-            value = digest(part[start:stop], value)
-            at += stop - start
-            hashes.append(value >> _DROPPED_BITS)
-            ends.append(at)
-            if len(hashes) == self._cut_at:
-                self._lengthen()
-            self._in_piece = 0
-            start = stop
-            stop += self._piece_bytes
-            if start >= pause:
-                break
-        else:
-            if start < size:
-                value = digest(part[start:] if start else part, value)
-                self._in_piece += size - start
-                at += size - start
-                start = size
-        self._hash, self._text_bytes = value, at
-        return start
-
-    def end_part(self) -> None:
-        """A part is over: cut, unless there is too little since the last cut."""
-        if self._in_piece >= self._piece_bytes >> _LEAST_SHARE_BITS:
-            self._cut()
-
-    def _cut(self) -> None:
-        self._hashes.append(self._hash >> _DROPPED_BITS)
-        self._ends.append(self._text_bytes)
-        self._in_piece = 0
-        if len(self._hashes) == self._cut_at:
-            self._lengthen()
-
-    def _lengthen(self) -> None:
-        self._cut_at += PIECES_PER_LENGTH
-        self._piece_bytes *= 2
-
-    def keys(self) -> PrefixKeys:
-        """Of what was added so far."""
-        return PrefixKeys(tuple(self._hashes), tuple(self._ends), self._text_bytes)
-
-
 def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
     """The keys of a text of these parts in the namespace ``start``."""
-    chain = KeyChain(start)
-    chain.extend(parts)
-    return chain.keys()
+    # In one loop: every request passes here.
+    digest, value, at, in_piece = xxh3_64_intdigest, start, 0, 0
+    hashes: list[int] = []
+    ends: list[int] = []
+    piece_bytes, cut_at = PIECE_BYTES, PIECES_PER_LENGTH
+    for part in parts:
+        size, begin = len(part), 0
+        if in_piece + size >= piece_bytes:
+            view = memoryview(part)
+            while (stop := begin + piece_bytes - in_piece) <= size:
+                value = digest(view[begin:stop], value)
+                at += stop - begin
+                begin, in_piece = stop, 0
+                hashes.append(value >> _DROPPED_BITS)
+                ends.append(at)
+                if len(hashes) == cut_at:
+                    cut_at += PIECES_PER_LENGTH
+                    piece_bytes *= 2
+            part = view[begin:]
+        if begin < size:
+            value = digest(part, value)
+            in_piece += size - begin
+            at += size - begin
+        # A part ends a piece, unless there is too little since the last cut.
+        if in_piece >= piece_bytes >> _LEAST_SHARE_BITS:
+            in_piece = 0
+            hashes.append(value >> _DROPPED_BITS)
+            ends.append(at)
+            if len(hashes) == cut_at:
+                cut_at += PIECES_PER_LENGTH
+                piece_bytes *= 2
+    return PrefixKeys(tuple(hashes), tuple(ends), at)

@@ -81,13 +81,7 @@ class Views:
         demand = _demand(request)
         if self._caches is not None and request.prefix is not None:
             demand = self._caches.behind(demand, request, request.prefix, states)
-        # As that method begins: it is no call while lengths stay as they are.
-        typical_prompt, typical_output = pool.typical_lengths
-        if not (
-            abs(prompt_tokens - typical_prompt) <= typical_prompt / 20
-            and abs(output_tokens - typical_output) <= typical_output / 20
-        ):
-            pool.typical_request_time_s(prompt_tokens, output_tokens, keep=True)
+        pool.typical_request_time_s(prompt_tokens, output_tokens, keep=True)
         typical = pool.typical_plain
         if kept is not None:
             typical = [typical[i] for i in kept]

@@ -191,7 +191,7 @@ class Pool:
             self._yardstick = dataclasses.replace(
                 distinct[fastest], kv_capacity_tokens=UNLIMITED_TOKENS
             )
-        self.typical_lengths = (0.0, 0.0)
+        self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = np.ones(len(profiles))
         # The same as a list; see ``typical_request_time_s``.
         self.typical_plain: list[float] = []
@@ -256,7 +256,7 @@ class Pool:
 
         ``keep``: it is the typical one from now on, in ``typical_plain`` as well.
         """
-        typical_prompt, typical_output = self.typical_lengths
+        typical_prompt, typical_output = self._typical_lengths
         if (
             abs(prompt_tokens - typical_prompt) <= typical_prompt / 20
             and abs(output_tokens - typical_output) <= typical_output / 20
@@ -265,7 +265,7 @@ class Pool:
         times = self.request_times_s(prompt_tokens, output_tokens, as_if_it_fitted=True)
         times = np.maximum(times, 1e-9)
         if keep:
-            self.typical_lengths = (prompt_tokens, output_tokens)
+            self._typical_lengths = (prompt_tokens, output_tokens)
             self._typical_times_s = times
             self.typical_plain = times.tolist()
         return times

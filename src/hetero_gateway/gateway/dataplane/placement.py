@@ -393,9 +393,7 @@ class Placement:
         ``usage``: as its answer stated it; None where that is not complete.
         """
         now_s, unseen_tokens = time.monotonic(), None
-        if stream is None:
-            usage = None
-        elif usage is not None and dispatch.predicted_s is not None:
+        if usage is not None and dispatch.predicted_s is not None:
             # Nobody saw its tokens: how long they took in all is what it says of the speed.
             unseen_tokens = usage.output_tokens
         self._scheduler.settle(dispatch, outcome, now_s, usage, unseen_tokens)
@@ -563,10 +561,12 @@ class LocalDispatcher:
         self, job: Job, place: Place, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
         assert isinstance(place, Placed)
-        # How long a session took says nothing of the engine's speed.
-        watched = None if job.inbound.path == REALTIME else seen
         usage = seen.usage() if outcome is COMPLETED else None
-        self.placement.settle(place.dispatch, outcome, watched, usage)
+        if job.inbound.path == REALTIME:
+            # How long a session took says nothing of the engine's speed.
+            self.placement.settle(place.dispatch, outcome)
+        else:
+            self.placement.settle(place.dispatch, outcome, seen, usage)
         if job.response is not None and usage is not None:
             self._complete(job.response, usage)
         self._recorder.record(job, place, seen, outcome, usage, final=final)
