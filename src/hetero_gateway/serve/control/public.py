@@ -7,18 +7,26 @@ last, so that these are answered at once whatever has become of that process.
     /readyz                   what comes now can be placed: 503 while no instance can take requests,
                               and from SIGTERM on. A worker places by itself without the scheduler
                               process, and is ready then as well
+
+They are asked for every few seconds: plain starlette answers them. FastAPI, which describes them
+with the others (``api``), is not loaded for them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Lifespan
 
 from hetero_gateway import __version__
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.models import model_card, model_list, served_models
+from hetero_gateway.serve.control.errors import HANDLERS
 from hetero_gateway.serve.wiring.gateway import Parts
 
 _PATHS = frozenset(("/health", "/livez", "/ping", "/readyz", "/version", "/v1/models"))
@@ -28,17 +36,37 @@ def is_public(path: str) -> bool:
     return path in _PATHS or path.startswith("/v1/models/")
 
 
-def add_public_paths(control: FastAPI, gateway: Parts) -> None:
-    @control.get("/health", tags=["health"])
-    @control.get("/livez", tags=["health"])
-    @control.get("/ping", include_in_schema=False)
-    @control.post("/ping", include_in_schema=False)
-    async def live() -> dict[str, str]:
-        """The process is alive; says nothing of the instances."""
-        return {"status": "ok"}
+class PlainPath(NamedTuple):
+    """A path that plain starlette answers, and what /openapi.json says of it.
 
-    @control.get("/readyz", tags=["health"])
-    async def ready() -> Response:
+    ``tag``: None: nothing. ``document``: the type of what it answers; None: it is not told.
+    """
+
+    path: str
+    answer: Callable[[Request], Awaitable[Response]]
+    tag: str | None
+    document: Any = None
+    methods: Sequence[str] = ("GET",)
+
+
+def plain_app(
+    gateway: Parts, paths: Sequence[PlainPath], lifespan: Lifespan[Starlette] | None = None
+) -> Starlette:
+    """Answers these, and 404 on all others."""
+    routes = [Route(each.path, each.answer, methods=each.methods) for each in paths]
+    app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.state.gateway, app.state.routes = gateway, routes
+    return app
+
+
+def public_paths(gateway: Parts) -> list[PlainPath]:
+    # Of each, the description is what /docs shows.
+    async def live(_: Request) -> Response:
+        """The process is alive; says nothing of the instances."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
         """200 while an instance can take requests, 503 while none can or while draining."""
         if gateway.draining:
             return JSONResponse({"status": "draining"}, 503)
@@ -46,23 +74,31 @@ def add_public_paths(control: FastAPI, gateway: Parts) -> None:
             return JSONResponse({"status": "no healthy instance"}, 503)
         return JSONResponse({"status": "ok"})
 
-    @control.get("/version", tags=["health"])
-    async def version() -> dict[str, str]:
+    async def version(_: Request) -> Response:
         """The gateway's own version."""
-        return {"version": __version__}
+        return JSONResponse({"version": __version__})
 
-    @control.get("/v1/models", tags=["openai"])
-    async def models(request: Request) -> dict[str, Any]:
+    async def models(request: Request) -> Response:
         """Every name that a live instance serves."""
-        return model_list(gateway, gateway.admission.client_of(request.headers.raw))
+        return JSONResponse(model_list(gateway, gateway.admission.client_of(request.headers.raw)))
 
-    @control.get("/v1/models/{model:path}", tags=["openai"])
-    async def model(request: Request, model: str) -> dict[str, Any]:
+    async def model(request: Request) -> Response:
         """One of these names."""
+        name = request.path_params["model"]
         client = gateway.admission.client_of(request.headers.raw)
         served = served_models(gateway)
-        client.check_model(model)
-        if model not in served:
-            message = f"The model `{model[:200]}` does not exist."
+        client.check_model(name)
+        if name not in served:
+            message = f"The model `{name[:200]}` does not exist."
             raise Refusal(404, "model_not_found", message, param="model")
-        return model_card(model, served[model])
+        return JSONResponse(model_card(name, served[name]))
+
+    return [
+        PlainPath("/livez", live, "health", dict[str, str]),
+        PlainPath("/health", live, "health", dict[str, str]),
+        PlainPath("/ping", live, None, methods=("GET", "POST")),
+        PlainPath("/readyz", ready, "health"),
+        PlainPath("/version", version, "health", dict[str, str]),
+        PlainPath("/v1/models", models, "openai", dict[str, Any]),
+        PlainPath("/v1/models/{model:path}", model, "openai", dict[str, Any]),
+    ]

@@ -24,8 +24,8 @@ from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.remote import RemoteDispatcher
-from hetero_gateway.serve.app import route, worker_paths
-from hetero_gateway.serve.control.public import is_public
+from hetero_gateway.serve.app import route
+from hetero_gateway.serve.control.public import is_public, plain_app, public_paths
 from hetero_gateway.serve.processes.control import ControlRelay
 from hetero_gateway.serve.wiring.gateway import Parts
 
@@ -83,7 +83,7 @@ class Worker(Parts):
         self.number = number
         self.has_admin = False
         self.control = ControlRelay(control_path, lambda: self.remote.alone)
-        self._paths = worker_paths(self)
+        self._paths = plain_app(self, public_paths(self))
         self._hub_path = hub_path
         self.remote: RemoteDispatcher
         self.realtime: Realtime
