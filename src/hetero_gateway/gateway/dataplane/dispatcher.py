@@ -2,14 +2,15 @@
 
 ``Dispatcher`` is the whole of what ``attempts`` knows of scheduling: describe, submit, and the
 events of a placed attempt until it is settled. ``placement.LocalDispatcher`` drives the scheduler
-of this process; ``scaleout.workers.remote`` one in another process, with the same calls. None of
+of this process, for everybody: clients' requests, those of workers (``scaleout.workers``) and the
+picker's streams. ``scaleout.workers.remote`` has the same calls and puts them on a wire. None of
 them waits: what is not known at once is reported to the request's ``Owner`` in a callback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
@@ -44,13 +45,18 @@ class Placed(NamedTuple):
     waited_s: float
 
 
-class Owner(Protocol):
+JobT = TypeVar("JobT", bound=Job)
+PlaceT = TypeVar("PlaceT", bound=Place)
+PlaceT_contra = TypeVar("PlaceT_contra", bound=Place, contravariant=True)
+
+
+class Owner(Protocol[PlaceT_contra]):
     """Whose request it is. One of these is called for each ``Waiting``, unless it left.
 
     They do not raise.
     """
 
-    def placed(self, place: Place | Reject) -> None: ...
+    def placed(self, place: PlaceT_contra | Reject) -> None: ...
 
     def turned_away(self, refusal: Refusal) -> None:
         """It waited too long, or the gateway ends."""
@@ -69,6 +75,23 @@ class Waiting:
     def leave(self) -> None:
         """Its owner wants none any more, and hears nothing more."""
         raise NotImplementedError
+
+
+def report_to(
+    owner: Owner[Placed], submit: Callable[[], Placed | Reject | Waiting]
+) -> Waiting | None:
+    """Submit, and report at once what is known at once; what is returned waits for the rest."""
+    try:
+        place = submit()
+    except Refusal as refusal:
+        owner.turned_away(refusal)
+    except Exception as error:
+        owner.broke(error)
+    else:
+        if isinstance(place, Waiting):
+            return place
+        owner.placed(place)
+    return None
 
 
 class Answered(Protocol):
@@ -103,12 +126,29 @@ class ObservedResponse(Answered, WatchedStream, Protocol):
     """A response, as the recorder and the watch over the engines' speed want it."""
 
 
-class Dispatcher(Protocol):
+class ReportedResponse(NamedTuple):
+    """A response that passed elsewhere, as far as that is reported."""
+
+    status: int = 0
+    error: InstanceError | None = None
+    first_body_at_s: float | None = None
+    events: int = 0
+    complete: bool = False
+    tokens: Usage = Usage()
+    body_bytes: int = 0
+    empty: bool = False
+    congested: bool = False
+
+    def usage(self) -> Usage:
+        return self.tokens
+
+
+class Dispatcher(Protocol[JobT, PlaceT]):
     """Finds requests their instances, and learns what becomes of them."""
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
-    ) -> Job:
+    ) -> JobT:
         """What the scheduler needs to know of a request; its client is charged.
 
         Raises:
@@ -118,12 +158,12 @@ class Dispatcher(Protocol):
 
     def submit(
         self,
-        job: Job,
+        job: JobT,
         tried: Sequence[InstanceId],
         failure: InstanceError | None,
         deadline_s: float,
-        owner: Owner,
-    ) -> Place | Reject | Waiting:
+        owner: Owner[PlaceT],
+    ) -> PlaceT | Reject | Waiting:
         """Ask for a place.
 
         Args:
@@ -137,11 +177,11 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def stream_began(self, job: Job, place: Place, stream: ObservedResponse) -> None:
+    def stream_began(self, job: JobT, place: PlaceT, stream: ObservedResponse) -> None:
         """A good stream's first bytes are here."""
         ...
 
-    async def spend(self, job: Job, tokens: int) -> None:
+    async def spend(self, job: JobT, tokens: int) -> None:
         """A session goes on: its client is charged for all of its tokens so far.
 
         Raises:
@@ -149,34 +189,34 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def made(self, job: Job, place: Place, name: bytes) -> None:
+    def made(self, job: JobT, place: PlaceT, name: bytes) -> None:
         """Its answer is a response that others may continue (``Intake.response_name``)."""
         ...
 
     def settle(
-        self, job: Job, place: Place, seen: ObservedResponse, outcome: Outcome, *, final: bool
+        self, job: JobT, place: PlaceT, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
         """The attempt is over, and is taken off its instance and counted. Once for each place."""
         ...
 
-    def fall_back(self, job: Job, model: str) -> None:
+    def fall_back(self, job: JobT, model: str) -> None:
         """Nothing can take it: it is for another model from now on."""
         ...
 
     def settle_outside(
-        self, job: Job, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
+        self, job: JobT, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
         """An attempt at a service elsewhere is over; ``label``: of the fallback."""
         ...
 
-    def withdraw(self, place: Place, seen: ObservedResponse | None) -> None:
+    def withdraw(self, place: PlaceT, seen: ObservedResponse | None) -> None:
         """Take an attempt off that met a bug here; nothing is counted."""
         ...
 
-    def pass_on(self, job: Job, place: Place, seen: ObservedResponse) -> None:
+    def pass_on(self, job: JobT, place: PlaceT, seen: ObservedResponse) -> None:
         """The client gets the answer of an attempt that was settled as not final."""
         ...
 
-    def note(self, job: Job | None, outcome: str) -> None:
+    def note(self, job: JobT | None, outcome: str) -> None:
         """Count a request that reached no instance; None: it was not even understood."""
         ...

@@ -1,15 +1,15 @@
-"""Where a request goes and when: the gateway's driver of the scheduler and of its queue.
+"""Where a request goes and when: the one driver of the scheduler and of its queue.
 
 ``submit`` is synchronous: where nobody waits and an instance has room it returns the request's
 place, with no coroutine, future or timer. Under a policy that ``queues`` (finish-time) it may
-return a ticket instead; whoever has one waits with it, asleep on a ``Sleeper``, until it is placed,
-refused, out of time, or left alone by its client. What a sleeper is, a client's connection or a
-worker in another process, is not known here.
+return a ``QueueWait`` instead, which reports to the request's owner once it is placed, refused or
+out of time. What an owner is, a client's request, a worker's or a data plane's stream, is not known
+here.
 
 ``Scheduler.pump`` has to follow everything that may make room. What happens in callbacks (a first
 token, a settlement, a change of an instance) only asks for a pump in the same turn of the event
-loop, so that many of them cost one, and nothing can be entered twice: a pump only sets flags and
-wakes sleepers. A timer stands in for what nobody sees, and only while requests wait.
+loop, so that many of them cost one, and nothing can be entered twice: owners hear of a pump after
+it. A timer stands in for what nobody sees, and only while requests wait.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from hetero_gateway.core.histogram import count_noted
 from hetero_gateway.core.instances.dispatch import Dispatch
@@ -50,12 +51,13 @@ from hetero_gateway.gateway.dataplane.dispatcher import (
     Waiting,
 )
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
-from hetero_gateway.gateway.dataplane.records import Recorder
+from hetero_gateway.gateway.dataplane.records import Recorder, context_of
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch, WatchedStream
+from hetero_gateway.gateway.dataplane.waits import QueueWait, WakingWait
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
-from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.recalibration import Recalibration
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
@@ -65,54 +67,11 @@ from hetero_gateway.http.heads import Inbound
 
 # OpenAI's clients obey a Retry-After of up to 60 s.
 _RETRY_AFTER_BOUNDS_S = (1, 60)
-# Of an instance that does not tell its own.
-_MOST_CONTEXT_TOKENS = 1 << 24
 # libuv's timers count whole milliseconds: one more, so that a pump never comes too early.
 _TIMER_GRAIN_S = 0.001
 # Decisions that are kept together.
 _MOST_NOTED = 64
 _UNAVAILABLE = RejectReason.NO_AVAILABLE_INSTANCE
-
-
-class SleeperGone(Exception):
-    """A sleeper was gone before its request was placed."""
-
-
-class Sleeper(Protocol):
-    """Who waits with a ticket."""
-
-    @property
-    def gone(self) -> bool:
-        """Nobody wants the place any more."""
-        ...
-
-    def wake(self) -> None:
-        """End the current or the next ``wait``. Must not enter the placement again."""
-        ...
-
-    async def wait(self) -> None:
-        """Return after ``wake``, when it is gone, or at times for no reason."""
-        ...
-
-
-class _Waiter:
-    """A waiting ticket's owner: whom to wake, and what was found for it."""
-
-    __slots__ = ("instance", "out_of_time", "placed_s", "sleeper")
-
-    def __init__(self) -> None:
-        self.sleeper: Sleeper | None = None  # until it sleeps
-        self.out_of_time = False
-        self.instance: Instance | None = None
-        self.placed_s = 0.0
-
-    def wake(self) -> None:
-        if self.sleeper is not None:
-            self.sleeper.wake()
-
-    def expire(self) -> None:
-        self.out_of_time = True
-        self.wake()
 
 
 class Placement:
@@ -134,7 +93,7 @@ class Placement:
         self._metrics = metrics
         self.timeout_s = config.timeout_s
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[Ticket, _Waiter] = {}
+        self._waiting: dict[QueueWait, None] = {}  # in the order in which they came
         self._recalibration = Recalibration(fleet)
         self._steps = StepWatch(fleet, self._recalibration.look if recalibrate else None)
         self._soon: asyncio.Handle | None = None
@@ -173,11 +132,6 @@ class Placement:
         """Whether any instance, available or not, serves the model."""
         return self._scheduler.members.knows(model)
 
-    def context_tokens(self, instance_id: InstanceId) -> int:
-        """The longest sequence of an instance, as far as it is known."""
-        instance = self._fleet.instances.get(instance_id)
-        return (instance and instance.max_model_len) or _MOST_CONTEXT_TOKENS
-
     def know(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """An instance has more in its prefix cache than it was sent: an answer."""
         caches = self._scheduler.caches
@@ -187,7 +141,7 @@ class Placement:
     def oldest_wait_s(self) -> float:
         """How long the one that came first has been waiting, in seconds; 0 when nobody waits."""
         first = next(iter(self._waiting), None)
-        return 0.0 if first is None else time.monotonic() - first.enqueued_s
+        return 0.0 if first is None else time.monotonic() - first.ticket.enqueued_s
 
     def close(self) -> None:
         """Stop every timer, and refuse what still waits."""
@@ -198,8 +152,8 @@ class Placement:
             if handle is not None:
                 handle.cancel()
         self._soon = self._timer = None
-        for waiter in self._waiting.values():
-            waiter.wake()
+        for wait in self._waiting:
+            wait.wake()
 
     # Placing
 
@@ -210,8 +164,8 @@ class Placement:
         *,
         waits: bool = True,
         first: bool | None = None,
-    ) -> Placed | Ticket | Reject:
-        """The request's place, or a ticket to ``wait`` with.
+    ) -> Placed | QueueWait | Reject:
+        """The request's place, or a wait that is to ``begin``.
 
         Args:
             exclude: where it was tried before, or must not go.
@@ -237,16 +191,15 @@ class Placement:
                 raise self._refused("wait_too_long", request.model, ticket.detail, ticket.wait_s)
             return ticket
         if ticket.waits:
-            waiter = ticket.owner = _Waiter()
-            self._waiting[ticket] = waiter
+            wait = ticket.owner = QueueWait(self, ticket)
             if scheduler.queued > 1:
                 self._pump(now_s)  # others wait, so that it was not tried
             else:
                 self._metrics.decision_s.note(time.perf_counter() - began_s)
                 self._arm(now_s)
             if ticket.waits:
-                return ticket
-            del self._waiting[ticket]
+                self._waiting[wait] = None
+                return wait
         else:
             self._metrics.decision_s.note(time.perf_counter() - began_s)
         if ticket.rejected is not None:
@@ -271,60 +224,58 @@ class Placement:
         instance = self._fleet.instances[decision.instance_id]
         return Placed(instance, decision, self._scheduler.dispatch(decision, now_s), now_s, 0.0)
 
-    async def wait(self, ticket: Ticket, sleeper: Sleeper, deadline_s: float) -> Placed | Reject:
-        """What becomes of a ticket that ``submit`` returned. To be called once for each.
+    def begin(
+        self,
+        wait: QueueWait,
+        owner: Owner[Placed],
+        deadline_s: float,
+        note: Callable[[Placed], None],
+    ) -> None:
+        """Have a wait that ``submit`` returned report to its owner.
+
+        It reports a Refusal where it was too long (429), after the deadline (504), or when the
+        gateway ends (503).
 
         Args:
-            deadline_s: monotonic; of the whole exchange.
-
-        Raises:
-            SleeperGone: it has left the queue, too.
-            Refusal: 429 for a wait that was too long, 504 after the deadline, 503 when the gateway
-                ends. The ticket has left the queue.
-            Exception: placing it met a bug, which is this request's alone.
+            deadline_s: monotonic; of the whole request.
+            note: called with its place, before the owner is.
         """
-        waiter = self._waiting[ticket]
-        limit_s = min(ticket.enqueued_s + self.timeout_s, deadline_s)
-        timer = self._loop.call_later(max(0.0, limit_s - time.monotonic()), waiter.expire)
-        waiter.sleeper = sleeper
-        served = False
-        try:
-            while not sleeper.gone and ticket.waits:
-                if self._closed:
-                    raise shutting_down()
-                if waiter.out_of_time:
-                    raise self._too_long(ticket, limit_s == deadline_s)
-                await sleeper.wait()
-            if sleeper.gone:
-                raise SleeperGone
-            served = True
-        finally:
-            waiter.sleeper = None
-            timer.cancel()
-            del self._waiting[ticket]
-            if not served:
-                self._leave(ticket)
+        until_s = min(wait.ticket.enqueued_s + self.timeout_s, deadline_s)
+        wait.at_deadline, wait.note = until_s == deadline_s, note
+        wait.begin(owner, until_s)
+
+    def collect(self, wait: QueueWait) -> Placed | Reject:
+        """What has become of a wait that is over. Raises what it is to report."""
+        ticket = wait.ticket
+        if ticket.waits:
+            refusal = shutting_down() if self._closed else self._too_long(wait)
+            self.abandon(wait)
+            raise refusal
+        del self._waiting[wait]
         if ticket.rejected is not None:
             return ticket.rejected
         if ticket.failed is not None:
             raise ticket.failed
         assert ticket.dispatch is not None
         assert ticket.decision is not None
-        assert waiter.instance is not None
-        waited_s = waiter.placed_s - ticket.enqueued_s
+        assert wait.instance is not None
+        waited_s = wait.placed_s - ticket.enqueued_s
         self._metrics.queue_wait_s.observe(waited_s)
-        return Placed(waiter.instance, ticket.decision, ticket.dispatch, waiter.placed_s, waited_s)
+        return Placed(wait.instance, ticket.decision, ticket.dispatch, wait.placed_s, waited_s)
 
-    def _leave(self, ticket: Ticket) -> None:
-        """Give up a ticket, whether it still waits or was placed a moment ago."""
+    def abandon(self, wait: QueueWait) -> None:
+        """Give up a wait, whether its request is still queued or was placed a moment ago."""
+        del self._waiting[wait]
+        ticket = wait.ticket
         if not self._scheduler.cancel(ticket) and ticket.dispatch is not None:
             self.settle(ticket.dispatch, Outcome.CLIENT_DISCONNECTED)
         self.pump_soon()
 
-    def _too_long(self, ticket: Ticket, deadline: bool) -> Refusal:
+    def _too_long(self, wait: QueueWait) -> Refusal:
+        ticket = wait.ticket
         waited_s = time.monotonic() - ticket.enqueued_s
         message = f"no instance had room for the request in {waited_s:.3g} s"
-        if deadline:
+        if wait.at_deadline:
             return Refusal(504, "upstream_timeout", message, kind="server_error")
         return self._refused("queue_timeout", ticket.request.model, message)
 
@@ -423,12 +374,12 @@ class Placement:
         self._arm(now_s)
 
     def _deliver(self, ticket: Ticket, now_s: float) -> None:
-        waiter: _Waiter = ticket.owner
+        wait: QueueWait = ticket.owner
         if ticket.decision is not None:
             # Kept now: the instance may be removed before the owner runs.
-            waiter.instance = self._fleet.instances[ticket.decision.instance_id]
-            waiter.placed_s = now_s
-        waiter.wake()
+            wait.instance = self._fleet.instances[ticket.decision.instance_id]
+            wait.placed_s = now_s
+        wait.wake()
 
     def _arm(self, now_s: float) -> None:
         """Keep the timer at the scheduler's next wake-up, while anybody waits."""
@@ -505,19 +456,33 @@ class LocalDispatcher:
         tried: Sequence[InstanceId],
         failure: InstanceError | None,
         deadline_s: float,
-        owner: Owner,
+        owner: Owner[Placed],
+        *,
+        first: bool | None = None,
+        wakes: bool = True,
     ) -> Placed | Reject | Waiting:
-        first = True if job.fell_back else None
+        """See ``Dispatcher``.
+
+        Args:
+            first: wait at the head of the queue; None: where it was let in before.
+            wakes: where there is no other, an engine that sleeps may be woken for it.
+        """
+        if first is None and job.fell_back:
+            first = True
         place = self.placement.submit(job.request, tried, waits=job.waits, first=first)
         if isinstance(place, Placed):
             self.note_place(job, failure, place)
-        elif isinstance(place, Ticket):
-            return _LocalWait(self, job, failure, place, deadline_s, owner)
-        elif self.engine_calls is not None and place.reason is _UNAVAILABLE:
+        elif isinstance(place, QueueWait):
+            note = partial(self.note_place, job, failure)
+            self.placement.begin(place, owner, deadline_s, note)
+        elif wakes and self.engine_calls is not None and place.reason is _UNAVAILABLE:
             request = job.request
             waking = self.engine_calls.wake_for(request.model, request.only)
             if waking is not None:
-                return _WakingWait(self, job, place, failure, waking, deadline_s, owner)
+                again = partial(self.submit, job, (), failure, deadline_s, owner)
+                wait = WakingWait(waking, place, again)
+                wait.begin(owner, min(time.monotonic() + self.placement.timeout_s, deadline_s))
+                return wait
         return place
 
     def note_place(self, job: Job, failure: InstanceError | None, place: Placed) -> None:
@@ -531,9 +496,8 @@ class LocalDispatcher:
             self._decisions.keep_noted()
             count_noted(self._metrics.noted)
 
-    def stream_began(self, job: Job, place: Place, stream: ObservedResponse | None) -> None:
+    def stream_began(self, job: Job, place: Placed, stream: ObservedResponse | None) -> None:
         """``stream`` None: another process watches it (``Placement.observe_speed``)."""
-        assert isinstance(place, Placed)
         self.placement.stream_began(place.dispatch, stream)
         if place.instance.outcomes.trial is place.dispatch:
             # Its end may be minutes away, and until then it would be the only one.
@@ -558,9 +522,8 @@ class LocalDispatcher:
         return self._intake.responses
 
     def settle(
-        self, job: Job, place: Place, seen: ObservedResponse, outcome: Outcome, *, final: bool
+        self, job: Job, place: Placed, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
-        assert isinstance(place, Placed)
         usage = seen.usage() if outcome is COMPLETED else None
         if job.inbound.path == REALTIME:
             # How long a session took says nothing of the engine's speed.
@@ -568,7 +531,7 @@ class LocalDispatcher:
         else:
             self.placement.settle(place.dispatch, outcome, seen, usage)
         if job.response is not None and usage is not None:
-            self._complete(job.response, usage)
+            self._complete(job.response, context_of(place.instance), usage)
         self._recorder.record(job, place, seen, outcome, usage, final=final)
 
     def fall_back(self, job: Job, model: str) -> None:
@@ -589,25 +552,22 @@ class LocalDispatcher:
         if final:
             self._recorder.count_outside(job, seen, outcome)
 
-    def _complete(self, response: Response, usage: Usage) -> None:
+    def _complete(self, response: Response, most_tokens: int, usage: Usage) -> None:
         """A response is whole: its answer, too, is in its instance's cache."""
         prompt_tokens, output_tokens, _ = usage
         if prompt_tokens is None or output_tokens is None:
             return
         # A prompt that cannot be so long is somebody's invention, and so is an answer.
-        most = self.placement.context_tokens(response.instance_id)
         self._intake.responses.complete(
-            response, min(prompt_tokens, most), min(output_tokens, most)
+            response, min(prompt_tokens, most_tokens), min(output_tokens, most_tokens)
         )
         if response.keys is not None:
             self.placement.know(response.instance_id, response.keys)
 
-    def withdraw(self, place: Place, seen: ObservedResponse | None) -> None:
-        assert isinstance(place, Placed)
+    def withdraw(self, place: Placed, seen: ObservedResponse | None) -> None:
         self.placement.settle(place.dispatch, Outcome.CLIENT_DISCONNECTED, seen)
 
-    def pass_on(self, job: Job, place: Place, seen: ObservedResponse) -> None:
-        assert isinstance(place, Placed)
+    def pass_on(self, job: Job, place: Placed, seen: ObservedResponse) -> None:
         self._recorder.count(job, place, seen, Outcome.COMPLETED, time.monotonic())
 
     def note(self, job: Job | None, outcome: str) -> None:
@@ -619,106 +579,3 @@ class LocalDispatcher:
             if job.charge is not None:
                 job.charge.settle(0, time.monotonic())
         self._metrics.counts(model, "").outcomes[outcome] += 1
-
-
-class _WakingWait(Waiting):
-    """A request for which an engine is woken: it is asked for anew once that is awake."""
-
-    def __init__(
-        self,
-        dispatcher: LocalDispatcher,
-        job: Job,
-        reject: Reject,
-        failure: InstanceError | None,
-        waking: asyncio.Task[bool],
-        deadline_s: float,
-        owner: Owner,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._owner = owner
-        self._inner: Waiting | None = None
-        self._gone = False
-        self._task = asyncio.get_running_loop().create_task(
-            self._wait(job, reject, failure, waking, deadline_s)
-        )
-
-    def leave(self) -> None:
-        self._gone = True
-        if self._inner is not None:
-            self._inner.leave()
-
-    async def _wait(
-        self,
-        job: Job,
-        reject: Reject,
-        failure: InstanceError | None,
-        waking: asyncio.Task[bool],
-        deadline_s: float,
-    ) -> None:
-        dispatcher, owner = self._dispatcher, self._owner
-        limit_s = min(dispatcher.placement.timeout_s, deadline_s - time.monotonic())
-        await asyncio.wait({waking}, timeout=max(0.0, limit_s))
-        if self._gone:
-            return
-        try:
-            awake = waking.done() and not waking.cancelled() and waking.result()
-            place: Placed | Reject | Waiting = reject
-            if awake:
-                place = dispatcher.submit(job, (), failure, deadline_s, owner)
-        except Refusal as refusal:
-            owner.turned_away(refusal)
-        except Exception as error:
-            owner.broke(error)
-        else:
-            if isinstance(place, Waiting):
-                self._inner = place
-            else:
-                owner.placed(place)
-
-
-class _LocalWait(Waiting):
-    """A request in the queue: the ``Sleeper`` of its ticket."""
-
-    def __init__(
-        self,
-        dispatcher: LocalDispatcher,
-        job: Job,
-        failure: InstanceError | None,
-        ticket: Ticket,
-        deadline_s: float,
-        owner: Owner,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._owner = owner
-        self._woken = asyncio.Event()
-        self.gone = False
-        self._task = asyncio.get_running_loop().create_task(
-            self._wait(job, failure, ticket, deadline_s)
-        )
-
-    def leave(self) -> None:
-        self.gone = True
-        self._woken.set()
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    async def wait(self) -> None:
-        await self._woken.wait()
-        self._woken.clear()
-
-    async def _wait(
-        self, job: Job, failure: InstanceError | None, ticket: Ticket, deadline_s: float
-    ) -> None:
-        dispatcher, owner = self._dispatcher, self._owner
-        try:
-            place = await dispatcher.placement.wait(ticket, self, deadline_s)
-            if isinstance(place, Placed):
-                dispatcher.note_place(job, failure, place)
-            owner.placed(place)
-        except SleeperGone:
-            pass
-        except Refusal as refusal:
-            owner.turned_away(refusal)
-        except Exception as error:
-            owner.broke(error)

@@ -39,7 +39,7 @@ from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import refusal_of, rejection
 from hetero_gateway.gateway.dataplane.application import DataPlane
-from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
+from hetero_gateway.gateway.dataplane.dispatcher import Place, ReportedResponse, Waiting
 from hetero_gateway.gateway.dataplane.instance_websocket import (
     CLOSE_S,
     InstanceWebSocket,
@@ -93,27 +93,6 @@ class _Place:
     def broke(self, error: Exception) -> None:
         if not self.found.done():
             self.found.set_exception(error)
-
-
-class _Seen:
-    """What is seen of an attempt: ``dispatcher.Seen``. Its tokens are those that passed."""
-
-    status = 0
-    events = 0
-    body_bytes = 0
-    empty = False
-    congested = False
-
-    def __init__(self) -> None:
-        self.error: InstanceError | None = None
-        self.complete = False
-        self.first_body_at_s: float | None = None
-        self.meter: Meter | None = None
-
-    def usage(self) -> Usage:
-        if self.meter is None:
-            return Usage(None, None, None)
-        return Usage(self.meter.input_tokens, self.meter.output_tokens, None)
 
 
 class _End(NamedTuple):
@@ -203,28 +182,31 @@ class _Session:
         rooms.budget.requests += 1
         while True:
             place = await self._place(tried, failure)
-            seen, outcome, final = _Seen(), Outcome.CLIENT_DISCONNECTED, True
+            outcome, final, failure = Outcome.CLIENT_DISCONNECTED, True, None
+            began_s: float | None = None
+            meter = Meter(context_of(place.instance))
             try:
                 upstream = await self._connect(place.instance)
                 try:
                     await self._accept(send, place.instance, upstream)
-                    seen.first_body_at_s = time.monotonic()
-                    meter = seen.meter = Meter(context_of(place.instance))
+                    began_s = time.monotonic()
                     outcome = await self._pass_on(upstream, receive, send, meter)
                     return
                 finally:
                     upstream.transport.abort()
             except InstanceError as error:
-                failure = seen.error = error
+                failure = error
                 outcome = error.failure.outcome
                 tried.append(place.instance.id)
                 final = not rooms.budget.may_retry(error, len(tried))
                 if final:
                     raise refusal_of(error, place.instance, spent=len(tried) > 1) from error
             finally:
-                seen.complete = outcome is Outcome.COMPLETED
                 # Nothing is learnt from how long an answer a session is.
                 self._job.features = None
+                complete = outcome is Outcome.COMPLETED
+                tokens = Usage(meter.input_tokens, meter.output_tokens)
+                seen = ReportedResponse(0, failure, began_s, 0, complete, tokens)
                 rooms.dispatcher.settle(self._job, place, seen, outcome, final=final)
 
     async def _place(self, tried: list[InstanceId], failure: InstanceError | None) -> Place:

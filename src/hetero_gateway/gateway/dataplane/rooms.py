@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hetero_gateway.engines.vllm import names_an_address
 from hetero_gateway.gateway.admission.clients import Admission
@@ -90,7 +90,7 @@ class Rooms:
     hops: Hops
     admission: Admission
     intake: Intake
-    dispatcher: Dispatcher
+    dispatcher: Dispatcher[Any, Any]
     deadlines: Deadlines
     metrics: Metrics
     budget: RetryBudget

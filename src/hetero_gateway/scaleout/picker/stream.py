@@ -14,7 +14,7 @@
                                                   queue; OVER
 
 Everything happens in callbacks of the call; a task exists only where something has to wait: for a
-long body to be read, for the tokenizer, for room on an instance.
+long body to be read, or for the tokenizer.
 
 The end of the stream is the end of the request: the data plane keeps it open until the response's
 last byte (``response_trailer_mode: SEND``). ``release`` runs whatever ended it, and settles once.
@@ -32,18 +32,15 @@ import enum
 import logging
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request, Usage
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Usage
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
-from hetero_gateway.gateway.dataplane.dispatcher import Placed
+from hetero_gateway.gateway.dataplane.dispatcher import Placed, ReportedResponse, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
-from hetero_gateway.gateway.dataplane.placement import SleeperGone
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
 from hetero_gateway.http.failures import Failure, InstanceError
@@ -91,29 +88,9 @@ class _State(enum.Enum):
 _HEAD, _BODY, _PLACING, _ANSWERING, _OVER = _State
 
 
-class SeenAnswer(NamedTuple):
-    """What the picker sees of a response, as the recorder wants it.
-
-    Never its body; but where the data plane reports on it (``reports``), what that says.
-    """
-
-    status: int
-    error: InstanceError | None
-    first_body_at_s: float | None = None
-    events: int = 0
-    told: Usage = Usage()
-    complete: bool = False
-    empty: bool = False
-    congested: bool = False
-    body_bytes: int = 0
-
-    def usage(self) -> Usage:
-        return self.told
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Stream(RequestReader):
-    """The life of one request: a ``Receiver`` of its call, and a ``Sleeper``.
+    """The life of one request: a ``Receiver`` of its call, and the ``Owner`` of its place.
 
     Whoever makes one counts it among the resources' ``open`` ones.
     """
@@ -133,8 +110,8 @@ class Stream(RequestReader):
     _job: Job | None = None
     _placed: Placed | None = None  # and not settled
     _task: asyncio.Task[None] | None = None
-    _woken: asyncio.Event | None = None
-    _waited: bool = False
+    _wait: Waiting | None = None  # for a place; the last one
+    _halved: bool = False  # its prompt, as it is estimated
     _body_mode: int = _BUFFERED
     _response_mode: int = 0
     _status: int = 0
@@ -203,7 +180,9 @@ class Stream(RequestReader):
 
     def lost(self) -> None:
         self.gone = True
-        self.wake()
+        if self._wait is not None and self._state is _PLACING:
+            self._wait.leave()
+            self._note("client_disconnected")
         self.release()
 
     # The request
@@ -296,49 +275,51 @@ class Stream(RequestReader):
         assert client is not None
         job = self._resources.dispatcher.describe(inbound, client, parsed, counted)
         self._job = job
-        request = job.request
-        if request.streams and not self._call.peer.reports:
+        if job.request.streams and not self._call.peer.reports:
             # Its first token is not seen: a stream's head comes before it, and its body never.
-            request = request._replace(streams=False)
-        self._place(request)
+            job.request = job.request._replace(streams=False)
+        self._place()
 
     # Placing
 
-    def _place(self, request: Request) -> None:
+    def _place(self) -> None:
         """Find the request its place. Raises Refusal."""
-        resources, job = self._resources, self._job
+        resources, job, inbound = self._resources, self._job, self._inbound
         assert job is not None
+        assert inbound is not None
         exclude: tuple[InstanceId, ...] = resources.endpoints.unresolved
         if self._subset is not None:
             exclude = (*exclude, *resources.endpoints.outside(self._subset))
+        deadline_s = inbound.received_s + resources.total_timeout_s
         try:
-            place = resources.dispatcher.placement.submit(
-                request, exclude, waits=job.waits, first=False
+            place = resources.dispatcher.submit(
+                job, exclude, None, deadline_s, self, first=False, wakes=False
             )
         except Refusal:
             self._note("unavailable")
             raise
-        if isinstance(place, Ticket):
-            self._woken = asyncio.Event()
-            self._start(self._wait(place, request))
+        if isinstance(place, Waiting):
+            if self._wait is None and resources.extends_timeout:
+                self._call.send(answers.wait_longer(resources.queue_timeout_s + _GRACE_S))
+            self._wait = place
         else:
-            self._take(place, request)
+            self._take(place)
 
-    async def _wait(self, ticket: Ticket, request: Request) -> None:
-        resources = self._resources
-        assert self._inbound is not None
-        deadline_s = self._inbound.received_s + resources.total_timeout_s
+    # An Owner
+
+    def placed(self, place: Placed | Reject) -> None:
         try:
-            place = await resources.dispatcher.placement.wait(ticket, self, deadline_s)
-        except SleeperGone:
-            self._note("client_disconnected")
-            return
+            self._take(place)
         except Refusal as refusal:
-            self._note("timed_out" if refusal.status == 504 else "unavailable")
-            raise
-        self._take(place, request)
+            self._refuse(refusal)
+        except Exception as error:
+            self.broke(error)
 
-    def _take(self, place: Placed | Reject, request: Request) -> None:
+    def turned_away(self, refusal: Refusal) -> None:
+        self._note("timed_out" if refusal.status == 504 else "unavailable")
+        self._refuse(refusal)
+
+    def _take(self, place: Placed | Reject) -> None:
         """Send the request where it was placed. Raises Refusal: it was not."""
         job = self._job
         assert job is not None
@@ -346,13 +327,17 @@ class Stream(RequestReader):
             self._placed = place
             self._send_there(place)
             return
+        prompt_tokens = job.request.prompt_tokens
         if (
             place.reason is RejectReason.FITS_NO_INSTANCE
             and job.parsed.exact_prompt_tokens is None
-            and request.prompt_tokens == job.request.prompt_tokens > 1
+            and prompt_tokens > 1
+            and not self._halved
         ):
             # The length is an estimate: when half of it fits, the engine is to judge.
-            self._place(request._replace(prompt_tokens=-(-request.prompt_tokens // 2)))
+            self._halved = True
+            job.request = job.request._replace(prompt_tokens=-(-prompt_tokens // 2))
+            self._place()
             return
         ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
         self._note("unavailable" if ours else "rejected")
@@ -362,10 +347,8 @@ class Stream(RequestReader):
 
     def _send_there(self, placed: Placed) -> None:
         resources, instance = self._resources, placed.instance
-        inbound, job, call = self._inbound, self._job, self._call
+        inbound, call = self._inbound, self._call
         assert inbound is not None
-        assert job is not None
-        resources.dispatcher.note_place(job, None, placed)
         destination = resources.endpoints.destination(instance)
         if destination is None:
             raise Refusal(
@@ -468,7 +451,7 @@ class Stream(RequestReader):
         if chosen is not None and chosen.endpoint == endpoint:
             return
         error = InstanceError(Failure.RESET, f"the data plane went on to {endpoint}")
-        self._settle(Outcome.UPSTREAM_ERROR, SeenAnswer(0, error), final=False)
+        self._settle(Outcome.UPSTREAM_ERROR, ReportedResponse(0, error), final=False)
         resources.metrics.retries[error.reason] += 1
         served = resources.endpoints.instance_at(endpoint)
         if served is None:
@@ -529,12 +512,12 @@ class Stream(RequestReader):
             outcome = Outcome.COMPLETED
         else:
             outcome = Outcome.CLIENT_DISCONNECTED
-        seen = SeenAnswer(
-            self._status, error, self._first_s, self._events, told or Usage(), told is not None
+        seen = ReportedResponse(
+            self._status, error, self._first_s, self._events, told is not None, told or Usage()
         )
         self._settle(outcome, seen, final=True)
 
-    def _settle(self, outcome: Outcome, seen: SeenAnswer, *, final: bool) -> None:
+    def _settle(self, outcome: Outcome, seen: ReportedResponse, *, final: bool) -> None:
         placed, job, resources = self._placed, self._job, self._resources
         assert placed is not None
         assert job is not None
@@ -545,22 +528,8 @@ class Stream(RequestReader):
         assert self._job is not None
         self._resources.dispatcher.note(self._job, outcome)
 
-    # A Sleeper
-
-    def wake(self) -> None:
-        if self._woken is not None:
-            self._woken.set()
-
-    async def wait(self) -> None:
-        if not self._waited and self._resources.extends_timeout:
-            # Here, where the placement gives the ticket back whatever happens.
-            self._call.send(answers.wait_longer(self._resources.queue_timeout_s + _GRACE_S))
-        self._waited = True
-        assert self._woken is not None
-        await self._woken.wait()
-        self._woken.clear()
-
     def broke(self, error: Exception) -> None:
+        self._wait = None
         _log.error("%r failed inside the picker", self, exc_info=error)
         self._resources.count_bug()
         self._call.finish(Status.INTERNAL, "the picker failed")

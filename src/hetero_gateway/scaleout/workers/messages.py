@@ -33,16 +33,16 @@ import operator
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.limits.accounts import LimitStanding
-from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
+from hetero_gateway.core.types import InstanceId, Outcome, RejectReason
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.dispatcher import ObservedResponse
+from hetero_gateway.gateway.dataplane.dispatcher import ObservedResponse, ReportedResponse
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import Failure, InstanceError
 
@@ -93,58 +93,24 @@ class PlacedLengths(NamedTuple):
     streams: bool
 
 
-class Error(_Record):
-    failure: Failure
-    message: str
-    retry_after_s: float | None
-
-    @classmethod
-    def of(cls, error: InstanceError | None) -> Error | None:
-        return None if error is None else cls(error.failure, str(error), error.retry_after_s)
+def mark_of(body: bytes) -> bytes:
+    """What distinguishes a body from others, in every process: its length and its ends."""
+    ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
+    return b"%x-%x" % (len(body), ends)
 
 
-def error_of(said: Error | None) -> InstanceError | None:
-    """The error that a worker says an attempt met."""
-    return None if said is None else InstanceError(said.failure, said.message, said.retry_after_s)
-
-
-class Report(_Record, eq=False):
-    """A response as a worker has seen it: ``dispatcher.Seen``."""
-
-    status: int
-    met: Error | None
-    first_body_at_s: float | None
-    events: int
-    empty: bool
-    complete: bool
-    tokens: Usage
-    mark: bytes  # distinguishes the request's body from others
-    body_bytes: int
-    congested: ClassVar[bool] = False  # as far as is known here
-
-    @classmethod
-    def of(cls, seen: ObservedResponse, body: bytes) -> Report:
-        # Tells a body from others, in every process: its length and its ends.
-        ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
-        return cls(
-            seen.status,
-            Error.of(seen.error),
-            seen.first_body_at_s,
-            seen.events,
-            seen.empty,
-            seen.complete,
-            seen.usage(),
-            b"%x-%x" % (len(body), ends),
-            seen.body_bytes,
-        )
-
-    @property
-    def error(self) -> InstanceError | None:
-        met = self.met
-        return None if met is None else InstanceError(met.failure, met.message, met.retry_after_s)
-
-    def usage(self) -> Usage:
-        return self.tokens
+def report_of(seen: ObservedResponse) -> ReportedResponse:
+    """A response as a worker has seen it."""
+    return ReportedResponse(
+        seen.status,
+        seen.error,
+        seen.first_body_at_s,
+        seen.events,
+        seen.complete,
+        seen.usage(),
+        seen.body_bytes,
+        seen.empty,
+    )
 
 
 # Worker to scheduler
@@ -157,7 +123,10 @@ class Hello(_FromWorker, tag=1):
 
 
 class CarriedRequest(_Record):
-    """A request that is on an instance already, or was placed while nobody answered."""
+    """A request that is on an instance already, or was placed while nobody answered.
+
+    ``instance``: "" where it is at a service elsewhere; the rest says nothing then.
+    """
 
     key: int
     facts: Facts
@@ -176,7 +145,7 @@ class Submit(_FromWorker, tag=3):
     key: int
     facts: Facts
     tried: list[InstanceId]
-    failure: Error | None
+    failure: InstanceError | None
 
 
 class Resubmit(_FromWorker, tag=4):
@@ -184,7 +153,7 @@ class Resubmit(_FromWorker, tag=4):
 
     key: int
     tried: list[InstanceId]
-    failure: Error | None
+    failure: InstanceError | None
     model: str = ""
 
 
@@ -197,15 +166,18 @@ class Began(_FromWorker, tag=6):
 
 
 class Settle(_FromWorker, tag=7):
+    """``mark``: ``mark_of`` the request's body."""
+
     key: int
     outcome: Outcome
     final: bool
-    report: Report
+    report: ReportedResponse
+    mark: bytes = b""
 
 
 class PassOn(_FromWorker, tag=8):
     key: int
-    report: Report
+    report: ReportedResponse
 
 
 class Over(_FromWorker, tag=9):
@@ -256,7 +228,7 @@ class SettleOutside(_FromWorker, tag=13):
     label: str
     outcome: Outcome
     final: bool
-    report: Report
+    report: ReportedResponse
 
 
 class Spend(_FromWorker, tag=14):
@@ -371,7 +343,18 @@ class Spent(_FromScheduler, tag=110):
 
 FromScheduler: Any = functools.reduce(operator.or_, _FromScheduler.__subclasses__())
 
-_encode = msgspec.msgpack.Encoder().encode
+
+def _of_error(error: Any) -> Any:
+    if isinstance(error, InstanceError):
+        return error.failure, str(error), error.retry_after_s
+    raise NotImplementedError
+
+
+def _error_of(kind: type, parts: Any) -> InstanceError:
+    return InstanceError(*msgspec.convert(parts, tuple[Failure, str, float | None]))
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_of_error).encode
 
 
 def frame(messages: list[Any]) -> bytes:
@@ -388,7 +371,7 @@ class FrameReader:
     """
 
     def __init__(self, kinds: Any, take: Callable[[list[Any]], None]) -> None:
-        self._decode = msgspec.msgpack.Decoder(list[kinds]).decode
+        self._decode = msgspec.msgpack.Decoder(list[kinds], dec_hook=_error_of).decode
         self._take = take
         self._buffer = bytearray()
 

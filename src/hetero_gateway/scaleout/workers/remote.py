@@ -1,10 +1,10 @@
 """A worker's ``Dispatcher``: the scheduler is in another process, or for a while in none.
 
-Connected, each question and each event is a message, and the answer comes in a callback. When the
-connection is lost, the worker places on by itself: a scheduler of its own gets what the worker has
-outstanding, and of the others' load what the last ``View`` said. Whoever waits for an answer asks
-that one. When the scheduler process is back, it learns all that is outstanding here, whoever waits
-asks it anew, and the own scheduler is empty again. No request ends of it.
+Each question and each event is a message, and the answer comes in a callback. When the connection
+is lost, the messages go to a ``RequestSession`` here, over a scheduler of the worker's own. Whoever
+answers from now on learns all that is outstanding, and whoever waits for an answer asks anew; of
+the others' load the own scheduler knows what the last ``View`` said. When the scheduler process is
+back, the same goes the other way, and the own scheduler is empty again. No request ends of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
@@ -31,8 +31,6 @@ from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.dataplane.dispatcher import (
     ObservedResponse,
     Owner,
-    Place,
-    Placed,
     Waiting,
 )
 from hetero_gateway.gateway.dataplane.intake import Job
@@ -45,6 +43,7 @@ from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel
+from hetero_gateway.scaleout.workers.session import RequestSession
 
 # Without a word for so long the scheduler process is taken for gone; it says one each second.
 _SILENCE_S = 3.0
@@ -63,7 +62,7 @@ _log = logging.getLogger(__name__)
 class RemoteJob(Job):
     """A request that is described elsewhere. ``request`` is known once it is placed."""
 
-    __slots__ = ("counted", "deadline_s", "described", "fallback", "key", "session")
+    __slots__ = ("counted", "deadline_s", "fallback", "key", "session")
 
     def __init__(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
@@ -71,25 +70,24 @@ class RemoteJob(Job):
         super().__init__(inbound, client, parsed, _UNKNOWN, None)
         self.counted = counted
         self.deadline_s = 0.0
-        self.described = False
         self.fallback = ""  # the model that it is for now, which has yet to be said
         self.key = 0
-        self.session = 0  # in which the scheduler process knows it; 0: in none
+        self.session = 0  # in which whoever answers knows it; 0: in none
 
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A place. ``local``: in the worker's own scheduler, while it is on its own."""
+    """A place, until it is settled."""
 
     job: RemoteJob
     instance: Instance
     placed_s: float
     waited_s: float
-    local: Placed | None = None
     began_s: float | None = None
-    outcome: Outcome | None = None
 
     # What the watch over streams asks of it
+
+    outcome: ClassVar[Outcome | None] = None
 
     @property
     def instance_id(self) -> InstanceId:
@@ -156,38 +154,48 @@ class FleetMirror:
         fleet.publish(instance)
 
 
+class OwnScheduler:
+    """A worker's own scheduler, where messages go while the scheduler process is away.
+
+    As over a wire, its answers come when this turn of the event loop is over.
+    """
+
+    def __init__(
+        self, local: LocalDispatcher, admission: Admission, take: Callable[[Any], None]
+    ) -> None:
+        self._session = RequestSession(local, admission, self._answer)
+        self._take = take
+        self._is_closed = False
+
+    def send(self, message: Any) -> None:
+        self._session.received([message])
+
+    def _answer(self, message: Any) -> None:
+        asyncio.get_running_loop().call_soon(self._pass_on, message)
+
+    def _pass_on(self, message: Any) -> None:
+        if not self._is_closed:
+            self._take(message)
+
+    def close(self) -> None:
+        """Somebody else answers from now on: nothing is outstanding here any more."""
+        self._is_closed = True
+        self._session.end()
+
+
 @dataclass(slots=True, eq=False)
 class _Ask(Waiting):
-    """A question that has no answer yet; an ``Owner`` where the worker asks itself."""
+    """A question that has no answer yet."""
 
     remote: RemoteDispatcher
     job: RemoteJob
     tried: Sequence[InstanceId]
     failure: InstanceError | None
-    owner: Owner
+    owner: Owner[Assignment]
     asked_s: float = field(default_factory=time.monotonic)
-    local: Waiting | None = None
 
     def leave(self) -> None:
         self.remote.forget(self)
-
-    def placed(self, place: Place | Reject) -> None:
-        self._end()
-        if isinstance(place, Placed):
-            place = self.remote.assign(self.job, place)
-        self.owner.placed(place)
-
-    def turned_away(self, refusal: Refusal) -> None:
-        self._end()
-        self.owner.turned_away(refusal)
-
-    def broke(self, error: Exception) -> None:
-        self._end()
-        self.owner.broke(error)
-
-    def _end(self) -> None:
-        self.local = None
-        self.remote._asked.pop(self.job.key, None)
 
 
 class RemoteDispatcher:
@@ -233,8 +241,9 @@ class RemoteDispatcher:
         self._on_config = on_config
         self._loop = asyncio.get_running_loop()
         self._connected: Channel | None = None  # not greeted yet
-        self._channel: Channel | None = None
-        self._session = 0
+        self._channel: Channel | None = None  # of the scheduler process; None: it is away
+        self._own = OwnScheduler(local, admission, self._answered)
+        self._session = 1
         self._keys = itertools.count(1)
         self.mirror = FleetMirror(fleet)
         self._asked: dict[int, _Ask] = {}
@@ -273,41 +282,30 @@ class RemoteDispatcher:
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
-    ) -> Job:
+    ) -> RemoteJob:
         return RemoteJob(inbound, client, parsed, counted)
 
     def submit(
         self,
-        job: Job,
+        job: RemoteJob,
         tried: Sequence[InstanceId],
         failure: InstanceError | None,
         deadline_s: float,
-        owner: Owner,
-    ) -> Place | Reject | Waiting:
-        assert isinstance(job, RemoteJob)
+        owner: Owner[Assignment],
+    ) -> Waiting:
         job.deadline_s = deadline_s
         ask = _Ask(self, job, tried, failure, owner)
-        if self._channel is None:
-            return self._ask_locally(ask)
-        self._ask(self._channel, ask)
+        self._ask(ask)
         return ask
 
-    def stream_began(self, job: Job, place: Place, stream: ObservedResponse) -> None:
-        assert isinstance(place, Assignment)
+    def stream_began(self, job: RemoteJob, place: Assignment, stream: ObservedResponse) -> None:
         place.began_s = time.monotonic()
         if place.request.streams:
             self._streams.add(stream, place, place.began_s)
-        if place.local is not None:
-            self._local.stream_began(place.job, place.local, stream)
-        else:
-            self._send(messages.Began(place.job.key))
+        self._send(messages.Began(job.key))
 
-    async def spend(self, job: Job, tokens: int) -> None:
-        assert isinstance(job, RemoteJob)
+    async def spend(self, job: RemoteJob, tokens: int) -> None:
         if not job.client.accounts:
-            return
-        if not self._knows(job):
-            await self._local.spend(job, tokens)
             return
         said = self._spending[job.key] = self._loop.create_future()
         self._send(messages.Spend(job.key, tokens))
@@ -317,81 +315,52 @@ class RemoteDispatcher:
             if self._spending.get(job.key) is said:
                 del self._spending[job.key]
 
-    def made(self, job: Job, place: Place, name: bytes) -> None:
-        assert isinstance(place, Assignment)
+    def made(self, job: RemoteJob, place: Assignment, name: bytes) -> None:
         # Here as well, for when the scheduler process is away or a new one.
-        self._local.made(place.job, place, name)
-        if place.local is None:
-            self._send(messages.Made(place.job.key, name))
+        self._local.made(job, place, name)
+        self._send(messages.Made(job.key, name))
 
     def settle(
-        self, job: Job, place: Place, seen: ObservedResponse, outcome: Outcome, *, final: bool
+        self,
+        job: RemoteJob,
+        place: Assignment,
+        seen: ObservedResponse,
+        outcome: Outcome,
+        *,
+        final: bool,
     ) -> None:
-        assert isinstance(place, Assignment)
         self._close_place(place, seen)
-        if place.local is not None:
-            self._local.settle(place.job, place.local, seen, outcome, final=final)
-        elif self._channel is not None:
-            report = messages.Report.of(seen, place.job.inbound.body)
-            self._channel.send(messages.Settle(place.job.key, outcome, final, report))
+        report, mark = messages.report_of(seen), messages.mark_of(job.inbound.body)
+        self._send(messages.Settle(job.key, outcome, final, report, mark))
 
-    def fall_back(self, job: Job, model: str) -> None:
-        assert isinstance(job, RemoteJob)
-        if not self._knows(job):
-            self._describe(job)
-            self._local.fall_back(job, model)
-            return
+    def fall_back(self, job: RemoteJob, model: str) -> None:
+        self._introduce(job)
         job.fallback = job.parsed.model = model
 
     def settle_outside(
-        self, job: Job, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
+        self, job: RemoteJob, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
-        assert isinstance(job, RemoteJob)
-        if not self._knows(job):
-            self._describe(job)
-            self._local.settle_outside(job, label, seen, outcome, final=final)
-        else:
-            report = messages.Report.of(seen, job.inbound.body)
-            self._send(messages.SettleOutside(job.key, label, outcome, final, report))
+        self._introduce(job)
+        report = messages.report_of(seen)
+        self._send(messages.SettleOutside(job.key, label, outcome, final, report))
 
-    def withdraw(self, place: Place, seen: ObservedResponse | None) -> None:
-        assert isinstance(place, Assignment)
+    def withdraw(self, place: Assignment, seen: ObservedResponse | None) -> None:
         self._close_place(place, seen)
-        if place.local is not None:
-            self._local.withdraw(place.local, seen)
-        else:
-            self._send(messages.Over(place.job.key, ""))
+        self._send(messages.Over(place.job.key, ""))
 
-    def pass_on(self, job: Job, place: Place, seen: ObservedResponse) -> None:
-        assert isinstance(place, Assignment)
-        if place.local is not None:
-            self._local.pass_on(place.job, place.local, seen)
-        elif self._knows(place.job):
-            report = messages.Report.of(seen, place.job.inbound.body)
-            self._send(messages.PassOn(place.job.key, report))
+    def pass_on(self, job: RemoteJob, place: Assignment, seen: ObservedResponse) -> None:
+        self._send(messages.PassOn(job.key, messages.report_of(seen)))
 
-    def note(self, job: Job | None, outcome: str) -> None:
+    def note(self, job: RemoteJob | None, outcome: str) -> None:
         if job is None:
             self._local.note(None, outcome)
-            return
-        assert isinstance(job, RemoteJob)
-        if self._knows(job):
-            self._send(messages.Over(job.key, outcome))
-            return
-        try:
-            self._describe(job)
-        except Refusal:
-            self._local.note(None, outcome)  # that is what it is noted for
         else:
-            self._local.note(job, outcome)
-
-    def _knows(self, job: RemoteJob) -> bool:
-        """Whether the scheduler process is there, and knows of the job."""
-        return self._channel is not None and job.session == self._session
+            self._introduce(job)
+            self._send(messages.Over(job.key, outcome))
 
     def _send(self, message: Any) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
+        """To whoever answers now."""
+        (self._channel or self._own).send(message)
 
     def _close_place(self, place: Assignment, seen: ObservedResponse | None) -> None:
         self._open.pop(place.job.key, None)
@@ -400,15 +369,14 @@ class RemoteDispatcher:
 
     # Questions
 
-    def _ask(self, channel: Channel, ask: _Ask) -> None:
+    def _ask(self, ask: _Ask) -> None:
         job, tried = ask.job, list(ask.tried)
-        failure = messages.Error.of(ask.failure)
         if job.session == self._session:
-            channel.send(messages.Resubmit(job.key, tried, failure, job.fallback))
+            self._send(messages.Resubmit(job.key, tried, ask.failure, job.fallback))
         else:
             job.key = job.key or next(self._keys)
             job.session = self._session
-            channel.send(messages.Submit(job.key, self._facts_of(job), tried, failure))
+            self._send(messages.Submit(job.key, self._facts_of(job), tried, ask.failure))
         job.fallback = ""
         self._asked[job.key] = ask
 
@@ -426,41 +394,40 @@ class RemoteDispatcher:
             inbound.body if self.sends_bodies else b"",
         )
 
-    def _ask_locally(self, ask: _Ask) -> Place | Reject | Waiting:
-        """Raises Refusal."""
-        job = ask.job
-        self._describe(job)
-        job.key = job.key or next(self._keys)
-        place = self._local.submit(job, ask.tried, ask.failure, job.deadline_s, ask)
-        if isinstance(place, Waiting):
-            ask.local = place
-            self._asked[job.key] = ask
-            return ask
-        if isinstance(place, Placed):
-            return self.assign(job, place)
-        return place
-
-    def _describe(self, job: RemoteJob) -> None:
-        if not job.described:
-            described = self._local.describe(job.inbound, job.client, job.parsed, job.counted)
-            job.request, job.features = described.request, described.features
-            job.charge, job.standing = described.charge, described.standing
-            job.described = True
-
-    def assign(self, job: RemoteJob, local: Placed) -> Assignment:
-        """Remember a place that the own scheduler gave."""
-        place = Assignment(job, local.instance, local.placed_s, local.waited_s, local)
-        self._open[job.key] = place
-        return place
-
     def forget(self, ask: _Ask) -> None:
         """Its owner wants no answer any more."""
-        if self._asked.pop(ask.job.key, None) is None:
-            return
-        if ask.local is not None:
-            ask.local.leave()
-        elif self._knows(ask.job):
+        if self._asked.pop(ask.job.key, None) is not None:
             self._send(messages.Leave(ask.job.key))
+
+    # Whoever answers
+
+    def _change(self, channel: Channel | None) -> None:
+        """Somebody else answers from now on, who learns what is outstanding here."""
+        self._channel = channel
+        self._session += 1
+        for key in list(self._spending):
+            self._charged(key, None)  # the next one says all of them again
+        if self._open:
+            carried = [self._carried(place.job, place) for place in self._open.values()]
+            self._send(messages.Outstanding(carried))
+
+    def _introduce(self, job: RemoteJob) -> None:
+        """Have whoever answers know a request that is on no instance now."""
+        if job.session != self._session:
+            job.key = job.key or next(self._keys)
+            self._send(messages.Outstanding([self._carried(job)]))
+
+    def _carried(self, job: RemoteJob, place: Assignment | None = None) -> messages.CarriedRequest:
+        job.session = self._session
+        facts, lengths = self._facts_of(job), messages.PlacedLengths(*job.request[1:5])
+        if place is None:
+            return messages.CarriedRequest(job.key, facts, lengths, InstanceId(""), 0.0, 0.0, None)
+        where = place.instance.id, place.placed_s, place.waited_s, place.began_s
+        return messages.CarriedRequest(job.key, facts, lengths, *where)
+
+    def _ask_anew(self) -> None:
+        for ask in list(self._asked.values()):
+            self._ask(ask)
 
     # A ChannelUser
 
@@ -475,11 +442,7 @@ class RemoteDispatcher:
         self._heard_s = time.monotonic()
         for message in received:
             kind = type(message)
-            if kind is messages.PlacedAt:
-                self._placed(message)
-            elif kind is messages.Spent:
-                self._charged(message.key, None)
-            elif kind is messages.Instances:
+            if kind is messages.Instances:
                 self.mirror.take(message)
                 if self._channel is None and self._connected is not None:
                     self._greeted(self._connected)
@@ -494,7 +457,7 @@ class RemoteDispatcher:
                 if self._taking_keys is None:
                     self._taking_keys = self._loop.create_task(self._take_up_keys())
             else:
-                self._not_placed(message)
+                self._answered(message)
 
     async def _take_up_keys(self) -> None:
         """In a thread: thousands of them would hold up every stream."""
@@ -524,56 +487,47 @@ class RemoteDispatcher:
     def lost(self) -> None:
         """The scheduler process is gone, or does not answer: go on alone."""
         was_there = self._channel is not None
-        self._connected = self._channel = None
+        self._connected = None
         self.gone.set()
         if not was_there:
             return
         _log.warning("the scheduler process is gone: placing by the last view of it")
+        self._own = OwnScheduler(self._local, self._admission, self._answered)
+        self._change(None)
         now_s = time.monotonic()
-        for key in list(self._spending):
-            self._charged(key, None)  # the next one says all of them again
-        for place in self._open.values():
-            place.local = self._local.placement.adopt(
-                place.request,
-                place.instance.id,
-                placed_s=place.placed_s,
-                waited_s=place.waited_s,
-                began=place.began_s is not None,
-            )
-        scheduler = self._fleet.scheduler
+        states = self._fleet.scheduler.members.table
         for instance_id, total in self._view.items():
             if instance_id in self._fleet.instances:
-                own = scheduler.members.table[instance_id].own_load(now_s)
+                own = states[instance_id].own_load(now_s)
                 others = PeerLoad(*(max(0.0, a - b) for a, b in zip(total, own, strict=True)))
-                scheduler.members.table[instance_id].set_peer(_OTHERS, others, now_s)
-        for ask in list(self._asked.values()):
-            self._ask_again(ask)
-
-    def _ask_again(self, ask: _Ask) -> None:
-        """Ask the own scheduler what the other one has not answered."""
-        try:
-            place = self._ask_locally(ask)
-        except Refusal as refusal:
-            ask.turned_away(refusal)
-            return
-        except Exception as error:
-            ask.broke(error)
-            return
-        if place is not ask:
-            self._asked.pop(ask.job.key, None)
-            assert not isinstance(place, Waiting)
-            ask.owner.placed(place)
+                states[instance_id].set_peer(_OTHERS, others, now_s)
+        self._ask_anew()
 
     # Answers
 
-    def _placed(self, said: messages.PlacedAt) -> None:
-        ask = self._asked.pop(said.key, None)
-        if ask is None:
-            return  # its owner has left, and the scheduler process hears of it
+    def _answered(self, message: Any) -> None:
+        """What became of a question."""
+        kind, ask = type(message), self._asked.pop(message.key, None)
+        if kind is messages.Spent:
+            self._charged(message.key, None)
+        elif ask is None:
+            if kind is messages.Refused:
+                self._charged(message.key, message.refusal())
+            # Else its owner has left, and whoever answers hears of it.
+        elif kind is messages.PlacedAt:
+            self._placed(ask, message)
+        elif kind is messages.Rejected:
+            ask.owner.placed(Reject(message.reason, message.detail))
+        elif kind is messages.Refused:
+            ask.owner.turned_away(message.refusal())
+        else:
+            ask.owner.broke(RuntimeError("the scheduler process could not place it"))
+
+    def _placed(self, ask: _Ask, said: messages.PlacedAt) -> None:
         job = ask.job
         job.request = Request(job.parsed.model or "", *said.lengths, job.client.party)
-        job.described, job.standing = True, said.standing
-        if said.waited_s == 0.0:
+        job.standing = said.standing
+        if said.waited_s == 0.0 and self._channel is not None:
             self._metrics.round_trip_s.observe(self._heard_s - ask.asked_s)
         instance = self._fleet.instances.get(said.instance)
         if instance is None:
@@ -594,78 +548,38 @@ class RemoteDispatcher:
         else:
             waiting.set_exception(refusal)
 
-    def _not_placed(self, said: Any) -> None:
-        ask = self._asked.pop(said.key, None)
-        if isinstance(said, messages.Refused):
-            if ask is not None:
-                ask.owner.turned_away(said.refusal())
-            else:
-                self._charged(said.key, said.refusal())
-        elif ask is None:
-            return
-        elif isinstance(said, messages.Rejected):
-            ask.owner.placed(Reject(said.reason, said.detail))
-        else:
-            ask.owner.broke(RuntimeError("the scheduler process could not place it"))
-
     # The scheduler process is there
 
     def _greeted(self, channel: Channel) -> None:
         """The scheduler process answers: it decides from now on."""
-        self._channel = channel
-        self._session += 1
-        if self._session > 1:
-            _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
-        carried = []
-        for place in self._open.values():
-            if place.local is not None:
-                self._local.withdraw(place.local, None)
-                place.local = None
-            place.job.session = self._session
-            carried.append(self._carried(place))
+        self._own.close()
+        self._change(channel)
         for instance_id in self._fleet.instances:
             self._fleet.scheduler.members.table[instance_id].set_peer(_OTHERS, None)
-        if carried:
-            channel.send(messages.Outstanding(carried))
-        if self._session > 1:
+        if self.ready.is_set():
+            _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
             latest = self._local.responses.latest(_MOST_KNOWN)
             responses = [(r.name, r.instance_id, r.tokens, r.model, r.owner) for r in latest]
             channel.send(messages.Known(responses))
-        for ask in list(self._asked.values()):
-            if ask.local is not None:
-                ask.local.leave()
-                ask.local = None
-            self._ask(channel, ask)
+        self._ask_anew()
         self.ready.set()
-
-    def _carried(self, place: Assignment) -> messages.CarriedRequest:
-        return messages.CarriedRequest(
-            place.job.key,
-            self._facts_of(place.job),
-            messages.PlacedLengths(*place.request[1:5]),
-            place.instance.id,
-            place.placed_s,
-            place.waited_s,
-            place.began_s,
-        )
 
     # Once a second
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(_TICK_S, self._tick)
         now_s = time.monotonic()
-        seen, samples = self._streams.look(now_s)
         channel = self._channel
-        if channel is None:
-            return
-        if now_s - self._heard_s > _SILENCE_S:
+        if channel is not None and now_s - self._heard_s > _SILENCE_S:
             _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
             channel.abort()
             return
+        seen, samples = self._streams.look(now_s)
         parts = [(name, *part) for name, of_one in seen.items() for part in of_one]
         if parts or samples:
-            channel.send(messages.Speed(parts, samples))
-        self._tell_counts(channel)
+            self._send(messages.Speed(parts, samples))
+        if channel is not None:
+            self._tell_counts(channel)
 
     def _tell_counts(self, channel: Channel) -> None:
         metrics = self._metrics

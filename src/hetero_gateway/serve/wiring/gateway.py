@@ -268,7 +268,6 @@ class Gateway(Parts):
         if self._hub_listener is not None:
             self.hub = Hub(
                 self.fleet,
-                self.placement,
                 self.dataplane.dispatcher,
                 self.metrics,
                 self.admission,
