@@ -21,7 +21,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import Cluster, load_cluster
 from hetero_gateway.files.length_model_file import read_length_model
 from hetero_gateway.files.policies import installed_policy
-from hetero_gateway.files.scheduler_config import policy_entry_points
+from hetero_gateway.files.scheduler_config import POLICY_GROUP, installed
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
 from hetero_gateway.lab.load.progress import progress_bar
 from hetero_gateway.sim.cluster import simulate
@@ -218,7 +218,7 @@ def _compare(
 
 
 def _check_policies(names: tuple[str, ...]) -> None:
-    there_are = (*POLICY_NAMES, *policy_entry_points())
+    there_are = (*POLICY_NAMES, *installed(POLICY_GROUP))
     for name in names:
         if name not in there_are:
             near = nearest_names(name, there_are, 1, least=0.6)

@@ -1,12 +1,13 @@
-"""Policies that installed packages bring: an entry point each, loaded when it is asked for."""
+"""Policies and predictors that installed packages bring, loaded when they are asked for."""
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.scheduler_config import POLICY_GROUP, policy_entry_points
+from hetero_gateway.files.scheduler_config import POLICY_GROUP, installed
 
 _METHODS = (
     "choose", "choose_small", "would_choose", "turn", "take_back", "charges", "because", "compile",
@@ -24,19 +25,24 @@ def installed_policy(name: str, options: dict[str, Any]) -> Policy:
     Raises:
         ConfigError: there is none of this name, it cannot be made, or is no policy.
     """
-    point = policy_entry_points().get(name)
+    point = installed(POLICY_GROUP).get(name)
     if point is None:
         raise ConfigError(
             f"no package has installed a policy {name!r} (entry points {POLICY_GROUP})"
         )
     where = f"policy {name} ({point.value})"
-    try:
-        policy: Policy = point.load()(dict(options))
-    except Exception as error:
-        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
+    policy: Policy = made_by(point, options, where)
     lacks = [method for method in _METHODS if not callable(getattr(policy, method, None))]
     lacks += [flag for flag in _FLAGS if not hasattr(policy, flag)]
     if lacks:
         raise ConfigError(f"{where} is no policy: it lacks {', '.join(lacks)}")
     policy.name = name
     return policy
+
+
+def made_by(point: EntryPoint, options: dict[str, Any], where: str) -> Any:
+    """What a package makes of its options. Raises ConfigError, however it fails."""
+    try:
+        return point.load()(dict(options))
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error

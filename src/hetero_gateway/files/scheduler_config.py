@@ -44,7 +44,7 @@ POLICY_GROUP = "hetero_gateway.policies"
 def _check_policy(name: str) -> str:
     built_in = get_args(PolicyName)
     if name not in built_in:
-        names = (*built_in, *sorted(policy_entry_points()))
+        names = (*built_in, *sorted(installed(POLICY_GROUP)))
         if name not in names:
             near = nearest_names(name, names, 1, least=0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -77,11 +77,11 @@ class PredictorConfig(StrictModel):
     def _check_kind(cls, value: str | None) -> str | None:
         if value is None or value in BUILTIN_PREDICTORS:
             return value
-        installed = sorted(predictor_entry_points())
-        if value not in installed:
+        names = sorted(installed(PREDICTOR_GROUP))
+        if value not in names:
             raise ValueError(
                 f"no predictor is named {value!r}; there are {', '.join(BUILTIN_PREDICTORS)}, and "
-                f"installed ones (entry points {PREDICTOR_GROUP}): {', '.join(installed) or 'none'}"
+                f"installed ones (entry points {PREDICTOR_GROUP}): {', '.join(names) or 'none'}"
             )
         return value
 
@@ -353,11 +353,6 @@ class SchedulerConfig(StrictModel):
         return self
 
 
-def policy_entry_points() -> dict[str, metadata.EntryPoint]:
-    """The policies that installed packages bring, by name; none of them is imported."""
-    return {point.name: point for point in metadata.entry_points(group=POLICY_GROUP)}
-
-
-def predictor_entry_points() -> dict[str, metadata.EntryPoint]:
-    """The predictors that installed packages bring, by name; none of them is imported."""
-    return {point.name: point for point in metadata.entry_points(group=PREDICTOR_GROUP)}
+def installed(group: str) -> dict[str, metadata.EntryPoint]:
+    """What installed packages bring, by name; none of it is imported."""
+    return {point.name: point for point in metadata.entry_points(group=group)}

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass, field
 
 from hetero_gateway.http.headers import Headers
 
@@ -86,6 +87,7 @@ class MalformedResponse(ValueError):
     """A response that is not HTTP/1.1, or not in a way that everybody reads alike."""
 
 
+@dataclass(slots=True, eq=False)
 class ResponseHead:
     """Status line and fields of a response, and how its body is framed.
 
@@ -98,23 +100,16 @@ class ResponseHead:
     ``ends_at_close``: the body has no framing of its own and ends when the connection does.
     """
 
-    __slots__ = ("chunked", "content_length", "ends_at_close", "headers", "keep_alive", "status")
+    status: int
+    headers: Headers
+    chunked: bool = field(default=False, kw_only=True)
+    content_length: int | None = field(default=None, kw_only=True)
+    keep_alive: bool = field(default=True, kw_only=True)
 
-    def __init__(
-        self,
-        status: int,
-        headers: Headers,
-        *,
-        chunked: bool = False,
-        content_length: int | None = None,
-        keep_alive: bool = True,
-    ) -> None:
-        self.status = status
-        self.headers = headers
-        self.chunked = chunked
-        self.content_length = content_length
-        self.ends_at_close = not chunked and content_length is None
-        self.keep_alive = keep_alive
+    ends_at_close: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends_at_close = not self.chunked and self.content_length is None
 
 
 def parse_head(head: bytes) -> ResponseHead:

@@ -20,6 +20,7 @@ import copy
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -256,10 +257,11 @@ def _no_text(body: bytes) -> str:
     return ""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LengthFeatures:
     """What is known of a request before it is answered.
 
-    Not a dataclass: one is made for every request, and a frozen one costs four times as much.
+    Not frozen: one is made for every request, and a frozen one costs four times as much.
 
     Attributes:
         model: the name that the request asks for.
@@ -271,32 +273,13 @@ class LengthFeatures:
         memo: for the predictor's own use: ``observe`` gets the object that ``predict`` got.
     """
 
-    __slots__ = (
-        "_read_text",
-        "beginning",
-        "body",
-        "max_output_tokens",
-        "memo",
-        "model",
-        "prompt_tokens",
-    )
-
-    def __init__(
-        self,
-        model: str,
-        prompt_tokens: int,
-        max_output_tokens: int | None = None,
-        body: bytes = b"",
-        read_text: Callable[[bytes], str] = _no_text,
-        beginning: int | None = None,
-    ) -> None:
-        self.model = model
-        self.beginning = beginning
-        self.prompt_tokens = prompt_tokens
-        self.max_output_tokens = max_output_tokens
-        self.body = body
-        self.memo: Any = None
-        self._read_text = read_text
+    model: str
+    prompt_tokens: int
+    max_output_tokens: int | None = None
+    body: bytes = b""
+    _read_text: Callable[[bytes], str] = _no_text
+    beginning: int | None = None
+    memo: Any = None
 
     def prompt_text(self) -> str:
         """The prompt's text, decoded now: what the hot path never does. "" where there is none."""

@@ -35,8 +35,10 @@ so. A task that finds its request over does nothing but give back what it has go
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
@@ -78,55 +80,33 @@ _FALLS_BACK = frozenset(
 CLIENT_GONE = 499
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Attempts(RequestReader):
     """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
-    __slots__ = (
-        "_deadline_s",
-        "_downstream",
-        "_exchange",
-        "_failure",
-        "_fallen",
-        "_inbound",
-        "_job",
-        "_kept",
-        "_last",
-        "_overhead_s",
-        "_placed",
-        "_rooms",
-        "_span",
-        "_status",
-        "_tried",
-        "_verdict",
-        "_wait",
-        "over",
-    )
-
-    def __init__(self, rooms: Rooms, inbound: Inbound, downstream: Downstream) -> None:
-        self._rooms = rooms
-        self._inbound = inbound
-        self._downstream = downstream
-        self._client: Client | None = None
-        self._job: Job | None = None
-        self._tried: list[InstanceId] = []
-        self._failure: InstanceError | None = None  # of the last attempt, where there is another
-        # And the answer that it had, if any.
-        self._kept: tuple[Place | OutsidePlace, Exchange] | None = None
-        self._wait: Waiting | None = None  # for a place
-        self._placed: Place | OutsidePlace | None = None  # and not settled
-        # How many fallbacks were looked at, and the last one's label.
-        self._fallen: tuple[int, str] | None = None
-        self._exchange: Exchange | None = None  # of that one
-        self._task = None
-        self._deadline_s = 0.0
-        self._status = CLIENT_GONE  # that the client got
-        # What came of it, for whoever writes about it.
-        self._last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
-        self._verdict = ""
-        self._span: Any = None
-        self._overhead_s: float | None = None
-        self.over = False
-        rooms.open.add(self)
+    _rooms: Rooms
+    _inbound: Inbound
+    _downstream: Downstream
+    _client: Client | None = None
+    _job: Job | None = None
+    _tried: list[InstanceId] = field(default_factory=list)
+    _failure: InstanceError | None = None  # of the last attempt, where there is another
+    # And the answer that it had, if any.
+    _kept: tuple[Place | OutsidePlace, Exchange] | None = None
+    _wait: Waiting | None = None  # for a place
+    _placed: Place | OutsidePlace | None = None  # and not settled
+    # How many fallbacks were looked at, and the last one's label.
+    _fallen: tuple[int, str] | None = None
+    _exchange: Exchange | None = None  # of that one
+    _task: asyncio.Task[None] | None = None
+    _deadline_s: float = 0.0
+    _status: int = CLIENT_GONE  # that the client got
+    # What came of it, for whoever writes about it.
+    _last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
+    _verdict: str = ""
+    _span: Any = None
+    _overhead_s: float | None = None
+    over: bool = False
 
     @classmethod
     def open(cls, rooms: Rooms, inbound: Inbound, downstream: Downstream) -> Attempts:
@@ -137,6 +117,7 @@ class Attempts(RequestReader):
         else:
             inbound.request_id = b"%b-%x" % (ids.prefix, next(ids.numbers))
         attempts = cls(rooms, inbound, downstream)
+        rooms.open.add(attempts)
         attempts.arrive()
         return attempts
 

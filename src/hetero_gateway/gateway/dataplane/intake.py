@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
@@ -63,6 +64,7 @@ _GENERATE, _LIGHT, _PREFILL = Work.GENERATE, Work.LIGHT, Work.PREFILL
 _NO_SESSION = (b"", b"null", b'""')
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """A request that is understood: what is asked, by whom, and how long it is thought to be.
 
@@ -74,37 +76,16 @@ class Job:
     step never does.
     """
 
-    __slots__ = (
-        "charge",
-        "client",
-        "features",
-        "fell_back",
-        "inbound",
-        "parsed",
-        "request",
-        "response",
-        "standing",
-        "waits",
-    )
-
-    def __init__(
-        self,
-        inbound: Inbound,
-        client: Client,
-        parsed: ParsedRequest,
-        request: Request,
-        features: LengthFeatures | None,
-    ) -> None:
-        self.inbound = inbound
-        self.client = client
-        self.parsed = parsed
-        self.request = request
-        self.features = features
-        self.response: Response | None = None
-        self.charge: Charge | None = None
-        self.standing: LimitStanding | None = None
-        self.fell_back = False
-        self.waits = inbound.work is not _LIGHT
+    inbound: Inbound
+    client: Client
+    parsed: ParsedRequest
+    request: Request
+    features: LengthFeatures | None
+    response: Response | None = None
+    charge: Charge | None = None
+    standing: LimitStanding | None = None
+    fell_back: bool = False
+    waits: bool = True
 
     @property
     def estimated_tokens(self) -> int:
@@ -382,7 +363,7 @@ class Intake:
             if parsed.previous:
                 self._previous(parsed)
             light = Request(model, 1, 0.0, streams=False, client=party)
-            return Job(inbound, client, parsed, light, None)
+            return Job(inbound, client, parsed, light, None, waits=False)
         tokens, exact = self._prompt_tokens(model, parsed, counted)
         prompt_tokens = max(1, -(-tokens // parsed.prompt_count))
         if parsed.most_prompt_tokens:
@@ -467,7 +448,7 @@ class Intake:
         request = Request(
             found.model, 1, 0.0, streams=False, client=client.party, only=found.instance_id
         )
-        return Job(inbound, client, parsed, request, None)
+        return Job(inbound, client, parsed, request, None, waits=False)
 
     def note_response(self, job: Job, instance_id: InstanceId, name: bytes) -> None:
         """A request is answered with a response of this name (``response_name``)."""

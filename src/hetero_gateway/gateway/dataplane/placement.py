@@ -19,6 +19,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -405,6 +406,7 @@ class Placement:
         return {"waiting": self._scheduler.queued, "oldest_wait_s": self.oldest_wait_s()}
 
 
+@dataclass(eq=False)
 class LocalDispatcher:
     """Drives the scheduler of this process.
 
@@ -412,25 +414,15 @@ class LocalDispatcher:
         intake, placement, recorder, outcomes, metrics, decisions, limiter: of the gateway.
     """
 
-    def __init__(
-        self,
-        intake: Intake,
-        placement: Placement,
-        recorder: Recorder,
-        outcomes: OutcomeWatch,
-        metrics: Metrics,
-        decisions: DecisionLog,
-        limiter: Limiter,
-    ) -> None:
-        self.placement = placement
-        self._intake = intake
-        self._limiter = limiter
-        self._recorder = recorder
-        self._outcomes = outcomes
-        self._metrics = metrics
-        self._decisions = decisions
-        # By which engines that sleep are woken; None: they are not.
-        self.engine_calls: EngineCalls | None = None
+    _intake: Intake
+    placement: Placement
+    _recorder: Recorder
+    _outcomes: OutcomeWatch
+    _metrics: Metrics
+    _decisions: DecisionLog
+    _limiter: Limiter
+    # By which engines that sleep are woken; None: they are not.
+    engine_calls: EngineCalls | None = None
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None

@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 from collections import Counter
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from hetero_gateway.core.policies import POLICY_NAMES, make_policy
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.length_model_file import read_length_model
-from hetero_gateway.files.scheduler_config import PredictorConfig, predictor_entry_points
+from hetero_gateway.files.policies import made_by
+from hetero_gateway.files.scheduler_config import PREDICTOR_GROUP, PredictorConfig, installed
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ SLOW_S = 0.02
 _MOST_TOKENS = 1e9
 
 
+@dataclass(eq=False)
 class GuardedPredictor:
     """Foreign code, whose failures stay its own.
 
@@ -49,17 +52,10 @@ class GuardedPredictor:
             ``slow`` (above SLOW_S; its value is used).
     """
 
-    def __init__(
-        self,
-        name: str,
-        predictor: OutputLengthPredictor,
-        fallback: OutputLengthPredictor,
-        failures: Counter[str],
-    ) -> None:
-        self._name = name
-        self._predictor = predictor
-        self._fallback = fallback
-        self._failures = failures
+    _name: str
+    _predictor: OutputLengthPredictor
+    _fallback: OutputLengthPredictor
+    _failures: Counter[str]
 
     def predict(self, features: LengthFeatures) -> float:
         start_s = time.perf_counter()
@@ -139,16 +135,13 @@ def make_predictor(
     if kind == "trained":
         assert settings.file is not None  # the schema wants one
         return TrainedPredictor(read_length_model(base_dir / settings.file))
-    foreign = _load(kind, predictor_entry_points()[kind], settings.options)
+    foreign = _load(kind, installed(PREDICTOR_GROUP)[kind], settings.options)
     return GuardedPredictor(kind, foreign, bucket_mean, failures)
 
 
 def _load(name: str, entry_point: EntryPoint, options: dict[str, Any]) -> OutputLengthPredictor:
     where = f"scheduler.predictor: {name} ({entry_point.value})"
-    try:
-        predictor: OutputLengthPredictor = entry_point.load()(dict(options))
-    except Exception as error:
-        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
+    predictor: OutputLengthPredictor = made_by(entry_point, options, where)
     for method in ("predict", "observe"):
         if not callable(getattr(predictor, method, None)):
             raise ConfigError(f"{where} has made something without a method {method}")

@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hetero_gateway.core.types import Usage
 from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.server_config import TimeoutsConfig
-from hetero_gateway.http.downstream import Downstream
+from hetero_gateway.http.downstream import Downstream, Flow
 from hetero_gateway.http.errors import sse_error_event
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.headers import NOT_TO_CLIENTS, Headers
@@ -79,6 +81,7 @@ class HeldAnswer:
         return None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Exchange:
     """One attempt: a response being relayed. Implements ``upstream.ResponseSink``.
 
@@ -100,72 +103,40 @@ class Exchange:
         owner: hears of its events.
     """
 
-    __slots__ = (
-        "_decode",
-        "_downstream",
-        "_extra_headers",
-        "_flow",
-        "_owner",
-        "_path",
-        "_pending",
-        "_rechunk",
-        "_tail",
-        "_usage",
-        "_write",
-        "active",
-        "body_bytes",
-        "complete",
-        "congested",
-        "connection",
-        "error",
-        "events",
-        "first_body_at_s",
-        "frees_body",
-        "head_sent",
-        "held",
-        "last_active_s",
-        "started_s",
-        "status",
-        "streams",
-        "total_deadline_s",
-    )
+    _downstream: Downstream
+    _path: str
+    _extra_headers: Headers
+    total_deadline_s: float
+    _owner: ExchangeOwner
+    # Bound once: they are used for every chunk.
+    _write: Callable[[bytes], None] = field(init=False)
+    _flow: Flow = field(init=False)
+    _tail: deque[bytes] = field(init=False)
+    _usage: Usage | None = None  # once it is complete
+    _pending: bytes = b""
+    _decode: bool = False
+    _rechunk: bool = False
+    congested: bool = False
+    connection: UpstreamConnection | None = None
+    active: bool = False
+    started_s: float = field(init=False)
+    last_active_s: float = field(init=False)
+    first_body_at_s: float | None = None
+    status: int = 0
+    streams: bool = False
+    events: int = 0
+    body_bytes: int = 0
+    head_sent: bool = False
+    frees_body: bool = False
+    complete: bool = False
+    error: InstanceError | None = None
+    # An error, or nothing at all, that the owner either lets pass or keeps to itself.
+    held: HeldAnswer | None = None
 
-    def __init__(
-        self,
-        downstream: Downstream,
-        path: str,
-        extra_headers: Headers,
-        total_deadline_s: float,
-        owner: ExchangeOwner,
-    ) -> None:
-        self._downstream = downstream
-        self._owner = owner
-        # Bound once: they are used for every chunk.
-        self._write = downstream.write
-        self._flow = downstream.flow
-        self._path = path
-        self._extra_headers = extra_headers
-        self._tail: deque[bytes] = deque(maxlen=_TAIL_READS)
-        self._usage: Usage | None = None  # once it is complete
-        self._pending = b""
-        self._decode = False
-        self._rechunk = False
-        self.congested = False
-        self.connection: UpstreamConnection | None = None
-        self.active = False
+    def __post_init__(self) -> None:
+        self._write, self._flow = self._downstream.write, self._downstream.flow
+        self._tail = deque(maxlen=_TAIL_READS)
         self.started_s = self.last_active_s = time.monotonic()
-        self.total_deadline_s = total_deadline_s
-        self.first_body_at_s: float | None = None
-        self.status = 0
-        self.streams = False
-        self.events = 0
-        self.body_bytes = 0
-        self.head_sent = False
-        self.frees_body = False
-        self.complete = False
-        self.error: InstanceError | None = None
-        # An error, or nothing at all, that the owner either lets pass or keeps to itself.
-        self.held: HeldAnswer | None = None
 
     # ResponseSink
 

@@ -23,6 +23,7 @@ and else the engine's to judge.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from itertools import islice
 
 from hetero_gateway.core.prefixes.keys import (
@@ -40,6 +41,7 @@ _KEPT_FOR_S = 86_400.0
 _BYTES_PER_TOKEN = 4.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Response:
     """One response: where it is, how it and all in front of it begin.
 
@@ -51,26 +53,14 @@ class Response:
         owner: the name of its client; "" for everybody without one.
     """
 
-    __slots__ = ("head", "instance_id", "keys", "model", "name", "noted_s", "owner", "tokens")
-
-    def __init__(
-        self,
-        name: bytes,
-        instance_id: InstanceId,
-        tokens: int,
-        keys: PrefixKeys | None,
-        head: int,
-        model: str = "",
-        owner: str = "",
-    ) -> None:
-        self.name = name
-        self.instance_id = instance_id
-        self.tokens = tokens
-        self.keys = keys
-        self.head = head
-        self.model = model
-        self.owner = owner
-        self.noted_s = 0.0
+    name: bytes
+    instance_id: InstanceId
+    tokens: int
+    keys: PrefixKeys | None
+    head: int
+    model: str = ""
+    owner: str = ""
+    noted_s: float = 0.0
 
     def __repr__(self) -> str:
         return f"<Response on {self.instance_id}, {self.tokens} tokens>"

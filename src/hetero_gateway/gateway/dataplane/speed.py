@@ -20,6 +20,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
@@ -77,15 +78,13 @@ class Streaming(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class _Stream:
     """A stream at the last look, or where it began; ``since_s`` None: it was held up since."""
 
-    __slots__ = ("dispatch", "events", "since_s")
-
-    def __init__(self, dispatch: Streaming, events: int, since_s: float) -> None:
-        self.dispatch = dispatch
-        self.events = events
-        self.since_s: float | None = since_s
+    dispatch: Streaming
+    events: int
+    since_s: float | None
 
 
 # By instance: (seconds, steps) of parts of streams.

@@ -19,6 +19,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -108,27 +110,17 @@ _OF_REQUESTS = (
 )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class Series:
     """What is counted per model and instance."""
 
-    __slots__ = (
-        "cached_tokens",
-        "duration",
-        "input_tokens",
-        "outcomes",
-        "output_tokens",
-        "tpot",
-        "ttft",
-    )
-
-    def __init__(self) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.duration = Histogram(LATENCY_BOUNDS_S)
-        self.ttft = Histogram(TTFT_BOUNDS_S)
-        self.tpot = Histogram(TPOT_BOUNDS_S)
-        self.input_tokens = 0
-        self.cached_tokens = 0.0
-        self.output_tokens = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    duration: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS_S))
+    ttft: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS_S))
+    tpot: Histogram = field(default_factory=partial(Histogram, TPOT_BOUNDS_S))
+    input_tokens: int = 0
+    cached_tokens: float = 0.0
+    output_tokens: int = 0
 
 
 class Metrics:

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_gateway.core.types import Usage
@@ -65,14 +66,12 @@ class Tickets:
                 return ticket
 
 
+@dataclass(slots=True, eq=False)
 class ReportCall:
     """One report: a ``Receiver``."""
 
-    __slots__ = ("_call", "_tickets")
-
-    def __init__(self, tickets: Tickets, call: Call) -> None:
-        self._tickets = tickets
-        self._call = call
+    _tickets: Tickets
+    _call: Call
 
     def message(self, data: bytes) -> None:
         found = _REPORT.fullmatch(data)

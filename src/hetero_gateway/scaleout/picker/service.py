@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -76,8 +77,8 @@ class Picker:
             return Stream(resources, call)
 
         health: Methods = {
-            f"/{HEALTH}/Check": lambda call: HealthCall(self, call, watches=False),
-            f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, watches=True),
+            f"/{HEALTH}/Check": lambda call: HealthCall(self, call, False),
+            f"/{HEALTH}/Watch": lambda call: HealthCall(self, call, True),
         }
         requests: Methods = {
             f"/{EXT_PROC}/Process": process,
@@ -138,15 +139,15 @@ class Picker:
         )
 
 
+@dataclass(eq=False)
 class HealthCall:
     """Check and Watch of grpc.health.v1.Health: a ``Receiver``."""
 
-    def __init__(self, picker: Picker, call: Call, *, watches: bool) -> None:
-        self._picker = picker
-        self._call = call
-        self._watches = watches
-        self._service: str | None = None
-        self._last: int | None = None
+    _picker: Picker
+    _call: Call
+    _watches: bool
+    _service: str | None = None
+    _last: int | None = None
 
     def message(self, data: bytes) -> None:
         if self._service is not None:

@@ -59,20 +59,15 @@ _Key = TypeVar("_Key")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RemoteJob(Job):
     """A request that is described elsewhere. ``request`` is known once it is placed."""
 
-    __slots__ = ("counted", "deadline_s", "fallback", "key", "session")
-
-    def __init__(
-        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
-    ) -> None:
-        super().__init__(inbound, client, parsed, _UNKNOWN, None)
-        self.counted = counted
-        self.deadline_s = 0.0
-        self.fallback = ""  # the model that it is for now, which has yet to be said
-        self.key = 0
-        self.session = 0  # in which whoever answers knows it; 0: in none
+    counted: int | None = None
+    deadline_s: float = 0.0
+    fallback: str = ""  # the model that it is for now, which has yet to be said
+    key: int = 0
+    session: int = 0  # in which whoever answers knows it; 0: in none
 
 
 @dataclass(slots=True, eq=False)
@@ -283,7 +278,7 @@ class RemoteDispatcher:
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
     ) -> RemoteJob:
-        return RemoteJob(inbound, client, parsed, counted)
+        return RemoteJob(inbound, client, parsed, _UNKNOWN, None, counted=counted)
 
     def submit(
         self,
