@@ -41,7 +41,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request, Usage
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
@@ -129,9 +128,6 @@ class PeerGateway:
         return self
 
     members = residual = policy  # it is its own parts
-
-    def compile(self, jit: Jit) -> None:
-        pass
 
     def add(self, spec: InstanceSpec) -> None:
         self._specs.append(spec)

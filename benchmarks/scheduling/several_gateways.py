@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
-from hetero_gateway.core.policies.base import Jit
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -58,10 +57,6 @@ class _Several:
     @property
     def queued(self) -> int:
         return sum(scheduler.queued for scheduler in self.schedulers)
-
-    def compile(self, jit: Jit) -> None:
-        for scheduler in self.schedulers:
-            scheduler.policy.compile(jit)
 
     def pump(self, now_s: float) -> list[Ticket]:
         """Nobody is always the first."""
@@ -116,10 +111,8 @@ class ReplicaScheduler(Scheduler):
     def drain_s(self, request: Request) -> float:
         """How long all its instances together take for one such request at full speed, s."""
         pool = self.members.pool(request.model)
-        times_s = pool.request_times_s(
-            request.prompt_tokens, request.predicted_output_tokens, as_if_it_fitted=True
-        )
-        return request.sequences / float((1 / times_s).sum())
+        times_s = pool.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
+        return request.sequences / sum(1 / time_s for time_s in times_s)
 
 
 class Replicas(_Several):

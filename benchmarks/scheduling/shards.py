@@ -45,7 +45,8 @@ from benchmarks.scheduling.sharing import (
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider
+from hetero_gateway.core.scheduling import decider as decider_module
+from hetero_gateway.core.scheduling.decider import Decider
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
@@ -97,7 +98,7 @@ class SamplingDecider(Decider):
     ) -> Decision | None:
         count = len(eligible.pool.ids)
         if eligible.kept is None and self.size < count:
-            drawn = self._draws.integers(0, count, self.size).tolist()
+            drawn = self._generator.integers(0, count, self.size).tolist()
             among = Eligible(eligible.pool, sorted({*drawn, *self._last}), ())
             decision = super().decide(request, among, now_s, queue, waited_s)
             if decision is not None:
@@ -110,16 +111,16 @@ class SamplingDecider(Decider):
             position = eligible.pool.ids.index(decision.instance_id)
             self._last = [position, *self._last][: self.keep]
 
-    _draws: np.random.Generator
+    _generator: np.random.Generator
     _last: list[int]
 
 
 def make_sampling(size: int, keep: int, seed: int) -> Scheduler:
     scheduler = Scheduler(make_policy("finish-time"), np.random.default_rng((seed, 2, 0)))
     plain = scheduler._decider
-    decider = SamplingDecider(plain.policy, plain.rng, plain.views, SMALL_POOL)
+    decider = SamplingDecider(plain.policy, plain.rng, plain.views)
     decider.size, decider.keep = size, keep
-    decider._draws, decider._last = np.random.default_rng((seed, 5)), []
+    decider._generator, decider._last = np.random.default_rng((seed, 5)), []
     scheduler._decider = decider
     return scheduler
 
@@ -188,6 +189,8 @@ def cases(
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     instances = make_instances(args.instances)
     requests = args.requests or REQUESTS_PER_INSTANCE * args.instances
+    # All is compared with one scheduler that looks at all instances.
+    decider_module.MOST_CANDIDATES = 2**31
     for load in args.loads:
         rate_per_s = load * capacity_per_s(instances)
         workload = make_workload("steady", requests, rate_per_s, args.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,10 +10,10 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import ROWS, SEATS, SPEED
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
-from hetero_gateway.core.policies.base import Backlog, Demand, Outlook
+from hetero_gateway.core.policies.base import Backlog, Demand
+from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -92,7 +91,7 @@ def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
     """What the policy would see of a request now."""
     eligible = s.members.eligible(body, ())
     assert not isinstance(eligible, Reject)
-    return s._decider.views.wide(body, eligible, now_s, s.queues.get(body.model), keep=False)
+    return s._decider.views.view(body, eligible, now_s, s.queues.get(body.model), keep=False)
 
 
 def candidates(
@@ -104,54 +103,35 @@ def candidates(
     weight: list[float] | None = None,
     theta: float = 2.0,
 ) -> View:
-    """Candidates i0, i1, … in slots 0, 1, …; what is not given is the same for all."""
+    """Candidates i0, i1, … in slots 0, 1, …; what is not given is the same for all.
+
+    Nobody is in the queue.
+    """
     size = len(load)
-
-    def array(values: list[float] | None, default: float) -> np.ndarray[Any, Any]:
-        return np.array([default] * size if values is None else values, dtype=float)
-
-    return View(
-        request(),
-        tuple(InstanceId(f"i{i}") for i in range(size)),
-        np.arange(size, dtype=np.intp),
-        Demand(512.0, 768.0),
-        array(request_time_s, 1.0),
-        array(load, 0.0),
-        array(kv_usage, 0.0),
-        array(in_flight, 0.0),
-        array(capacity, 1.0),
-        array(weight, 1.0),
-        theta,
-        outlook(size),
-    )
-
-
-def outlook(size: int) -> Outlook:
-    """Equal, idle instances, and nobody in the queue."""
-    rows = np.zeros((ROWS, size))
-    rows[SPEED] = 1.0
-    rows[SEATS] = math.inf
-    constants = np.array([dataclasses.astuple(FAST_CONSTANTS)] * size).T
-    each = np.ones(size)
+    states, members = [], []
+    for i in range(size):
+        state = InstanceState(InstanceId(f"i{i}"), i)
+        state.load_s = load[i]
+        state.kv_tokens = kv_usage[i] if kv_usage else 0.0  # type: ignore[assignment]
+        state.in_flight = in_flight[i] if in_flight else 0  # type: ignore[assignment]
+        states.append(state)
+        # A request takes p2 whatever its lengths, and the usage is the tokens there over 1.
+        p2 = request_time_s[i] if request_time_s else 1.0
+        limits = (1.0, math.inf, 256.0, weight[i] if weight else 1.0, 264.0)
+        per_s = capacity[i] if capacity else 1.0
+        members.append(Member(0, p2, 0, 0, 0, 0, 0, 0, 0, *limits, per_s, i))
     backlog = Backlog(
         queued=0,
         idle_s=0.0,
         mean_gap_s=1.0,
         mean_request_times_s=None,
-        typical_request_time_s=each,
-        residual=np.full(len(STAGE_TOKENS), 256.0),
+        typical_request_time_s=[1.0] * size,
+        residual=[256.0] * len(STAGE_TOKENS),
         profiled=True,
         stands_in=False,
     )
-    return Outlook(
-        constants,
-        kv_capacity_tokens=each * 8e5,
-        kv_limit_tokens=each * 8e5,
-        max_num_seqs=each * 256,
-        rows=rows,
-        stages=np.zeros((len(STAGE_TOKENS), size)),
-        backlog=backlog,
-    )
+    ids = tuple(state.instance_id for state in states)
+    return View(request(), ids, states, members, Demand(512.0, 768.0), theta, 0.0, backlog)
 
 
 @st.composite

@@ -34,7 +34,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "entry_points.txt").write_text(
         "[hetero_gateway.policies]\n"
         "fewest-tokens = fewest_tokens:FewestTokens\n"
-        "no-policy = fewest_tokens:np.zeros_like\n"
+        "no-policy = builtins:dict\n"
         "missing = fewest_tokens:Missing\n"
     )
     monkeypatch.syspath_prepend(str(site))

@@ -11,10 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.instances import table
-from hetero_gateway.core.policies import estimates
 from hetero_gateway.sim import kernel
-from hetero_gateway.sim.fleet import EngineFleet, can_compile, jit
+from hetero_gateway.sim.fleet import EngineFleet, can_compile
 from hetero_gateway.sim.recorded import Placements, run_as_placed
 from tests.sim.closed_form import BOTH, NEVER_S, Case, check, in_closed_form
 from tests.sim.naive import Job
@@ -113,30 +111,3 @@ def test_instances_do_not_disturb_each_other():
     for i, profile in enumerate(profiles):
         alone, _ = in_closed_form(Case(profile, "chunked", 2048, jobs_of(*rows)))
         assert records.finish_s[where == i].tolist() == [job.finish_s for job in alone]
-
-
-@pytest.mark.skipif(not can_compile(), reason="numba is not installed")
-@pytest.mark.parametrize("size", [1, 16, 61])
-def test_finish_time_compiled_estimates_the_same(size):
-    rng = np.random.default_rng(size)
-    for cached in (None, np.full(size, 100.0)) * 10:
-        rows = rng.random((table.ROWS, size)) * 100
-        kv, max_num_seqs = 1 + rng.random(size) * 1e5, rng.integers(1, 256, size) * 1.0
-        further = [*rng.random((2, size)) * 1e4, rng.random(size)]
-        times = 0.1 + rng.random((2, size))
-        prefill = np.full(size, 600.0)
-        args = (rng.random((9, size)) * 1e-4, rows, kv, max_num_seqs, *further, *times, prefill)
-        request = (cached, 3.0, 2.0, 300.0, 200.0)
-        plain = estimates.estimates(*args, *request)
-        compiled = jit(estimates.estimates)(*args, *request)
-        for one, other in zip(plain, compiled, strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-12)
-        asked = (rows, max_num_seqs, kv, 600.0, 8)
-        room = estimates.room(*asked)
-        assert all(map(np.array_equal, jit(estimates.room)(*asked), room))
-        matched = rng.random(size) < 0.5
-        asked = (rows, max_num_seqs, 8, *room, matched)
-        room = estimates.matched_room(*asked)
-        assert all(map(np.array_equal, jit(estimates.matched_room)(*asked), room))
-        chosen = estimates.cheapest(plain[4], *room)
-        assert jit(estimates.cheapest)(plain[4], *room) == chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Protocol
 
 from hetero_gateway.core.costs.profile import Profile
 
@@ -86,6 +86,14 @@ class Request(NamedTuple):
                 shown = value if -MOST_TOKENS <= value <= MOST_TOKENS else "out of all bounds"
                 return f"a request's {name} must be within {low} and {high}, and is {shown}"
         return ""
+
+
+class Draws(Protocol):
+    """Where random numbers come from: a seeded generator of the standard library, or of numpy."""
+
+    def random(self) -> float:
+        """The next one, 0 to 1, 1 not among them."""
+        ...
 
 
 class Usage(NamedTuple):

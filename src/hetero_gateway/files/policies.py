@@ -9,10 +9,8 @@ from hetero_gateway.core.policies import Policy
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.scheduler_config import POLICY_GROUP, installed
 
-_METHODS = (
-    "choose", "choose_small", "would_choose", "turn", "take_back", "charges", "because", "compile",
-)  # fmt: skip
-_FLAGS = ("queues", "default_predictor", "has_small_form")
+_METHODS = ("choose", "would_choose", "turn", "take_back", "charge", "because")
+_FLAGS = ("queues", "samples", "default_predictor")
 
 
 def installed_policy(name: str, options: dict[str, Any]) -> Policy:

@@ -51,7 +51,7 @@ from hetero_gateway.core.types import (
 from hetero_gateway.sim.compiled import cases
 from hetero_gateway.sim.compiled.jit import compiled as jit_loop
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BATCHED_TOKENS, Scheduling
-from hetero_gateway.sim.fleet import EngineFleet, can_compile, jit
+from hetero_gateway.sim.fleet import EngineFleet, can_compile
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
@@ -132,11 +132,10 @@ def simulate(
         model: the name that requests ask for and all instances serve.
         predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
         observe_interval_s: time between two ticks, above 0.
-        compiled: run the engines, and the policy's arithmetic, compiled by numba; and where
-            ``compiled/cases.py`` covers the case, all of the loop, in which the scheduler and the
-            predictor then take no part: they stay as they were, but for their generators. None:
-            where it is installed and the workload is long enough to be worth it. The records are
-            the same.
+        compiled: run the engines compiled by numba; and where ``compiled/cases.py`` covers the
+            case, all of the loop, in which the scheduler and the predictor then take no part: they
+            stay as they were, but for their generators. None: where it is installed and the
+            workload is long enough to be worth it. The records are the same.
         watch: is given the engines before they run: what no gateway can see, for comparisons.
 
     Raises:
@@ -154,8 +153,6 @@ def simulate(
         most_blocks=0 if prefixes is None else prefixes.most_tokens // DEFAULT_BLOCK_TOKENS + 1,
     )
     watch(fleet)
-    if compiled:
-        scheduler.policy.compile(jit)
     run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
     if compiled:
         arrays = cases.covered(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs import cost_model
-from hetero_gateway.core.costs.cost_model import ProfileTable, request_time_s
+from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.policies.estimates import holds
+from hetero_gateway.core.policies.estimates import request_time_s as member_request_time_s
+from hetero_gateway.core.policies.member import Member
 from tests.core.builders import FAST, FAST_CONSTANTS, SLOW, profile, profiles
 
 GIB = 2**30
@@ -135,22 +137,23 @@ def test_request_time_is_infinite_exactly_where_the_kv_cache_is_too_small(
     assert request_time_s(p, prompt_tokens, max(0, room + 1)) == math.inf
 
 
-@given(st.lists(profiles(), min_size=1, max_size=6), prompts, outputs)
-def test_the_profile_table_equals_the_equations_of_each_profile(
-    ps: list[Profile], prompt_tokens: int, output_tokens: float
+def member_of(p: Profile) -> Member:
+    limits = (float(p.kv_capacity_tokens), float(p.kv_capacity_tokens), float(p.max_num_seqs))
+    return Member(*dataclasses.astuple(p.constants), *limits, 1.0, 0.0, 0.0, 0.0)
+
+
+@given(profiles(), prompts, outputs)
+def test_a_member_s_request_time_equals_the_equations_of_its_profile(
+    p: Profile, prompt_tokens: int, output_tokens: float
 ) -> None:
-    expected = [request_time_s(p, prompt_tokens, output_tokens) for p in ps]
-    actual = ProfileTable(ps).request_times_s(prompt_tokens, output_tokens)
-    # assert_allclose takes infinities as equal only where both sides have them.
-    np.testing.assert_allclose(actual, expected, rtol=1e-9)
-
-
-def test_attention_of_one_profile_changes_no_bit_of_the_others_times() -> None:
-    attentive = profile(dataclasses.replace(FAST_CONSTANTS, p9=1e-9))
-    alone = ProfileTable([FAST, SLOW]).request_times_s(7001, 333.0)
-    beside = ProfileTable([FAST, attentive, SLOW]).request_times_s(7001, 333.0)
-    assert beside[[0, 2]].tolist() == alone.tolist()
-    assert beside[1] == pytest.approx(alone[0] + 1e-9 * 7001**2 / 2)
+    member, expected = member_of(p), request_time_s(p, prompt_tokens, output_tokens)
+    assert holds(member, prompt_tokens + output_tokens) == math.isfinite(expected)
+    if not math.isfinite(expected):
+        # As if it ran alone.
+        roomy = dataclasses.replace(p, kv_capacity_tokens=10**9, max_num_seqs=1)
+        expected = request_time_s(roomy, prompt_tokens, output_tokens)
+    found = member_request_time_s(member, prompt_tokens, output_tokens)
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 @given(profiles(), prompts, outputs, st.integers(0, 5000), st.floats(0, 5000))
@@ -188,16 +191,3 @@ def test_workload_grows_with_the_exponential_of_kv_usage_which_may_exceed_one() 
 def test_the_exponent_is_capped_instead_of_overflowing(usage: float) -> None:
     capped = cost_model.workload(2.0, usage, 2.0)
     assert capped == 2.0 * math.exp(cost_model.MAX_EXPONENT)
-    assert cost_model.workloads(np.array([2.0]), np.array([usage]), 2.0)[0] == capped
-
-
-@given(
-    st.lists(st.tuples(st.floats(1e-6, 1e4), st.floats(0, 100)), min_size=1, max_size=5),
-    st.floats(0.01, 10),
-)
-def test_workloads_equal_one_workload_at_a_time(
-    pairs: list[tuple[float, float]], theta: float
-) -> None:
-    times, usages = np.array([t for t, _ in pairs]), np.array([u for _, u in pairs])
-    expected = [cost_model.workload(t, u, theta) for t, u in pairs]
-    np.testing.assert_allclose(cost_model.workloads(times, usages, theta), expected, rtol=1e-12)

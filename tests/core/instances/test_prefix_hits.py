@@ -205,7 +205,7 @@ def test_without_hits_rows_are_what_they_are_without_a_cache(tells: Tells) -> No
 
 
 def fresh(caching: bool | None = True) -> InstanceState:
-    state = InstanceState(I0, 0, [])
+    state = InstanceState(I0, 0)
     state.set_constants(C)
     state.prefix.caching = caching
     return state

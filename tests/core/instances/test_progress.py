@@ -8,24 +8,10 @@ import pytest
 from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import (
-    CONTEXT,
-    IN_FLIGHT,
-    KV_TOKENS,
-    LOAD_S,
-    RECENT_PREFILL,
-    SILENT_S,
-    STREAMING,
-    WAITING,
-    WAITING_OUTPUT,
-    WAITING_PROMPT,
-    Table,
-)
+from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS, ResidualLives
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS, request
-
-SLOTS = np.array([0, 1])
 
 
 def progress() -> Table:
@@ -38,6 +24,16 @@ def progress() -> Table:
 
 def at(p: Table, slot: int = 0) -> InstanceState:
     return p[InstanceId(f"i{slot}")]
+
+
+def context(p: Table, now_s: float, slot: int = 0) -> float:
+    """Cached tokens of what streams, as of now."""
+    state = at(p, slot)
+    return state.context + state.streaming * max(0.0, now_s - state.read_s) * state.steps_per_s
+
+
+def progress_of(state: InstanceState) -> tuple[float, ...]:
+    return state.waiting, state.streaming, state.context
 
 
 def place(
@@ -64,20 +60,14 @@ def gone(d: Dispatch, now_s: float) -> bool:
 def test_a_request_waits_then_streams_then_is_gone() -> None:
     p = progress()
     d = place(p, slot=1, prompt=100, output=50.0, sequences=2)
-    rows = p.rows(SLOTS, 0.0)
-    assert rows[[WAITING, STREAMING, WAITING_PROMPT, WAITING_OUTPUT], 1].tolist() == [
-        2,
-        0,
-        200,
-        100,
-    ]
+    state = at(p, 1)
+    assert (*progress_of(state), state.waiting_prompt, state.waiting_output) == (2, 0, 0, 200, 100)
     assert d.state.first_token(d, 1.0)
-    rows = p.rows(SLOTS, 1.0)
-    assert rows[[WAITING, STREAMING, WAITING_PROMPT, CONTEXT], 1].tolist() == [0, 2, 0, 202]
-    assert p.stages(SLOTS)[:, 1].tolist() == [2] + [0] * (len(STAGE_TOKENS) - 1)
+    assert (*progress_of(state), state.waiting_prompt) == (0, 2, 202, 0)
+    assert state.stages == [2] + [0] * (len(STAGE_TOKENS) - 1)
     gone(d, 2.0)
-    assert not p.rows(SLOTS, 2.0)[[WAITING, STREAMING, CONTEXT]].any()
-    assert not p.stages(SLOTS).any()
+    assert progress_of(state) == (0, 0, 0)
+    assert not any(state.stages)
 
 
 def test_context_grows_by_one_token_per_stream_and_step() -> None:
@@ -85,16 +75,16 @@ def test_context_grows_by_one_token_per_stream_and_step() -> None:
     stream(p, 0.0, prompt=100)
     stream(p, 0.0, prompt=300)
     step_s = decode_step_time_s(FAST_CONSTANTS, 2, 201)
-    assert p.rows(SLOTS, 10 * step_s)[CONTEXT, 0] == pytest.approx(402 + 2 * 10, rel=1e-6)
+    assert context(p, 10 * step_s) == pytest.approx(402 + 2 * 10, rel=1e-6)
 
 
 def test_an_observation_sets_the_step_clock() -> None:
     p = progress()
     stream(p, 0.0, prompt=100)
     at(p).observe_steps(1, 0.01, 0.01)
-    before = p.rows(SLOTS, 0.01)[CONTEXT, 0]
+    before = context(p, 0.01)
     at(p).observe_steps(40, 1.0, 1.01)
-    assert p.rows(SLOTS, 1.01)[CONTEXT, 0] == pytest.approx(before + 40, rel=1e-9)
+    assert context(p, 1.01) == pytest.approx(before + 40, rel=1e-9)
 
 
 def test_the_stage_of_a_stream_follows_its_length() -> None:
@@ -108,8 +98,8 @@ def test_the_stage_of_a_stream_follows_its_length() -> None:
         now_s += steps * 0.01
         at(p).observe_steps(steps, steps * 0.01, now_s)
         seen = following
-        assert p.stages(SLOTS)[stage, 0] == 1
-        assert p.stages(SLOTS)[:, 0].sum() == 1
+        assert at(p).stages[stage] == 1
+        assert sum(at(p).stages) == 1
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
@@ -118,8 +108,8 @@ def test_the_speed_factor_converges_to_observed_over_modelled(factor: float) -> 
     for _ in range(8):
         stream(p, 0.0, prompt=500)
     for _ in range(60):
-        context = p.rows(SLOTS, now_s)[CONTEXT, 0]
-        step_s = factor * decode_step_time_s(FAST_CONSTANTS, 8, context / 8)
+        context_tokens = context(p, now_s)
+        step_s = factor * decode_step_time_s(FAST_CONSTANTS, 8, context_tokens / 8)
         now_s += 30 * step_s
         at(p).observe_steps(30, 30 * step_s, now_s)
     assert at(p, 0).speed == pytest.approx(factor, rel=0.05)
@@ -142,8 +132,8 @@ def test_the_speed_factor_has_bounds_and_forgets() -> None:
         at(p).observe_steps(1, 5.0, now_s)
     assert at(p, 0).speed == 10.0
     for _ in range(50):
-        context = p.rows(SLOTS, now_s)[CONTEXT, 0]
-        step_s = decode_step_time_s(FAST_CONSTANTS, 1, context)
+        context_tokens = context(p, now_s)
+        step_s = decode_step_time_s(FAST_CONSTANTS, 1, context_tokens)
         now_s += 50 * step_s
         at(p).observe_steps(50, 50 * step_s, now_s)
     assert at(p, 0).speed == pytest.approx(1.0, rel=0.05)
@@ -159,13 +149,12 @@ def test_an_engine_that_hangs_while_it_streams_is_slow() -> None:
 
 def test_a_slot_is_silent_while_it_owes_a_first_token() -> None:
     p = progress()
-    assert p.rows(SLOTS, 5.0)[SILENT_S].tolist() == [0, 0]
     first, second = place(p, 5.0), place(p, 6.0)
-    assert p.rows(SLOTS, 7.0)[SILENT_S].tolist() == [2, 0]
+    assert at(p).heard_s == 5.0
     first.state.first_token(first, 7.5)
-    assert p.rows(SLOTS, 8.0)[SILENT_S].tolist() == [0.5, 0]
+    assert at(p).heard_s == 7.5
     second.state.first_token(second, 8.0)
-    assert p.rows(SLOTS, 9.0)[SILENT_S].tolist() == [0, 0]
+    assert at(p).heard_s == 8.0
 
 
 def test_a_slot_that_is_used_again_knows_nothing_of_the_past() -> None:
@@ -176,7 +165,7 @@ def test_a_slot_that_is_used_again_knows_nothing_of_the_past() -> None:
     p.leave(InstanceId("i0"), 6.0)
     p.join(InstanceId("i0")).set_constants(SLOW_CONSTANTS)
     assert at(p, 0).speed == 1.0
-    assert not p.rows(SLOTS, 9.0)[[WAITING, STREAMING, CONTEXT]].any()
+    assert progress_of(at(p)) == (0, 0, 0)
 
 
 def test_an_unprofiled_slot_counts_and_keeps_its_speed() -> None:
@@ -185,26 +174,24 @@ def test_an_unprofiled_slot_counts_and_keeps_its_speed() -> None:
     stream(p, 0.0)
     at(p).observe_steps(10, 1.0, 1.0)
     assert at(p, 0).speed == 1.0
-    assert p.rows(SLOTS[:1], 2.0)[STREAMING, 0] == 1
+    assert at(p).streaming == 1
 
 
-def test_the_load_of_a_peer_is_added_where_a_policy_looks_and_goes_with_it() -> None:
+def test_the_loads_of_peers_are_added_up_and_go_with_them() -> None:
     p = progress()
     d = stream(p, 0.0, prompt=100)
-    before = p.rows(SLOTS, 0.0)
     there = PeerLoad(2.0, 700, 3, 1, 2, 50, 50.0, 30.0, 600.0)
     at(p).set_peer("other", there)
     at(p).set_peer("third", there)
-    added = p.rows(SLOTS, 0.0) - before
-    assert added[[LOAD_S, KV_TOKENS, IN_FLIGHT], 0].tolist() == [4.0, 1400, 6]
-    assert added[[WAITING, STREAMING, WAITING_PROMPT], 0].tolist() == [2, 4, 100]
-    assert added[[WAITING_OUTPUT, CONTEXT], 0].tolist() == [60, 1200]
-    assert not added[:, 1].any()
+    peers = at(p).peers
+    assert peers is not None
+    assert (peers.load_s, peers.kv_tokens, peers.in_flight) == (4.0, 1400, 6)
+    assert (peers.waiting, peers.streaming, peers.waiting_prompt) == (2, 4, 100)
+    assert (peers.waiting_output, peers.context) == (60, 1200)
+    assert at(p, 1).peers is None
     at(p).set_peer("other", PeerLoad())
     at(p).set_peer("third", None)
-    # But for the prompts that were sent there lately.
-    changed = np.flatnonzero((p.rows(SLOTS, 0.0) != before).any(axis=1))
-    assert changed.tolist() == [RECENT_PREFILL]
+    assert at(p).peers in (None, PeerLoad())
     assert (at(p).load_s, at(p).in_flight) == (0.0, 1), "what is ours was never changed"
     assert gone(d, 1.0)
 

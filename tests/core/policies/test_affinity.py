@@ -17,10 +17,11 @@ from tests.core.builders import candidates, chosen, request, scheduler, spec
 
 def matching(matches: list[float], in_flight: list[float], prompt_tokens: int = 1000) -> View:
     view = candidates([0.0] * len(matches), in_flight=in_flight)
-    view.request = request(prompt_tokens)
-    prefix = Prefix(np.array(matches), np.zeros(len(matches)), np.zeros(len(matches)))
-    view.demand = Demand(float(prompt_tokens), 0.0, prefix if any(matches) else None)
-    return view
+    nothing = [0.0] * len(matches)
+    prefix = Prefix(matches, nothing, nothing) if any(matches) else None
+    return view._replace(
+        request=request(prompt_tokens), demand=Demand(float(prompt_tokens), 0.0, prefix)
+    )
 
 
 def affinity(view: View, seed: int = 0) -> int:
@@ -69,7 +70,7 @@ def because(decision: Decision) -> str:
 
 
 def session(view: View, number: int | None, seed: int = 0) -> int:
-    view.request = request()._replace(session=number)
+    view = view._replace(request=request()._replace(session=number))
     choice = make_policy("session").choose(view, np.random.default_rng(seed))
     return choice.position
 

@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.core.policies import POLICY_NAMES, Policy, PolicyOptions, View, make_policy
+from hetero_gateway.core.costs.cost_model import workload
+from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.policies import (
+    POLICY_NAMES,
+    Candidates,
+    Policy,
+    PolicyOptions,
+    View,
+    make_policy,
+)
 from hetero_gateway.core.types import InstanceId
 from tests.core.builders import candidates
 
@@ -39,9 +49,20 @@ def choose(name: str, c: View, seed: int = 0, **options: Any) -> int:
     return position(policy, c, np.random.default_rng(seed))
 
 
+def workloads(c: View) -> list[float]:
+    """w_r^s of Eq. (7), by candidate."""
+    shown = Candidates(c)
+    pairs = zip(shown.request_time_s, shown.kv_usage, strict=True)
+    return [workload(time_s, usage, c.theta) for time_s, usage in pairs]
+
+
+def loads_after(c: View) -> list[float]:
+    return [load + w for load, w in zip(Candidates(c).load, workloads(c), strict=True)]
+
+
 def literal_maxima(c: View) -> list[float]:
     """What each choice would make the highest load: Algorithm 2's inner loop, literally."""
-    load, w = c.load.tolist(), c.workload().tolist()
+    load, w = Candidates(c).load, workloads(c)
     return [
         max(load[j] + (w[j] if j == s else 0.0) for j in range(len(load))) for s in range(len(load))
     ]
@@ -61,7 +82,7 @@ def test_min_max_is_algorithm_2_with_ties_to_the_lowest_own_load(
     values: list[tuple[float, float, float]], seed: int
 ) -> None:
     c = of_rows(values)
-    maxima, own = literal_maxima(c), (c.load + c.workload()).tolist()
+    maxima, own = literal_maxima(c), loads_after(c)
     best = min((maxima[s], own[s]) for s in range(len(values)))
     position = choose("min-max", c, seed)
     assert (maxima[position], own[position]) == best
@@ -72,7 +93,7 @@ def test_min_max_reaches_every_one_of_equal_choices(
     values: list[tuple[float, float, float]],
 ) -> None:
     c = of_rows(values)
-    own = (c.load + c.workload()).tolist()
+    own = loads_after(c)
     equal = {s for s in range(len(own)) if own[s] == min(own)}
     assert {choose("min-max", c, seed) for seed in range(60)} == equal
 
@@ -133,27 +154,21 @@ def test_without_ties_shuffling_the_instances_changes_no_choice(
 def test_memory_based_takes_every_request_time_as_one(
     values: list[tuple[float, float, float]],
 ) -> None:
-    c = of_rows(values)
-    ones = candidates(c.load.tolist(), None, c.kv_usage.tolist())
-    own = (ones.load + ones.workload()).tolist()
-    policy = make_policy("memory-based")
-    assert (
-        policy.charges(c.request_time_s, c.kv_usage, c.theta).tolist() == ones.workload().tolist()
-    )
-    assert own[choose("memory-based", c)] == min(own)
+    c = of_rows([(load, 1.0, usage) for load, _, usage in values])
+    own = loads_after(c)
+    choice = make_policy("memory-based").choose(of_rows(values), np.random.default_rng(0))
+    assert choice.charge == workloads(c)[choice.position]
+    assert own[choice.position] == min(own)
 
 
 @given(rows)
 def test_least_work_is_the_lowest_load_plus_request_time(
     values: list[tuple[float, float, float]],
 ) -> None:
-    c = of_rows(values)
-    sums = (c.load + c.request_time_s).tolist()
-    assert (
-        make_policy("least-work").charges(c.request_time_s, c.kv_usage, c.theta).tolist()
-        == c.request_time_s.tolist()
-    )
-    assert sums[choose("least-work", c)] == min(sums)
+    sums = [load + time_s for load, time_s, _ in values]
+    choice = make_policy("least-work").choose(of_rows(values), np.random.default_rng(0))
+    assert choice.charge == values[choice.position][1]
+    assert sums[choice.position] == min(sums)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
@@ -238,9 +253,10 @@ def test_weighted_shares_are_never_off_by_more_than_the_number_of_instances(
 
 def test_turns_go_on_when_an_instance_is_missing_for_a_while() -> None:
     policy, rng = make_policy("round-robin"), np.random.default_rng(0)
-    everyone, without_one = candidates([0.0] * 3), candidates([0.0] * 3)
-    without_one.ids = (InstanceId("i0"), InstanceId("i2"))
-    without_one.slots = np.array([0, 2], dtype=np.intp)
+    everyone = candidates([0.0] * 3)
+    without_one = everyone._replace(
+        ids=everyone.ids[::2], states=everyone.states[::2], members=everyone.members[::2]
+    )
     for _ in range(31):
         position(policy, without_one, rng)
     counts = Counter(position(policy, everyone, rng) for _ in range(30))
@@ -302,29 +318,34 @@ def test_every_policy_returns_a_position_and_a_charge_for_each_candidate(
     policy, rng = make_policy(name), np.random.default_rng(seed)
     for _ in range(3):
         assert 0 <= position(policy, c, rng) < len(values)
-    charges = policy.charges(c.request_time_s, c.kv_usage, c.theta)
-    assert charges.shape == (len(values),)
-    assert (charges > 0).all()
-    assert np.isfinite(charges).all()
+    shown = Candidates(c)
+    for time_s, usage in zip(shown.request_time_s, shown.kv_usage, strict=True):
+        assert 0 < policy.charge(time_s, usage, c.theta) < math.inf
+
+
+def told(c: View) -> list[dict[str, object]]:
+    """All that is known of the candidates."""
+    return [
+        {name: repr(getattr(state, name)) for name in InstanceState.__slots__} for state in c.states
+    ]
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_no_policy_writes_to_what_it_sees(name: str) -> None:
     c = candidates([1.0, 0.0, 2.0], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [1.0, 0.0, 2.0])
-    arrays = (
-        c.slots,
-        c.request_time_s,
-        c.load,
-        c.kv_usage,
-        c.in_flight,
-        c.capacity,
-        c.weight,
-    )
-    for array in arrays:
-        array.flags.writeable = False
+    before = told(c)
     policy, rng = make_policy(name), np.random.default_rng(0)
     positions = [position(policy, c, rng) for _ in range(10)]
     assert all(0 <= position < 3 for position in positions)
+    assert told(c) == before
+
+
+def test_what_other_gateways_sent_there_is_looked_at_too() -> None:
+    c = candidates([1.0, 1.0], in_flight=[3.0, 3.0])
+    c.states[0].set_peer("other", PeerLoad(load_s=2.0, kv_tokens=5, in_flight=4))
+    shown = Candidates(c)
+    assert (shown.load, shown.in_flight, shown.kv_usage) == ([3.0, 1.0], [7, 3], [5.0, 0.0])
+    assert (choose("min-max", c), choose("least-requests", c)) == (1, 1)
 
 
 def test_a_policy_that_does_not_exist_is_a_key_error() -> None:

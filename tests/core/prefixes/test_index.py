@@ -41,7 +41,6 @@ def test_each_instance_has_its_deepest_match() -> None:
     assert lookup(i, text(1, 2, 3, 9)) == {A: 3000, B: 2000}
     assert lookup(i, text(9, 2, 3)) == {}
     assert lookup(i, text()) == {}
-    assert i.by_slot(text(1, 2, 3, 9), 3).tolist() == [3000, 2000, 0]
     assert i.levels(text(1, 2, 3, 9)) == [(0b10, 2000), (0b01, 3000)]
 
 
@@ -82,8 +81,6 @@ def test_lookup_finds_what_a_walk_along_the_keys_would(
         if matched:
             expected[instance_id] = matched
     assert lookup(i, keys) == expected
-    by_slot = i.by_slot(keys, 41)
-    assert {InstanceId(str(n)): by_slot[n] for n in range(41) if by_slot[n]} == expected
 
 
 @settings(max_examples=100)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hetero_gateway.core.policies import POLICY_NAMES
-from hetero_gateway.core.scheduling.decider import SMALL_POOL
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from tests.core.builders import SLOW, request, scheduler, spec
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-@pytest.mark.parametrize("instances", [3, SMALL_POOL + 1])
+@pytest.mark.parametrize("instances", [3, 17])
 def test_a_logged_decision_is_explained_like_the_decision(name: str, instances: int) -> None:
     specs = [spec(f"i{i}", SLOW if i % 2 else None) for i in range(instances)]
     s = scheduler(*specs, spec("out", draining=True), policy=name)

@@ -241,17 +241,14 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12), st.integers(
 
 
 @settings(max_examples=50, deadline=None)
-@given(LENGTHS, st.sampled_from([0, 16]))
+@given(LENGTHS)
 def test_without_keys_or_without_the_index_all_is_as_before(
-    bodies: list[tuple[int, int, int]], small_pool: int
+    bodies: list[tuple[int, int, int]],
 ) -> None:
     policy = make_policy("finish-time", PolicyOptions(first_token_weight=7.0))
     specs = (spec("a"), spec("b", SLOW))
     # Without the index, without keys, and without a match.
-    every = [
-        scheduler(*specs, policy=policy, small_pool=small_pool, prefix_cache=on)
-        for on in (False, True, True)
-    ]
+    every = [scheduler(*specs, policy=policy, prefix_cache=on) for on in (False, True, True)]
     for i, (name, pieces, output) in enumerate(bodies):
         body = asking(name, pieces, output)
         fresh = body._replace(prefix=text(1000 + i, pieces))
@@ -266,7 +263,7 @@ def test_without_keys_or_without_the_index_all_is_as_before(
             decision = ticket.decision
             if decision is not None:
                 choice = decision.choice
-                columns = [list(choice.figures.column(n)) for n in choice.figures.names]
+                columns = [choice.figures.column(n) for n in choice.figures.names]
                 figures.append((decision.instance_id, choice.charge, choice.ttft_s, columns))
             else:
                 figures.append(None)
@@ -361,10 +358,9 @@ def test_a_cache_that_many_share_is_not_full() -> None:
     assert figures.at("ttft_s", 0) < 0.1, "it waits for nobody's memory"
 
 
-@pytest.mark.parametrize("small_pool", [0, 16])
-def test_who_is_cached_somewhere_may_wait_there_beyond_its_room(small_pool: int) -> None:
+def test_who_is_cached_somewhere_may_wait_there_beyond_its_room() -> None:
     large = spec("a", profile(max_num_seqs=64, kv_capacity_tokens=1_000_000))
-    s = scheduler(large, policy="finish-time", small_pool=small_pool)
+    s = scheduler(large, policy="finish-time")
 
     def go(name: int) -> bool:
         """Whether it is sent; if so, it has its first token at once."""

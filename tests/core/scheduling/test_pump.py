@@ -35,7 +35,7 @@ def submitted(s: Scheduler, body: Request, now_s: float = 0.0, **options: Any) -
 def breaking(name: str, broken: Any) -> Any:
     """A policy that does ``broken`` to its choice for a request of 13 prompt tokens."""
     policy = make_policy(name)
-    choose, choose_small = policy.choose, policy.choose_small
+    choose = policy.choose
 
     def spoil(choice: Choice | None, view: Any) -> Choice | None:
         if choice is None or view.request.prompt_tokens != 13:
@@ -43,9 +43,6 @@ def breaking(name: str, broken: Any) -> Any:
         return broken(choice)  # type: ignore[no-any-return]
 
     policy.choose = lambda view, rng: spoil(choose(view, rng), view)  # type: ignore[method-assign]
-    policy.choose_small = lambda view, rng: spoil(  # type: ignore[method-assign]
-        choose_small(view, rng), view
-    )
     return policy
 
 
@@ -211,11 +208,8 @@ def where(ticket: Ticket) -> str | None:
     return None if ticket.dispatch is None else ticket.dispatch.instance_id
 
 
-@pytest.mark.parametrize("small_pool", [16, 0])
-def test_a_long_request_that_waits_for_the_large_instance_holds_no_short_one_up(
-    small_pool: int,
-) -> None:
-    s = scheduler(LARGE, SMALL, policy="finish-time", small_pool=small_pool)
+def test_a_long_request_that_waits_for_the_large_instance_holds_no_short_one_up() -> None:
+    s = scheduler(LARGE, SMALL, policy="finish-time")
     there = fill(s, "large", 2)
     long = submitted(s, LONG, 1.0)
     assert s.pump(1.0) == []

@@ -303,7 +303,7 @@ async def test_a_bug_in_a_placement_is_500_for_that_request_alone(
 ) -> None:
     async with serving() as (running, client, fakes):
         policy = running.gateway.fleet.scheduler.policy
-        choose = policy.choose_small
+        choose = policy.choose
 
         def broken(view: Any, rng: Any) -> Any:
             choice = choose(view, rng)
@@ -311,7 +311,7 @@ async def test_a_bug_in_a_placement_is_500_for_that_request_alone(
                 raise OverflowError("int too large to convert to float")
             return choice
 
-        monkeypatch.setattr(policy, "choose_small", broken)
+        monkeypatch.setattr(policy, "choose", broken)
         unlucky = {"model": "m", "prompt": [1] * 13, "stream": True}
         # Where it is placed at once, and where it waits in front of another.
         assert error_of(await client.post(CHAT, json=unlucky)) == (500, "internal_error")

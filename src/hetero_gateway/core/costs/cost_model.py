@@ -29,26 +29,18 @@ what a prefix cache spares of it is C·C/2. The share p9/p1, often written a, sa
 p1·b·u·(1 + a·(C + u/2)); p9 is linear, so that it is fitted like the others, and means something
 where p1 is 0.
 
-The functions take one profile; ``ProfileTable`` evaluates Eqs. (5) and (6) for many at once.
+``policies/estimates.py`` has Eqs. (5) and (6) once more, as they are computed for each request.
 Nothing here reads a clock or knows about requests in flight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 
-FloatArray = NDArray[np.float64]
-
 # e^50 is 5e21: far beyond any backlog that means something, and far below float overflow (e^709).
 MAX_EXPONENT = 50.0
-# This many candidates at most have workloads that are the same on every processor.
-MOST_EXACT = 64
 
 
 def kv_bytes_per_token(
@@ -148,72 +140,3 @@ def kv_usage(outstanding_tokens: float, kv_capacity_tokens: float) -> float:
 def workload(request_time_s: float, kv_usage: float, theta: float) -> float:
     """Eq. (7): w_r^s = T_r^s · e^(θ·kvusage), with the usage before the request is added."""
     return request_time_s * math.exp(min(theta * kv_usage, MAX_EXPONENT))
-
-
-def workloads(request_times_s: FloatArray, kv_usages: FloatArray, theta: float) -> FloatArray:
-    """Eq. (7) for every candidate at once; of ``MOST_EXACT`` or fewer to the bit as ``workload``.
-
-    ``np.exp`` has another last bit, and so other ties, on processors with AVX-512. Of many it
-    takes a tenth of the time.
-    """
-    exponents = np.minimum(kv_usages * theta, MAX_EXPONENT)
-    if exponents.size <= MOST_EXACT:
-        factors = np.array([math.exp(x) for x in exponents.tolist()])
-    else:
-        factors = np.exp(exponents)
-    result: FloatArray = request_times_s * factors
-    return result
-
-
-class ProfileTable:
-    """Eqs. (5) and (6) for many profiles at once.
-
-    T = A + B/b, where A and B are linear in (I, 1, O·I, O, O(O+1)/2): dividing Eq. (3) + Eq. (4)
-    by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B. Attention, where some profile
-    has p9, is added by itself: so the others' times stay the same to the bit. Terms are summed in
-    their order, and not by BLAS, whose last bit is the processor's; the compiled simulation has
-    the same (``sim/compiled``).
-    """
-
-    def __init__(self, profiles: Sequence[Profile]) -> None:
-        cs = [p.constants for p in profiles]
-        # One row per term; columns of A, then columns of B.
-        self.coefficients = np.array(
-            [(c.p1, c.p2, c.p5, c.p6, c.p5) for c in cs]
-            + [(c.p3, c.p4, c.p7, c.p8, c.p7) for c in cs]
-        ).T.copy()
-        self._size = len(cs)
-        p9 = np.array([c.p9 for c in cs])
-        self._p9 = p9 if p9.any() else None
-        self._capacity_tokens = np.array([float(p.kv_capacity_tokens) for p in profiles])
-        self._max_num_seqs = np.array([float(p.max_num_seqs) for p in profiles])
-        # What is no longer than this fits every profile.
-        self.smallest_capacity_tokens = float(self._capacity_tokens.min(initial=math.inf))
-
-    def request_times_s(
-        self, prompt_tokens: float, output_tokens: float, *, as_if_it_fitted: bool = False
-    ) -> FloatArray:
-        """T_r^s per profile, in the constructor's order; infinite where it does not fit.
-
-        ``as_if_it_fitted``: there, as if it ran alone, a batch of 1.
-        """
-        tokens = prompt_tokens + output_tokens
-        x = np.array(
-            (
-                (prompt_tokens,),
-                (1.0,),
-                (output_tokens * prompt_tokens,),
-                (output_tokens,),
-                (output_tokens * (output_tokens + 1) / 2,),
-            )
-        )
-        b = np.minimum(self._capacity_tokens / tokens, self._max_num_seqs)
-        if as_if_it_fitted:
-            b = np.maximum(b, 1.0)
-        terms = np.add.reduce(self.coefficients * x)
-        times: FloatArray = terms[: self._size] + terms[self._size :] / b
-        if self._p9 is not None:
-            times += self._p9 * attended_pairs(prompt_tokens)
-        if tokens > self.smallest_capacity_tokens:
-            times[b < 1] = math.inf
-        return times

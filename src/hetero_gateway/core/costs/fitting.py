@@ -34,7 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
+from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.least_squares import non_negative_solution
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.errors import ProfileError

@@ -92,8 +92,7 @@ class InstanceState:
 
     Args:
         instance_id: its id.
-        slot: its place in the arrays of ``Table``.
-        changed: where it notes itself when a sum changes; ``Table`` empties it.
+        slot: its small number in ``Table``.
         keeps: keep what is observed as rows, too.
     """
 
@@ -118,7 +117,6 @@ class InstanceState:
         "_sequence",
         "_sightings",
         "_streams_seen_s",
-        "changed",
         "concurrency",
         "constants",
         "context",
@@ -127,7 +125,6 @@ class InstanceState:
         "instance_id",
         "kv_tokens",
         "load_s",
-        "noted",
         "observations",
         "observed",
         "peers",
@@ -154,14 +151,11 @@ class InstanceState:
         self,
         instance_id: InstanceId,
         slot: int,
-        changed: list[InstanceState],
         *,
         keeps: bool = True,
     ) -> None:
         self.instance_id = instance_id
         self.slot = slot
-        self.changed = changed
-        self.noted = False
         self._keeps = keeps
         self._outstanding: set[Dispatch] = set()
         self._load_units = 0
@@ -215,7 +209,6 @@ class InstanceState:
         self.observations = self._sightings.observations
         self._interval = Interval()
         self._observed_clock = math.nan
-        self._note()
 
     def __repr__(self) -> str:
         return (
@@ -227,11 +220,6 @@ class InstanceState:
     def outstanding(self) -> frozenset[Dispatch]:
         """What is on it now."""
         return frozenset(self._outstanding)
-
-    def _note(self) -> None:
-        if not self.noted:
-            self.noted = True
-            self.changed.append(self)
 
     # Constants
 
@@ -251,7 +239,6 @@ class InstanceState:
         self.stands_in = stands_in
         self._estimate.bounds = _STAND_IN_BOUNDS if stands_in else SPEED_BOUNDS
         self._set_rate()
-        self._note()
 
     def set_speed(self, speed: float) -> None:
         """Take it for so fast until it was observed (a stand-in's)."""
@@ -259,7 +246,6 @@ class InstanceState:
             self.speed = speed
             self._estimate.assume(speed)
             self._set_rate()
-            self._note()
 
     # A request's events
 
@@ -320,9 +306,6 @@ class InstanceState:
                     ratio = self.prefix.ratio
                     new_tokens = prefill_tokens * (1.0 if ratio is None else ratio)
                     self._owed_s += self._prefill_s(entry, new_tokens)
-        if not self.noted:
-            self.noted = True
-            self.changed.append(self)
         return entry
 
     def _note_prefill(self, tokens: float, now_s: float) -> None:
@@ -372,8 +355,6 @@ class InstanceState:
         self._set_rate()
         if self.stands_in and seen:
             self._learn_concurrency(entry, now_s)
-        if not self.noted:
-            self._note()
         return True
 
     def settle(
@@ -420,9 +401,6 @@ class InstanceState:
         self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens -= entry.kv_tokens
         self.in_flight -= 1
-        if not self.noted:
-            self.noted = True
-            self.changed.append(self)
         return True
 
     def made_tokens(self, entry: Dispatch, now_s: float) -> float:
@@ -497,7 +475,6 @@ class InstanceState:
             self.observed = self.observed or self.stands_in
             self.speed = self._estimate.weigh(peers.observed_s, peers.modelled_s)
         self._set_rate()
-        self._note()
 
     def _begun(self, load: PeerLoad, before: PeerLoad, now_s: float) -> tuple[float, float]:
         """(prompts, tokens) that a peer began in between, as far as the engine can have done so."""
@@ -565,7 +542,6 @@ class InstanceState:
                     self._read_clock(now_s, true_clock - clock)
         self._observed_clock = self._clock
         self._set_rate()
-        self._note()
         return row
 
     def _step_row(self, steps: float, duration_s: float, interval: Interval) -> StepRow:
@@ -665,8 +641,6 @@ class InstanceState:
             self._observe_speed(share * took_s, share * predicted_s / self.speed, now_s)
             if self.streaming and not entry.streaming:  # or else it does as it leaves
                 self._set_rate()
-            if not self.noted:
-                self._note()
 
     def _observe_speed(self, observed_s: float, modelled_s: float, now_s: float) -> None:
         """Set f, of all that was observed of a machine whose constants are known; others count."""
@@ -684,7 +658,6 @@ class InstanceState:
         if self.speed != self._estimate.factor:
             self.speed = self._estimate.factor
             self._set_rate()
-            self._note()
         return doubted
 
     @property
@@ -737,7 +710,6 @@ class InstanceState:
     def _set_seats(self) -> None:
         if self.seats != self.concurrency.most:
             self.seats = self.concurrency.most
-            self._note()
 
     # The step clock
 

@@ -1,7 +1,7 @@
 """The policies, by the names that a configuration uses, behind one signature.
 
-A policy sees arrays with one entry per eligible instance and returns its choice with the figures
-that it was made from. It does no I/O, reads no clock, and draws only from the generator that it is
+A policy sees what is known of each eligible instance and returns its choice with the figures that
+it was made from. It does no I/O, reads no clock, and draws only from the generator that it is
 given.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
-from hetero_gateway.core.policies.base import LowestScore, Policy, PolicyOptions, View
+from hetero_gateway.core.policies.base import Candidates, LowestScore, Policy, PolicyOptions, View
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
@@ -52,6 +52,7 @@ def make_policy(
 
 __all__ = [
     "POLICY_NAMES",
+    "Candidates",
     "LowestScore",
     "Policy",
     "PolicyMaker",

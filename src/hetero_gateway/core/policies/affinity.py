@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.policies.base import (
-    COLUMNS,
+    Candidates,
     Decided,
-    Figures,
     PlacesAtOnce,
-    View,
-    argmin_with_random_ties,
+    lowest_with_random_ties,
     number,
 )
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.policies.counting import per_capacity
+from hetero_gateway.core.types import Draws, InstanceId
 
 # vllm-router's and smg's defaults for ``cache_aware``: --balance-abs-threshold,
 # --balance-rel-threshold and --cache-threshold.
@@ -31,7 +28,8 @@ _LEAST_MATCH = 0.5
 _MOST_SHARE = 1.25
 # Sessions are hashed with the ids of instances; so many ids are kept.
 _MOST_IDS = 1 << 14
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_64_BITS = (1 << 64) - 1
 
 
 class PrefixAffinity(PlacesAtOnce):
@@ -44,19 +42,21 @@ class PrefixAffinity(PlacesAtOnce):
 
     name = "prefix-affinity"
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
-        in_flight = view.in_flight
+    def position(self, candidates: Candidates, rng: Draws) -> int:
+        in_flight: Sequence[float] = candidates.in_flight
         if not _out_of_balance(in_flight):
-            matches = _matches(view)
-            best = matches.max()
-            if best > _LEAST_MATCH * view.request.prompt_tokens:
+            matches = _matches(candidates)
+            best = max(matches)
+            if best > _LEAST_MATCH * candidates.request.prompt_tokens:
                 # Of equally deep ones the least loaded.
-                return argmin_with_random_ties(np.where(matches == best, in_flight, math.inf), rng)
-        return argmin_with_random_ties(in_flight, rng)
+                in_flight = [
+                    there if match == best else math.inf
+                    for there, match in zip(in_flight, matches, strict=True)
+                ]
+        return lowest_with_random_ties(in_flight, rng)
 
-    def figures(self, view: View) -> Figures:
-        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, _matches(view))
-        return Figures((*COLUMNS, "match_tokens"), data)
+    def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
+        return {"match_tokens": _matches(candidates)}
 
     def because(self, decision: Decided) -> str:
         figures, position = decision.choice.figures, decision.choice.position
@@ -64,10 +64,10 @@ class PrefixAffinity(PlacesAtOnce):
         mine = int(in_flight[position])
         if _out_of_balance(in_flight):
             return (
-                f"the instances are out of balance ({int(in_flight.min())} to "
-                f"{int(in_flight.max())} requests in flight), and it had {mine}, the fewest"
+                f"the instances are out of balance ({int(min(in_flight))} to "
+                f"{int(max(in_flight))} requests in flight), and it had {mine}, the fewest"
             )
-        match = float(figures.column("match_tokens")[position])
+        match = figures.at("match_tokens", position)
         prompt_tokens = decision.request.prompt_tokens
         if match > _LEAST_MATCH * prompt_tokens:
             return f"it has most of the prompt: {match:.0f} of {prompt_tokens} tokens"
@@ -76,16 +76,14 @@ class PrefixAffinity(PlacesAtOnce):
         )
 
 
-def _out_of_balance(in_flight: FloatArray) -> bool:
-    low, high = float(in_flight.min()), float(in_flight.max())
+def _out_of_balance(in_flight: Sequence[float]) -> bool:
+    low, high = min(in_flight), max(in_flight)
     return high - low > _BALANCE_REQUESTS and high > _BALANCE_RATIO * low
 
 
-def _matches(view: View) -> FloatArray:
-    prefix = view.demand.prefix
-    if prefix is None:
-        return np.zeros(len(view.ids))
-    return np.asarray(prefix.match_tokens, dtype=float)
+def _matches(candidates: Candidates) -> Sequence[float]:
+    prefix = candidates.view.demand.prefix
+    return [0.0] * len(candidates.ids) if prefix is None else prefix.match_tokens
 
 
 class Session(PlacesAtOnce):
@@ -102,54 +100,53 @@ class Session(PlacesAtOnce):
     def __init__(self) -> None:
         self._hashes: dict[InstanceId, int] = {}
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
-        session = view.request.session
-        capacity, in_flight = view.capacity, view.in_flight
+    def position(self, candidates: Candidates, rng: Draws) -> int:
+        session = candidates.request.session
+        capacity, in_flight = candidates.capacity, candidates.in_flight
         if session is None:
-            return argmin_with_random_ties((in_flight + 1) / capacity, rng)
-        most = np.ceil(_MOST_SHARE * (in_flight.sum() + 1) * capacity / capacity.sum())
-        scores = self._scores(session, view)
-        scores[in_flight + 1 > most] = -math.inf
-        return int(scores.argmax())
+            return lowest_with_random_ties(per_capacity(in_flight, capacity), rng)
+        most, total = _MOST_SHARE * (sum(in_flight) + 1), math.fsum(capacity)
+        scores = [
+            self._score(session, instance_id, per_s)
+            if there + 1 <= math.ceil(most * per_s / total)
+            else -math.inf
+            for instance_id, per_s, there in zip(candidates.ids, capacity, in_flight, strict=True)
+        ]
+        return scores.index(max(scores))
 
-    def _scores(self, session: int, view: View) -> FloatArray:
+    def _score(self, session: int, instance_id: InstanceId, capacity: float) -> float:
         """The session's order: an instance is ahead of all others as often as its capacity says."""
-        hashes = self._hashes
-        if len(hashes) > _MOST_IDS:
-            hashes.clear()
-        for instance_id in view.ids:
-            if instance_id not in hashes:
-                hashes[instance_id] = xxh3_64_intdigest(instance_id.encode())
-        mixed = np.array([hashes[i] for i in view.ids], np.uint64) ^ np.uint64(session)
-        uniform = (_mixed(mixed) >> np.uint64(11)) * 2.0**-53
-        scores: FloatArray = view.capacity / -np.log(np.maximum(uniform, 2.0**-54))
-        return scores
+        hashed = self._hashes.get(instance_id)
+        if hashed is None:
+            if len(self._hashes) >= _MOST_IDS:
+                self._hashes.clear()
+            hashed = self._hashes[instance_id] = xxh3_64_intdigest(instance_id.encode())
+        uniform = (_mixed(hashed ^ session) >> 11) * 2.0**-53
+        return capacity / -math.log(max(uniform, 2.0**-54))
 
-    def figures(self, view: View) -> Figures:
-        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, view.capacity)
-        return Figures((*COLUMNS, "capacity"), data)
+    def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
+        return {"capacity": candidates.capacity}
 
     def because(self, decision: Decided) -> str:
         figures, position = decision.choice.figures, decision.choice.position
-        after = figures.column("in_flight")[position] + 1
-        share = figures.column("capacity") / figures.column("capacity").sum()
+        after = figures.at("in_flight", position) + 1
+        capacity = figures.at("capacity", position)
         if decision.request.session is None:
-            per_capacity = after / figures.column("capacity")[position]
             return (
                 "the request names no session, and its requests in flight over its capacity would "
-                f"be {number(float(per_capacity))} s, the lowest"
+                f"be {number(after / capacity)} s, the lowest"
             )
         return (
             "it is the first in the order of this session that has room: "
-            f"{int(after)} requests in flight, at a share of {share[position]:.0%}"
+            f"{int(after)} requests in flight, at a share of "
+            f"{capacity / math.fsum(figures.column('capacity')):.0%}"
         )
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mixed(value: int) -> int:
     """Every bit depends on every other (the finaliser of splitmix64)."""
-    values ^= values >> np.uint64(30)
-    values *= _MULTIPLIERS[0]
-    values ^= values >> np.uint64(27)
-    values *= _MULTIPLIERS[1]
-    values ^= values >> np.uint64(31)
-    return values
+    value ^= value >> 30
+    value = value * _MULTIPLIERS[0] & _64_BITS
+    value ^= value >> 27
+    value = value * _MULTIPLIERS[1] & _64_BITS
+    return value ^ value >> 31

@@ -1,9 +1,11 @@
 """What every policy shares: its Protocol, what it sees, what it answers, and how ties are broken.
 
-A policy is asked with a ``View``: the eligible instances of one request, as arrays. It answers with
-a ``Choice``, which carries the figures that it was made from; the sentence that explains them is
-the policy's, too. It writes to nothing that it was given. A policy may have a second form for small
-pools, where plain floats are faster than numpy: ``choose_small``, with the same result.
+A policy is asked with a ``View``: the candidates of one request, which are the instances that may
+get it. It answers with a ``Choice``, which carries the figures that it was made from; the sentence
+that explains them is the policy's, too. It writes to nothing that it was given.
+
+All is in plain numbers: of a few candidates, that is half of what arrays cost; it can be compiled
+as it stands; and every rule has one form.
 """
 
 from __future__ import annotations
@@ -12,22 +14,19 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hetero_gateway.core.costs.cost_model import FloatArray, workload, workloads
+from hetero_gateway.core.costs.cost_model import workload
+from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.policies.slo import Slos
-from hetero_gateway.core.types import InstanceId, Request
+from hetero_gateway.core.types import Draws, InstanceId, Request
 
 Objective = Literal["latency", "makespan"]
 # The predictors of output lengths that a policy may want by default.
 DefaultPredictor = Literal["bucket-mean", "normal"]
-# Compiles a function, as numba.njit does.
-Jit = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +52,33 @@ class PolicyOptions:
     slos: Slos | None = None
 
 
-# In arrays, or plain: for a few candidates numpy costs more than it saves.
-Numbers = TypeVar("Numbers", FloatArray, list[float])
-# One number per candidate; or a single one, where it is the same for all.
-Amount = float | Sequence[float] | FloatArray
-
-
-class Prefix(NamedTuple, Generic[Numbers]):
+class Prefix(NamedTuple):
     """What the candidates are thought to have cached of a prompt: one entry each, of one sequence.
 
     ``match_tokens``: as far as the prompt went there before. ``trust``: how much of that is
     really found, as observed, 0 to 1. ``cached_tokens``: their product, at most all but one.
     """
 
-    match_tokens: Numbers
-    trust: Numbers
-    cached_tokens: Numbers
+    match_tokens: Sequence[float]
+    trust: Sequence[float]
+    cached_tokens: Sequence[float]
 
 
 class Demand(NamedTuple):
     """What a request would take of each candidate.
 
-    ``prefill_tokens``: prompt tokens to compute, of all its sequences. ``kv_tokens``: tokens that
-    it will hold in the KV cache at its end, cached ones among them. ``prefix``: what of the prompt
-    need not be computed; None: nothing is known to be cached anywhere.
+    ``prefill_tokens``: prompt tokens to compute, of all its sequences, by candidate; a single
+    number, where it is the same for all. ``kv_tokens``: tokens that it will hold in the KV cache at
+    its end, cached ones among them. ``prefix``: what of the prompt need not be computed; None:
+    nothing is known to be cached anywhere.
     """
 
-    prefill_tokens: Amount
-    kv_tokens: Amount
-    prefix: Prefix[Any] | None = None
+    prefill_tokens: float | list[float]
+    kv_tokens: float
+    prefix: Prefix | None = None
 
 
-class Backlog(NamedTuple, Generic[Numbers]):
+class Backlog(NamedTuple):
     """What a policy that queues knows of those that wait in the gateway, and of what arrives.
 
     Args:
@@ -103,100 +97,19 @@ class Backlog(NamedTuple, Generic[Numbers]):
     queued: int
     idle_s: float
     mean_gap_s: float
-    mean_request_times_s: Callable[[], FloatArray] | None
-    typical_request_time_s: Numbers
-    residual: Numbers
+    mean_request_times_s: Callable[[], list[float]] | None
+    typical_request_time_s: list[float]
+    residual: list[float]
     profiled: bool
     stands_in: bool
     waited_s: float = 0.0
 
 
-class Outlook(NamedTuple):
-    """How far the instances' requests are; arrays of one entry per candidate in the last axis.
+class View(NamedTuple):
+    """A request and its candidates, an entry each. Nobody may write to it.
 
-    ``constants`` are p1..p9 as rows, those of the KV cache as in ``Member``, ``rows`` those of
-    ``instances/table.py``, ``stages`` the streaming sequences by stage.
+    ``backlog``: for policies that ``queues``; None for all others.
     """
-
-    constants: FloatArray
-    kv_capacity_tokens: FloatArray
-    kv_limit_tokens: FloatArray
-    max_num_seqs: FloatArray
-    rows: FloatArray
-    stages: FloatArray
-    backlog: Backlog[FloatArray]
-
-
-class View:
-    """The eligible instances of one request, one array entry each. Nobody may write to it.
-
-    ``slots``: the instance's place in ``Table``. ``request_time_s``: T_r^s. ``load``: outstanding
-    charges, s. ``kv_usage``: Eq. (8). ``in_flight``: outstanding requests. ``capacity``: fitted
-    requests/s. ``weight``: as configured. ``outlook``: for policies that ``queues``.
-    """
-
-    __slots__ = (
-        "_workload",
-        "capacity",
-        "demand",
-        "ids",
-        "in_flight",
-        "kv_usage",
-        "load",
-        "outlook",
-        "request",
-        "request_time_s",
-        "slots",
-        "theta",
-        "weight",
-    )
-
-    def __init__(
-        self,
-        request: Request,
-        ids: tuple[InstanceId, ...],
-        slots: NDArray[np.intp],
-        demand: Demand,
-        request_time_s: FloatArray,
-        load: FloatArray,
-        kv_usage: FloatArray,
-        in_flight: FloatArray,
-        capacity: FloatArray,
-        weight: FloatArray,
-        theta: float,
-        outlook: Outlook | None = None,
-    ) -> None:
-        self.request = request
-        self.ids = ids
-        self.slots = slots
-        self.demand = demand
-        self.request_time_s = request_time_s
-        self.load = load
-        self.kv_usage = kv_usage
-        self.in_flight = in_flight
-        self.capacity = capacity
-        self.weight = weight
-        self.theta = theta
-        self.outlook = outlook
-        self._workload: FloatArray | None = None
-
-    def workload(self) -> FloatArray:
-        """w_r^s of Eq. (7), computed on first use."""
-        if self._workload is None:
-            self._workload = workloads(self.request_time_s, self.kv_usage, self.theta)
-        return self._workload
-
-    def workload_at(self, position: int) -> float:
-        """w_r^s of one candidate; most policies need no other."""
-        if self._workload is not None:
-            return float(self._workload[position])
-        return workload(
-            float(self.request_time_s[position]), float(self.kv_usage[position]), self.theta
-        )
-
-
-class SmallView(NamedTuple):
-    """The same as a ``View``, of a small pool: states and plain numbers, by candidate."""
 
     request: Request
     ids: tuple[InstanceId, ...]
@@ -205,38 +118,73 @@ class SmallView(NamedTuple):
     demand: Demand
     theta: float
     now_s: float
-    backlog: Backlog[list[float]]
+    backlog: Backlog | None
+
+
+class Candidates:
+    """What a policy that places at once chooses by: a list entry for each candidate.
+
+    ``request_time_s``: T_r^s. ``load``: outstanding charges, s. ``kv_usage``: Eq. (8).
+    ``in_flight``: outstanding requests. ``capacity``: fitted requests/s. ``weight``: as configured.
+    What other gateways have sent there is in all of it.
+    """
+
+    __slots__ = ("ids", "in_flight", "kv_usage", "load", "request", "request_time_s", "view")
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.request = request = view.request
+        self.ids = view.ids
+        n, prompt, output = (
+            request.sequences,
+            request.prompt_tokens,
+            request.predicted_output_tokens,
+        )
+        self.request_time_s: list[float] = []
+        times_s: dict[float, float] = {}  # by kind
+        self.load: list[float] = []
+        self.kv_usage: list[float] = []
+        self.in_flight: list[float] = []
+        for state, member in zip(view.states, view.members, strict=True):
+            peers = state.peers or NO_PEERS
+            time_s = times_s.get(member.kind)
+            if time_s is None:
+                time_s = times_s[member.kind] = n * request_time_s(member, prompt, output)
+            self.request_time_s.append(time_s)
+            self.load.append(state.load_s + peers.load_s)
+            self.kv_usage.append((state.kv_tokens + peers.kv_tokens) / member.kv_capacity_tokens)
+            self.in_flight.append(state.in_flight + peers.in_flight)
+
+    @property
+    def capacity(self) -> list[float]:
+        return [member.capacity for member in self.view.members]
+
+    @property
+    def weight(self) -> list[float]:
+        return [member.weight for member in self.view.members]
 
 
 class Figures(NamedTuple):
     """What a choice was made from, kept small: named columns of one number per candidate.
 
-    ``data``: candidate by candidate in one flat array, or an array for each column. ``by_speed``:
-    some candidate's times come from its observed speed alone.
+    ``data``: candidate by candidate. ``by_speed``: some candidate's times come from its observed
+    speed alone.
     """
 
     names: tuple[str, ...]
-    data: array[float] | tuple[NDArray[Any], ...]
+    data: array[float]
     by_speed: bool = False
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
-    def column(self, name: str) -> FloatArray:
-        """One number per candidate. KeyError: there is no such column."""
-        if name not in self.names:
-            raise KeyError(name)
-        position = self.names.index(name)
-        if isinstance(self.data, tuple):
-            return np.asarray(self.data[position], dtype=float)
-        return np.array(self.data[position :: len(self.names)])
+    def column(self, name: str) -> list[float]:
+        """One number per candidate. ValueError: there is no such column."""
+        return self.data[self.names.index(name) :: len(self.names)].tolist()
 
     def at(self, name: str, candidate: int) -> float:
         """One number of a column. ValueError: there is no such column."""
-        position = self.names.index(name)
-        if isinstance(self.data, tuple):
-            return float(self.data[position][candidate])
-        return self.data[candidate * len(self.names) + position]
+        return self.data[candidate * len(self.names) + self.names.index(name)]
 
 
 class Choice(NamedTuple):
@@ -277,11 +225,11 @@ class Decided(Protocol):
     def ids(self) -> tuple[InstanceId, ...]: ...
 
     @property
-    def prefix(self) -> Prefix[Any] | None:
+    def prefix(self) -> Prefix | None:
         """What each candidate is thought to have cached; None: nothing."""
 
     @property
-    def loads_after(self) -> FloatArray:
+    def loads_after(self) -> list[float]:
         """What each candidate's load would have been with the request, s."""
 
 
@@ -290,22 +238,18 @@ class Policy(Protocol):
 
     # The name in a configuration.
     name: str
-    # Requests wait in the gateway for it, and it wants ``View.outlook``.
+    # Requests wait in the gateway for it, and it wants ``View.backlog``.
     queues: bool
+    # Of very many candidates, it can do with a sample (``scheduling/decider.py``).
+    samples: bool
     # The predictor of output lengths that it is used with where none is configured.
     default_predictor: DefaultPredictor
-    # It has ``choose_small``.
-    has_small_form: bool
 
-    def choose(self, view: View, rng: np.random.Generator) -> Choice | None:
+    def choose(self, view: View, rng: Draws) -> Choice | None:
         """The chosen candidate; there is at least one. None: none of them now (if ``queues``)."""
         ...
 
-    def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
-        """The same for a small pool; called only where ``has_small_form``."""
-        ...
-
-    def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
+    def would_choose(self, view: View, rng: Draws) -> Choice:
         """The same for an explanation: where it is None, what is best and has to be waited for."""
         ...
 
@@ -317,16 +261,12 @@ class Policy(Protocol):
         """Have its next choices be those that they were to be when ``turn`` was asked."""
         ...
 
-    def charges(self, request_time_s: FloatArray, kv_usage: FloatArray, theta: float) -> FloatArray:
-        """What each candidate's load would grow by if it were chosen, s."""
+    def charge(self, request_time_s: float, kv_usage: float, theta: float) -> float:
+        """What a candidate's load would grow by if it were chosen, s."""
         ...
 
     def because(self, decision: Decided) -> str:
         """Why it chose what it chose, as the end of a sentence."""
-        ...
-
-    def compile(self, jit: Jit) -> None:
-        """Have ``jit`` compile what it computes with, if that pays; the results are the same."""
         ...
 
 
@@ -338,21 +278,30 @@ class PlacesAtOnce:
 
     name: str
     queues = False
+    samples = False
     default_predictor: DefaultPredictor = "bucket-mean"
-    has_small_form = False
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
+    def position(self, candidates: Candidates, rng: Draws) -> int:
         """The chosen candidate's."""
         raise NotImplementedError
 
-    def choose(self, view: View, rng: np.random.Generator) -> Choice:
-        position = self.position(view, rng)
-        return Choice(position, self.charge(view, position), self.figures(view))
+    def choose(self, view: View, rng: Draws) -> Choice:
+        candidates = Candidates(view)
+        return self._choice(candidates, self.position(candidates, rng), self.told(candidates))
 
-    def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
-        raise NotImplementedError  # it has none
+    def _choice(
+        self, candidates: Candidates, position: int, told: dict[str, Sequence[float]]
+    ) -> Choice:
+        c = candidates
+        columns = (c.request_time_s, c.kv_usage, c.load, c.in_flight, *told.values())
+        figures = Figures(
+            (*COLUMNS, *told) if told else COLUMNS,
+            array("d", [number for row in zip(*columns, strict=True) for number in row]),
+        )
+        charge = self.charge(c.request_time_s[position], c.kv_usage[position], c.view.theta)
+        return Choice(position, charge, figures)
 
-    def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
+    def would_choose(self, view: View, rng: Draws) -> Choice:
         return self.choose(view, rng)
 
     def turn(self) -> Any:
@@ -361,56 +310,46 @@ class PlacesAtOnce:
     def take_back(self, turn: Any) -> None:
         pass
 
-    def figures(self, view: View) -> Figures:
-        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight)
-        return Figures(COLUMNS, data)
+    def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
+        """What else the choice was made from than ``COLUMNS``, by name."""
+        return {}
 
-    def charge(self, view: View, position: int) -> float:
-        """What the chosen candidate's load grows by: the common w_r^s, so that a load means the
-        same under each policy."""
-        return view.workload_at(position)
-
-    def charges(self, request_time_s: FloatArray, kv_usage: FloatArray, theta: float) -> FloatArray:
-        return workloads(request_time_s, kv_usage, theta)
+    def charge(self, request_time_s: float, kv_usage: float, theta: float) -> float:
+        """The common w_r^s, so that a load means the same under each policy."""
+        return workload(request_time_s, kv_usage, theta)
 
     def because(self, decision: Decided) -> str:
-        after = float(decision.loads_after[decision.choice.position])
+        after = decision.loads_after[decision.choice.position]
         return f"policy {self.name} chose it; its load would be {number(after)}"
-
-    def compile(self, jit: Jit) -> None:
-        pass
 
 
 class LowestScore(PlacesAtOnce):
     """A policy that gives each candidate a number: the lowest has it; equals are drawn from."""
 
-    def scores(self, view: View) -> FloatArray:
+    def scores(self, candidates: Candidates) -> Sequence[float]:
         """One number for each candidate, none of them NaN."""
         raise NotImplementedError
 
-    def choose(self, view: View, rng: np.random.Generator) -> Choice:
-        scores = self.scores(view)
-        position = argmin_with_random_ties(scores, rng)
-        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, scores)
-        figures = Figures((*COLUMNS, "score"), data)
-        return Choice(position, self.charge(view, position), figures)
+    def choose(self, view: View, rng: Draws) -> Choice:
+        candidates = Candidates(view)
+        scores = self.scores(candidates)
+        position = lowest_with_random_ties(scores, rng)
+        return self._choice(candidates, position, {"score": scores})
 
     def because(self, decision: Decided) -> str:
         ours = f"by {self.name} its score was {{}}, the lowest"
         return lowest(decision, decision.choice.figures.column("score"), ours, "{} had {}")
 
 
-def argmin_with_random_ties(scores: FloatArray, rng: np.random.Generator) -> int:
+def lowest_with_random_ties(scores: Sequence[float], rng: Draws) -> int:
     """The position of the lowest score; among equals a seeded draw (erratum 2).
 
     Never the list's order: with equal instances the lowest index would get every request of an
     idle moment, and reversing the configuration would change the throughput.
     """
-    position = int(scores.argmin())
-    ties = (scores == scores[position]).nonzero()[0]
-    if ties.size > 1:
-        position = int(ties[int(rng.random() * ties.size)])
-    return position
+    best = min(scores)
+    ties = [i for i, score in enumerate(scores) if score == best]
+    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
 
 
 # Sentences
@@ -424,7 +363,7 @@ def number(value: float, digits: int = 3) -> str:
 
 def lowest(
     decision: Decided,
-    scores: FloatArray,
+    scores: Sequence[float],
     ours: str,
     theirs: str,
     *,
@@ -433,19 +372,17 @@ def lowest(
 ) -> str:
     """The sentence of a rule that takes the lowest of ``scores``, beside the nearest other one."""
     chosen = decision.choice.position
-    mine = float(scores[chosen])
-    others = scores.copy()
-    others[chosen] = math.inf
-    nearest = int(others.argmin())
-    other = float(others[nearest])
+    mine = scores[chosen]
+    nearest = min((i for i in range(len(scores)) if i != chosen), key=scores.__getitem__)
+    other = scores[nearest]
     digits = 3
     # Two figures that look the same would explain nothing.
     while digits < 12 and mine != other and number(mine, digits) == number(other, digits):
         digits += 1
     shown = [str(int(v)) if whole else number(v, digits) for v in (mine, other)]
     if mine == other:
-        level = int((scores == mine).sum()) - 1
+        level = sum(score == mine for score in scores) - 1
         return f"{ours.format(shown[0])}, as {level} other{'s' * (level > 1)}; {tie}"
     name = decision.ids[nearest]
-    who = name if scores.size == 2 else f"the next, {name},"
+    who = name if len(scores) == 2 else f"the next, {name},"
     return f"{ours.format(shown[0])}; {theirs.format(who, shown[1])}"

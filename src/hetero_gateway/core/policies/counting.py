@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 from hetero_gateway.core.policies.base import (
-    COLUMNS,
+    Candidates,
     Decided,
-    Figures,
     PlacesAtOnce,
-    View,
-    argmin_with_random_ties,
     lowest,
+    lowest_with_random_ties,
 )
+from hetero_gateway.core.types import Draws
 
 
 class LeastRequests(PlacesAtOnce):
     """The fewest outstanding requests."""
 
     name = "least-requests"
+    samples = True
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
-        return argmin_with_random_ties(view.in_flight, rng)
+    def position(self, candidates: Candidates, rng: Draws) -> int:
+        return lowest_with_random_ties(candidates.in_flight, rng)
 
     def because(self, decision: Decided) -> str:
         ours = "it had {} requests in flight, the fewest"
@@ -36,18 +36,19 @@ class CapacityWeighted(PlacesAtOnce):
     """
 
     name = "capacity-weighted"
+    samples = True
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
-        return argmin_with_random_ties((view.in_flight + 1) / view.capacity, rng)
+    def position(self, candidates: Candidates, rng: Draws) -> int:
+        scores = per_capacity(candidates.in_flight, candidates.capacity)
+        return lowest_with_random_ties(scores, rng)
 
-    def figures(self, view: View) -> Figures:
-        data = (view.request_time_s, view.kv_usage, view.load, view.in_flight, view.capacity)
-        return Figures((*COLUMNS, "capacity"), data)
+    def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
+        return {"capacity": candidates.capacity}
 
     def because(self, decision: Decided) -> str:
         figures = decision.choice.figures
         ours = "its requests in flight over its capacity would be {} s, the lowest"
-        scores = (figures.column("in_flight") + 1) / figures.column("capacity")
+        scores = per_capacity(figures.column("in_flight"), figures.column("capacity"))
         return lowest(decision, scores, ours, "{} would be at {} s")
 
 
@@ -55,15 +56,21 @@ class PowerOfTwo(PlacesAtOnce):
     """The better of two random candidates, by outstanding requests per fitted capacity."""
 
     name = "power-of-two"
+    samples = True
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
-        size = view.in_flight.size
+    def position(self, candidates: Candidates, rng: Draws) -> int:
+        size = len(candidates.ids)
         first = int(rng.random() * size)
         if size == 1:
             return first
         second = (first + 1 + int(rng.random() * (size - 1))) % size
-        scores = (view.in_flight[[first, second]] + 1) / view.capacity[[first, second]]
-        return first if scores[0] <= scores[1] else second
+        scores = per_capacity(candidates.in_flight, candidates.capacity)
+        return first if scores[first] <= scores[second] else second
 
     def because(self, decision: Decided) -> str:
         return "of two drawn at random it had the fewer requests in flight for its capacity"
+
+
+def per_capacity(in_flight: Sequence[float], capacity: Sequence[float]) -> list[float]:
+    """By candidate: requests in flight with one more, over fitted requests per second, s."""
+    return [(there + 1) / per_s for there, per_s in zip(in_flight, capacity, strict=True)]

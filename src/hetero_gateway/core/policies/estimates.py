@@ -1,9 +1,7 @@
 """What ``finish-time`` expects of each candidate (docs/design/scheduling.md): the arithmetic alone.
 
-Twice: for arrays with one entry per instance, and in plain floats for one instance at a time, which
-is faster for up to some 16 of them. Both compute the same; a property test compares them. The
-functions of arrays run as they are written, or compiled by numba, with the same results to the
-bit.
+Functions of plain numbers for one instance at a time. The compiled simulation has numba compile
+these same functions (``sim/compiled``), with the same results to the bit.
 
     symbol  here                         unit
     n       sequences there              sequences
@@ -31,30 +29,12 @@ of I and u are known; they are taken for sequences of the mean I and u.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
-from hetero_gateway.core.instances.table import (
-    CONTEXT,
-    PREFILL_AGE_S,
-    RECENT_PREFILL,
-    SEATS,
-    SHARED,
-    SILENT_S,
-    SPEED,
-    STREAMING,
-    WAITING,
-    WAITING_OUTPUT,
-    WAITING_PREFILL,
-    WAITING_PROMPT,
-)
 from hetero_gateway.core.policies.member import Member
-
-BoolArray = NDArray[np.bool_]
+from hetero_gateway.core.types import Draws
 
 # Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes: one
 # for each so many seats, as that many finish between two looks, and within these bounds. With few
@@ -109,6 +89,31 @@ def seats(max_num_seqs: float) -> float:
     return max_num_seqs + min(_MOST_BEYOND, max(1.0, max_num_seqs // _SEATS_FOR_ONE))
 
 
+def request_time_s(member: Member, prompt_tokens: float, output_tokens: float) -> float:
+    """Eqs. (5) and (6): T of one sequence, as ``cost_model.request_time_s`` has it of a profile;
+    where it does not fit, as if it ran alone, a batch of 1.
+
+    T = A + B/b, where A and B are linear in (I, 1, O·I, O, O(O+1)/2): dividing Eq. (3) + Eq. (4)
+    by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B.
+    """
+    p1, p2, p3, p4, p5, p6, p7, p8, p9, _, kv_limit_tokens, batch, _, _, _, _ = member
+    tokens = prompt_tokens + output_tokens
+    if tokens > 0 and kv_limit_tokens / tokens < batch:
+        batch = kv_limit_tokens / tokens
+    if batch < 1.0:
+        batch = 1.0
+    product = output_tokens * prompt_tokens
+    triangle = output_tokens * (output_tokens + 1) / 2
+    own = p1 * prompt_tokens + p2 + p5 * product + p6 * output_tokens + p5 * triangle
+    shared = p3 * prompt_tokens + p4 + p7 * product + p8 * output_tokens + p7 * triangle
+    return own + shared / batch + p9 * (prompt_tokens * (prompt_tokens / 2))
+
+
+def holds(member: Member, tokens: float) -> bool:
+    """Whether a sequence of so many tokens fits its KV cache: a batch of 1 or more in Eq. (5)."""
+    return member.kv_limit_tokens >= tokens and member.max_num_seqs >= 1
+
+
 def busy(state: InstanceState, p1: float, now_s: float) -> float:
     """ρ, the share of an instance's time that prompts take, as of the last seconds; it may be
     above 1, where more was sent there than it can compute."""
@@ -118,41 +123,15 @@ def busy(state: InstanceState, p1: float, now_s: float) -> float:
     return state.speed * p1 * recent / PREFILL_OVER_S
 
 
-def busy_wide(p1: FloatArray, rows: FloatArray) -> FloatArray:
-    """The same, one entry per instance; ``rows`` as in ``Outlook``."""
-    recent = rows[RECENT_PREFILL] * np.exp(np.minimum(-rows[PREFILL_AGE_S], 0.0) / PREFILL_OVER_S)
-    result: FloatArray = rows[SPEED] * p1 * recent / PREFILL_OVER_S
-    return result
-
-
 def room(
-    rows: FloatArray,
-    max_num_seqs: FloatArray,
-    kv_limit: FloatArray,
-    needed: float,
-    prefill_depth: int,
-) -> tuple[BoolArray, BoolArray]:
-    """Who is worth waiting for, and who of them may be sent a request now.
+    state: InstanceState, member: Member, needed: float, prefill_depth: int, now_s: float
+) -> tuple[bool, bool]:
+    """Whether an instance is worth waiting for, and whether it may be sent a request now.
 
     Args:
-        rows, max_num_seqs, kv_limit: as in ``Outlook``.
         needed: tokens that a request's prompts take of a cache as it is admitted; -inf, which fits
             everywhere, where some of it is cached: those that run may share that.
     """
-    waiting = rows[WAITING]
-    there = waiting + rows[STREAMING]
-    most = max_num_seqs + np.minimum(_MOST_BEYOND, np.maximum(1.0, max_num_seqs // _SEATS_FOR_ONE))
-    slots = there < np.minimum(most, rows[SEATS])
-    held = rows[CONTEXT] + rows[WAITING_PROMPT] - rows[SHARED] + needed
-    slots &= (there == 0) | (held <= KV_ROOM * kv_limit)
-    has_room = slots & ((waiting < prefill_depth) | (rows[WAITING_PREFILL] < PREFILL_TOKENS))
-    return slots & (has_room | (rows[SILENT_S] < MOST_PATIENCE_S)), has_room
-
-
-def room_of(
-    state: InstanceState, member: Member, needed: float, prefill_depth: int, now_s: float
-) -> tuple[bool, bool]:
-    """The same for one instance."""
     peers = NO_PEERS if state.peers is None else state.peers
     waiting = state.waiting + peers.waiting
     streaming = state.streaming + peers.streaming
@@ -172,27 +151,9 @@ def room_of(
 
 
 def matched_room(
-    rows: FloatArray,
-    max_num_seqs: FloatArray,
-    prefill_depth: int,
-    slots: BoolArray,
-    has_room: BoolArray,
-    matched: BoolArray,
-) -> tuple[BoolArray, BoolArray]:
-    """What ``room`` returned, for a request that much is cached of where ``matched`` says so."""
-    waiting = rows[WAITING]
-    there = waiting + rows[STREAMING]
-    matched = matched & (there < rows[SEATS])
-    beyond = np.minimum(_MOST_BEYOND, np.maximum(1.0, max_num_seqs // _SEATS_FOR_ONE))
-    room = matched & (there < max_num_seqs + MATCHED_WAIT * beyond)
-    room &= waiting < MATCHED_WAIT * prefill_depth
-    return slots | room | (matched & (rows[SILENT_S] < MOST_PATIENCE_S)), has_room | room
-
-
-def matched_room_of(
     state: InstanceState, member: Member, prefill_depth: int, now_s: float
 ) -> tuple[bool, bool]:
-    """The same for one instance without room, where much of the request is cached."""
+    """The same for one without room, where much of the request is cached."""
     peers = state.peers or NO_PEERS
     waiting = state.waiting + peers.waiting
     there = waiting + state.streaming + peers.streaming
@@ -205,128 +166,69 @@ def matched_room_of(
     return now_s - state.heard_s < MOST_PATIENCE_S, False
 
 
-def cheapest(cost_s: FloatArray, slots: BoolArray, has_room: BoolArray) -> tuple[int, bool]:
-    """The cheapest instance with room, and whether others cost the same.
-
-    -1: none, or one of ``slots`` that lacks room is worth waiting for.
-    """
-    cost = np.where(slots, cost_s, np.inf)
-    lowest = cost[cost.argmin()]
-    cost = np.where(has_room, cost, np.inf)
-    position = int(cost.argmin())
-    best = cost[position]
-    if best == np.inf or best > WORTH_WAITING * lowest:
-        return -1, False
-    return position, bool(np.count_nonzero(cost == best) > 1)
-
-
-def cheapest_small(
-    costs: list[float],
-    rooms: list[tuple[bool, bool]],
-    latencies: list[float],
+def cheapest(
+    costs: Sequence[float],
+    slots: Sequence[bool],
+    rooms: Sequence[bool],
+    latencies: Sequence[float],
     latest_s: float,
-    rng: np.random.Generator,
-) -> int | None:
-    """The same with its ties drawn, for a few; None: none, or done too late everywhere."""
-    lowest_cost = best = math.inf
-    ties: list[int] = []
-    for i, (slot, room) in enumerate(rooms):
-        if not slot or latencies[i] > latest_s:
+    rng: Draws,
+) -> int:
+    """The cheapest instance with room; of those that cost the same, who is done first; of those, a
+    draw.
+
+    -1: none that is done by ``latest_s``, or one of ``slots`` that lacks room is worth waiting for.
+    """
+    lowest = best = soonest_s = math.inf
+    chosen, ties = -1, 0
+    for i in range(len(costs)):
+        if not slots[i] or latencies[i] > latest_s:
             continue
         cost = costs[i]
-        if cost < lowest_cost:
-            lowest_cost = cost
-        if not room:
+        if cost < lowest:
+            lowest = cost
+        if not rooms[i] or cost > best:
             continue
-        if cost < best:
-            best, ties = cost, [i]
-        elif cost == best:
-            ties.append(i)
-    if not ties or best > WORTH_WAITING * lowest_cost:
-        return None
-    if len(ties) > 1:
-        least_s = min(latencies[i] for i in ties)
-        ties = [i for i in ties if latencies[i] == least_s]
-    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
+        if cost < best or latencies[i] < soonest_s:
+            best, soonest_s, chosen, ties = cost, latencies[i], i, 1
+        elif latencies[i] == soonest_s:
+            ties += 1
+    if chosen < 0 or best > WORTH_WAITING * lowest:
+        return -1
+    left = int(rng.random() * ties) if ties > 1 else 0
+    while left > 0:
+        chosen += 1
+        if rooms[chosen] and costs[chosen] == best and latencies[chosen] == soonest_s:
+            left -= 1
+    return chosen
 
 
-def estimates(
-    constants: FloatArray,
-    rows: FloatArray,
-    kv: FloatArray,
-    max_num_seqs: FloatArray,
-    remaining: FloatArray,
-    shared: FloatArray,
-    busy: FloatArray,
-    request_time_s: FloatArray,
-    typical_request_time_s: FloatArray,
-    prefill: float | FloatArray,
-    cached: FloatArray | None,
+def late_from_s(soonest_ttft_s: float, cached: bool) -> float:
+    """From when on a first token is late, where the soonest on offer comes after so long."""
+    return max(LATE_CACHED_S if cached else LATE_S, LATE_FACTOR * soonest_ttft_s)
+
+
+def cost(
+    latency_s: float,
+    delay_s: float,
+    price: float,
+    ttft_s: float,
+    soonest_s: float,
+    late_s: float,
     first_token_weight: float,
-    n_r: float,
-    prompt_tokens: float,
-    output: float,
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """lat, ext, price, late, their sum, the time to the first token, and one decode step, s.
+) -> tuple[float, float, float]:
+    """What a placement is taken to cost, s: its memory price, its late price, and all of it.
 
     Args:
-        constants, rows, kv, max_num_seqs: as in ``Outlook``.
-        remaining: output tokens that those that stream have still to come.
-        shared: how many of them come before the request is done.
-        busy: as of ``busy_wide``; 0: no further prompts are to be reckoned with.
-        request_time_s, typical_request_time_s: T of the request, and of the typical one.
-        prefill: prompt tokens to compute, of all the request's sequences.
-        cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
-        first_token_weight: of the time to the first token, where something is cached.
-        n_r, prompt_tokens, output: its sequences, and the tokens of each.
+        latency_s, delay_s, price, ttft_s: of its ``Estimate``.
+        soonest_s: the lowest latency on offer.
+        late_s: of ``late_from_s``.
+        first_token_weight: of the time to the first token; 0 where nothing is cached.
     """
-    p1, p2, p4, p5 = constants[0], constants[1], constants[3], constants[4]
-    p6, p7, p8, p9 = constants[5], constants[6], constants[7], constants[8]
-    waiting, waiting_output = rows[WAITING], rows[WAITING_OUTPUT]
-    waiting_prefill = rows[WAITING_PREFILL]
-    f = rows[SPEED]
-    prompt = n_r * prompt_tokens
-    n = waiting + rows[STREAMING]
-    joined = n + n_r
-    tokens = rows[CONTEXT] + 0.5 * remaining + rows[WAITING_PROMPT] + 0.5 * waiting_output
-    tokens += prompt + 0.5 * n_r * output
-    kv_held = np.maximum(tokens - rows[SHARED], prompt + 0.5 * n_r * output)
-    batch_cap = np.maximum(np.minimum(max_num_seqs, kv * joined / kv_held), 1.0)
-    batch = np.minimum(joined, batch_cap)
-    held = np.minimum(tokens, kv * (tokens / kv_held))
-    step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
-    own_s = p9 * (prefill * (prompt_tokens - 0.5 * prefill / n_r))
-    attended = (rows[WAITING_PROMPT] - 0.5 * waiting_prefill) / np.maximum(waiting, 1)
-    others_s = p9 * (waiting_prefill * attended)
-    ttft_s = f * (p1 * (waiting_prefill + prefill) + (others_s + own_s) + p2 * (waiting + n_r) + p4)
-    queued = joined > batch_cap
-    if queued.any():
-        # It waits in the engine until so many of those before it are done.
-        turn_s = f * ((p1 * waiting_prefill + others_s) / np.maximum(waiting, 1) + p2)
-        turn_s += (remaining + waiting_output) / np.maximum(n, 1) * step_s / batch_cap
-        in_turn_s = (joined - batch_cap) * turn_s + f * (p1 * prefill + own_s + p4)
-        ttft_s = np.where(queued, in_turn_s, ttft_s)
-    latency_s = ttft_s + output * step_s / (1.0 - np.minimum(busy, _MOST_BUSY))
-    # Each step that they share gets longer by what this sequence adds to it, and its prefill
-    # stops them all once.
-    shared = shared + np.minimum(n_r * output, waiting_output)
-    delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
-    delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
-    usage = np.minimum((kv_held - prompt - 0.5 * n_r * output) / kv, MOST_USAGE)
-    if cached is not None:
-        usage = np.maximum(usage, SEATS_USAGE * n / max_num_seqs)
-        # What is cached takes no time of the machine.
-        request_time_s = request_time_s - n_r * cached * (p1 + 0.5 * p9 * cached)
-    price_s = request_time_s / typical_request_time_s
-    price_s *= usage * usage * latency_s[latency_s.argmin()]
-    cost_s = latency_s + delay_s + price_s
-    late_s = LATE_S if cached is None else LATE_CACHED_S
-    late_s = max(late_s, LATE_FACTOR * ttft_s[ttft_s.argmin()])
-    late_price_s = LATE_WEIGHT * np.maximum(ttft_s - late_s, 0.0)
-    if cached is not None:
-        late_price_s += first_token_weight * ttft_s
-    cost_s += late_price_s
-    return latency_s, delay_s, price_s, late_price_s, cost_s, ttft_s, step_s
+    price_s = price * soonest_s
+    late_price_s = LATE_WEIGHT * (ttft_s - late_s) if ttft_s > late_s else 0.0
+    late_price_s += first_token_weight * ttft_s
+    return price_s, late_price_s, latency_s + delay_s + price_s + late_price_s
 
 
 def estimate(
@@ -342,7 +244,7 @@ def estimate(
     now_s: float,
     expects_prompts: bool,
 ) -> Estimate:
-    """The same for one instance, T among it, in plain floats.
+    """What is to be expected of one instance, T among it.
 
     Args:
         prefill: prompt tokens to compute, of all the request's sequences.
@@ -351,7 +253,7 @@ def estimate(
         residual: as in ``Backlog``.
         expects_prompts: further ones are to be reckoned with.
     """
-    p1, p2, p3, p4, p5, p6, p7, p8, p9, kv, kv_limit, max_num_seqs, _, _ = member
+    p1, p2, _, p4, p5, p6, p7, p8, p9, kv, _, max_num_seqs, _, _, _, _ = member
     waiting: float = state.waiting
     streaming: float = state.streaming
     waiting_prompt: float = state.waiting_prompt
@@ -423,18 +325,8 @@ def estimate(
     usage = kv_there / kv
     if usage > MOST_USAGE:
         usage = MOST_USAGE
-    # Eqs. (5) and (6); it fits, or it were no candidate.
-    ideal_batch = kv_limit / (prompt_tokens + output)
-    if ideal_batch > max_num_seqs:
-        ideal_batch = max_num_seqs
-    triangle = output * (output + 1) / 2
-    request_time_s = n_r * (
-        p1 * prompt_tokens + p2 + p5 * (output * prompt_tokens + triangle) + p6 * output
-        + (p3 * prompt_tokens + p4 + p7 * (output * prompt_tokens + triangle) + p8 * output)
-        / ideal_batch
-        + p9 * (prompt_tokens * prompt_tokens / 2)
-    )  # fmt: skip
-    computed_s = request_time_s
+    time_s = n_r * request_time_s(member, prompt_tokens, output)
+    computed_s = time_s
     if cached is not None:
         seats = SEATS_USAGE * n / max_num_seqs
         if seats > usage:
@@ -443,4 +335,4 @@ def estimate(
         computed_s -= n_r * cached * (p1 + 0.5 * p9 * cached)
     price = computed_s / typical_request_time_s * usage * usage
     usage = kv_tokens / kv
-    return request_time_s, usage, load_s, in_flight, latency_s, delay_s, price, ttft_s, step_s
+    return time_s, usage, load_s, in_flight, latency_s, delay_s, price, ttft_s, step_s

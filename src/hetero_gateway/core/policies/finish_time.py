@@ -21,56 +21,39 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from hetero_gateway.core.costs.cost_model import FloatArray, workload
+from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.instances.dispatch import NO_PEERS
-from hetero_gateway.core.instances.table import SPEED, STREAMING, WAITING
-from hetero_gateway.core.policies import estimates as arithmetic
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.base import (
     COLUMNS,
     Backlog,
     Choice,
     Decided,
     Figures,
-    Jit,
-    Numbers,
     Objective,
-    Outlook,
     PlacesAtOnce,
     PolicyOptions,
-    Prefix,
-    SmallView,
     View,
-    argmin_with_random_ties,
     lowest,
     number,
 )
 from hetero_gateway.core.policies.estimates import (
-    LATE_CACHED_S,
-    LATE_FACTOR,
-    LATE_S,
-    LATE_WEIGHT,
     MATCHED_SHARE,
     MOST_PATIENCE_S,
-    BoolArray,
     Estimate,
-    busy_wide,
-    cheapest_small,
+    cheapest,
+    cost,
     estimate,
-    matched_room_of,
-    room_of,
+    late_from_s,
+    matched_room,
+    room,
 )
-from hetero_gateway.core.policies.slo import (
-    VIOLATION_PRICE_S,
-    Slos,
-    violations,
-    violations_wide,
-)
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.policies.member import Member
+from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slos, violations
+from hetero_gateway.core.types import Draws
 
 # The drain rule: what waits is the end of a batch when nothing has arrived for so many mean gaps
 # between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
@@ -112,346 +95,196 @@ class FinishTime(PlacesAtOnce):
 
     name = "finish-time"
     queues = True
-    has_small_form = True
+    samples = True
 
     def __init__(self, options: PolicyOptions) -> None:
         self.objective: Objective = options.objective
         self.prefill_depth = options.prefill_depth
         self._first_token_weight = options.first_token_weight
         self.slos = options.slos
-        self._room = arithmetic.room
-        self._matched_room = arithmetic.matched_room
-        self._estimates = arithmetic.estimates
-        self._cheapest = arithmetic.cheapest
 
-    def compile(self, jit: Jit) -> None:
-        self._room = jit(arithmetic.room)
-        self._matched_room = jit(arithmetic.matched_room)
-        self._estimates = jit(arithmetic.estimates)
-        self._cheapest = jit(arithmetic.cheapest)
+    def would_choose(self, view: View, rng: Draws) -> Choice:
+        choice = self.choose(view, rng, waits=True)
+        assert choice is not None
+        return choice
 
-    # In arrays
-
-    def choose(self, view: View, rng: np.random.Generator) -> Choice | None:  # type: ignore[override]
-        outlook = view.outlook
-        assert outlook is not None
-        slots, room = self._rooms(view, outlook)
-        if not room.any():
-            return None
-        choice = self._choose(view, outlook, slots, room, rng)
-        return None if choice.waits else choice
-
-    def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
-        outlook = view.outlook
-        assert outlook is not None
-        return self._choose(view, outlook, *self._rooms(view, outlook), rng)
-
-    def _rooms(self, view: View, outlook: Outlook) -> tuple[BoolArray, BoolArray]:
-        """Who is worth waiting for, and who of them may be sent the request now."""
-        rows, seats, depth = outlook.rows, outlook.max_num_seqs, self.prefill_depth
-        cached = _cached(view.demand.prefix)
-        needed = float(view.request.sequences * view.request.prompt_tokens)
-        if cached is not None:
-            needed = -math.inf
-        slots, room = self._room(rows, seats, outlook.kv_limit_tokens, needed, depth)
-        if cached is None or room.all():
-            return slots, room
-        matched = cached >= MATCHED_SHARE * view.request.prompt_tokens
-        return self._matched_room(rows, seats, depth, slots, room, matched)
-
-    def _choose(
-        self,
-        view: View,
-        outlook: Outlook,
-        slots: BoolArray,
-        room: BoolArray,
-        rng: np.random.Generator,
-    ) -> Choice:
-        backlog = outlook.backlog
-        ended = _has_ended(backlog)
-        told = (view.request_time_s, view.kv_usage, view.load, view.in_flight)
-        if not backlog.profiled:
-            rows = outlook.rows
-            # Without constants: the sequences there per weight, in place of seconds.
-            cost: FloatArray = (rows[WAITING] + rows[STREAMING] + 1) / view.weight
-            # As seconds they are wrong, but they let go of those whose first token nobody sees.
-            latency_s = ttft_s = cost
-            figures = Figures(_NAMES_OF_COUNTS, (*told, cost, room))
-        else:
-            output = float(view.request.predicted_output_tokens)
-            latency_s, delay_s, price_s, late_s, cost, ttft_s, step_s = self._estimates(
-                outlook.constants,
-                outlook.rows,
-                outlook.kv_capacity_tokens,
-                outlook.max_num_seqs,
-                backlog.residual.dot(outlook.stages),
-                np.minimum(backlog.residual, output).dot(outlook.stages),
-                # How long prompts take by themselves nobody has seen of a stand-in.
-                busy_wide(outlook.constants[0], outlook.rows) * (not (ended or backlog.stands_in)),
-                view.request_time_s,
-                backlog.typical_request_time_s,
-                view.demand.prefill_tokens,  # type: ignore[arg-type]  # a View has no lists
-                _cached(view.demand.prefix),
-                self._first_token_weight,
-                float(view.request.sequences),
-                float(view.request.prompt_tokens),
-                output,
-            )
-            names: tuple[str, ...] = _NAMES
-            data: tuple[FloatArray | BoolArray, ...]
-            data = (*told, latency_s, delay_s, price_s, late_s, cost, ttft_s, room)
-            if self.slos is not None:
-                slo_s = self._slo_prices_wide(view, outlook, ttft_s, step_s)
-                cost = cost + slo_s
-                names = _NAMES_WITH_SLO
-                data = (*told, latency_s, delay_s, price_s, late_s, cost, ttft_s, room, slo_s)
-            figures = Figures(names, data, by_speed=backlog.stands_in)
-        if (ended or self.objective == "makespan") and backlog.mean_request_times_s is not None:
-            slots = slots & self._worth_it(outlook, backlog, latency_s)
-            room = room & slots
-        position, tied = self._cheapest(cost, slots, room)
-        waits = position < 0
-        if waits:
-            position = int(cost.argmin())
-        elif tied:
-            ties = (room & (cost == cost[position])).nonzero()[0]
-            position = int(ties[argmin_with_random_ties(latency_s[ties], rng)])
-        return Choice(
-            position,
-            view.workload_at(position),
-            figures,
-            waits,
-            float(ttft_s[position]),
-            float(latency_s[position]) if backlog.profiled else None,
-        )
-
-    def _slo_prices_wide(
-        self, view: View, outlook: Outlook, ttft_s: FloatArray, step_s: FloatArray
-    ) -> FloatArray:
-        assert self.slos is not None
-        request = view.request
-        return VIOLATION_PRICE_S * violations_wide(
-            outlook.constants,
-            outlook.rows,
-            ttft_s,
-            step_s,
-            float(request.sequences),
-            float(request.prompt_tokens),
-            float(request.predicted_output_tokens),
-            outlook.backlog.waited_s,
-            self.slos.of(request),
-        )
-
-    def _worth_it(
-        self, outlook: Outlook, backlog: Backlog[Any], latency_s: FloatArray
-    ) -> BoolArray:
-        """The drain rule: not where the fastest is done sooner after the queue is drained."""
-        drain_s = _drain_s(backlog, outlook.rows[SPEED])
-        result: BoolArray = DRAIN_FACTOR[self.objective] * (latency_s - latency_s.min()) <= drain_s
-        return result
-
-    # In plain floats
-
-    def choose_small(self, view: SmallView, rng: np.random.Generator) -> Choice | None:
+    def choose(  # type: ignore[override]
+        self, view: View, rng: Draws, *, waits: bool = False
+    ) -> Choice | None:
+        """``waits``: where it is None, say which is the best and has to be waited for."""
         request, _, states, members, demand, theta, now_s, backlog = view
+        assert backlog is not None
         n_r, prompt_tokens = float(request.sequences), float(request.prompt_tokens)
         prefills, prefix, cached = demand.prefill_tokens, demand.prefix, None
-        if isinstance(prefills, float):
-            prefills = [prefills] * len(states)
-        needed = n_r * prompt_tokens
+        needed, depth = n_r * prompt_tokens, self.prefill_depth
         if prefix is not None and any(prefix.cached_tokens):
             cached, needed = prefix.cached_tokens, -math.inf
-        depth, has_room = self.prefill_depth, False
-        rooms: list[tuple[bool, bool]] = []
+        slots: list[bool] = []
+        rooms: list[bool] = []
         for i, state in enumerate(states):
-            room = room_of(state, members[i], needed, depth, now_s)
-            if not room[1] and prefix is not None:
-                if prefix.cached_tokens[i] >= MATCHED_SHARE * prompt_tokens:
-                    room = matched_room_of(state, members[i], depth, now_s)
-            has_room = has_room or room[1]
-            rooms.append(room)
-        if not has_room:
+            slot, has_room = room(state, members[i], needed, depth, now_s)
+            if cached is not None and not has_room:
+                if cached[i] >= MATCHED_SHARE * prompt_tokens:
+                    slot, has_room = matched_room(state, members[i], depth, now_s)
+            slots.append(slot)
+            rooms.append(has_room)
+        if True not in rooms and not waits:
             return None
         # Nothing is at an end so soon after an arrival.
         ended = backlog.idle_s >= _IDLE_BOUNDS_S[0] and _has_ended(backlog)
-        caches: Sequence[float | None] = [None] * len(states) if cached is None else cached
-        if not backlog.profiled:
-            return self._count_small(view, rooms, prefills, caches, ended, rng)
-        output = float(request.predicted_output_tokens)
+        output, residual = float(request.predicted_output_tokens), backlog.residual
+        typical_s = backlog.typical_request_time_s
+        # How long prompts take by themselves nobody has seen of a stand-in.
+        expects_prompts = not (ended or backlog.stands_in)
         found: list[Estimate] = []
         soonest_s = soonest_ttft_s = math.inf
         for i, state in enumerate(states):
             one = estimate(
                 state,
                 members[i],
-                prefills[i],
-                caches[i],
+                prefills if isinstance(prefills, float) else prefills[i],
+                None if cached is None else cached[i],
                 n_r,
                 prompt_tokens,
                 output,
-                backlog.residual,
-                backlog.typical_request_time_s[i],
+                residual,
+                typical_s[i],
                 now_s,
-                # How long prompts take by themselves nobody has seen of a stand-in.
-                not (ended or backlog.stands_in),
+                expects_prompts,
             )
             found.append(one)
             if one[4] < soonest_s:
                 soonest_s = one[4]
             if one[7] < soonest_ttft_s:
                 soonest_ttft_s = one[7]
-        late_s = LATE_S if cached is None else LATE_CACHED_S
-        late_s = max(late_s, LATE_FACTOR * soonest_ttft_s)
-        slo_prices = None if self.slos is None else self._slo_prices(view, self.slos, found)
         latencies: list[float] = []
         costs: list[float] = []
         told: list[float] = []
-        for i, one in enumerate(found):
-            time_s, usage, load_s, in_flight, lat_s, delay_s, price, ttft_s, _ = one
-            price_s = price * soonest_s
-            late_price_s = LATE_WEIGHT * (ttft_s - late_s) if ttft_s > late_s else 0.0
-            if cached is not None:
-                late_price_s += self._first_token_weight * ttft_s
-            cost_s = lat_s + delay_s + price_s + late_price_s
-            if slo_prices is not None:
-                cost_s += slo_prices[i]
-            latencies.append(lat_s)
-            costs.append(cost_s)
-            told += (
-                time_s, usage, load_s, in_flight, lat_s, delay_s, price_s, late_price_s, cost_s,
-                ttft_s, rooms[i][1],
-            )  # fmt: skip
-            if slo_prices is not None:
-                told.append(slo_prices[i])
+        names: tuple[str, ...] = _NAMES
+        if backlog.profiled:
+            late_s = late_from_s(soonest_ttft_s, cached is not None)
+            weight = 0.0 if cached is None else self._first_token_weight
+            if self.slos is not None:
+                names, slo_prices = _NAMES_WITH_SLO, self._slo_prices(view, self.slos, found)
+            for i, one in enumerate(found):
+                time_s, usage, load_s, in_flight, latency_s, delay_s, price, ttft_s, _ = one
+                price_s, late_price_s, cost_s = cost(
+                    latency_s, delay_s, price, ttft_s, soonest_s, late_s, weight
+                )
+                if self.slos is not None:
+                    cost_s += slo_prices[i]
+                latencies.append(latency_s)
+                costs.append(cost_s)
+                told += (
+                    time_s, usage, load_s, in_flight, latency_s, delay_s, price_s, late_price_s,
+                    cost_s, ttft_s, rooms[i],
+                )  # fmt: skip
+                if self.slos is not None:
+                    told.append(slo_prices[i])
+        else:
+            # As seconds they are wrong, but they let go of those whose first token nobody sees.
+            names, latencies = _NAMES_OF_COUNTS, costs
+            for i, one in enumerate(found):
+                costs.append(_sequences_for_weight(states[i], members[i]))
+                told += (*one[: len(COLUMNS)], costs[i], rooms[i])
+            soonest_s = min(costs)
         latest_s = math.inf
         if (ended or self.objective == "makespan") and backlog.mean_request_times_s is not None:
-            latest_s = self._latest_small(view, soonest_s)
-        position = cheapest_small(costs, rooms, latencies, latest_s, rng)
-        if position is None:
-            return None
+            # The drain rule: not where the fastest is done sooner after the queue is drained.
+            drain_s = _drain_s(backlog, [state.speed for state in states])
+            latest_s = soonest_s + drain_s / DRAIN_FACTOR[self.objective]
+        position = cheapest(costs, slots, rooms, latencies, latest_s, rng)
+        it_waits = position < 0
+        if it_waits:
+            if not waits:
+                return None
+            position = costs.index(min(costs))
         best = found[position]
-        names = _NAMES if slo_prices is None else _NAMES_WITH_SLO
-        figures = _new_figures(Figures, (names, array("d", told), backlog.stands_in))
+        by_speed = backlog.profiled and backlog.stands_in
+        figures = _new_figures(Figures, (names, array("d", told), by_speed))
         charge = workload(best[0], best[1], theta)
-        return Choice(position, charge, figures, False, best[7], best[4])
+        if not backlog.profiled:
+            return Choice(position, charge, figures, it_waits, costs[position])
+        return Choice(position, charge, figures, it_waits, best[7], best[4])
 
-    def _slo_prices(self, view: SmallView, slos: Slos, found: list[Estimate]) -> list[float]:
+    def _slo_prices(self, view: View, slos: Slos, found: list[Estimate]) -> list[float]:
         """What the limits that would be missed cost beside latency, by candidate, s."""
-        slo, lengths = slos.of(view.request), _lengths(view.request)
+        request, backlog = view.request, view.backlog
+        assert backlog is not None
+        slo, n_r, prompt = slos.of(request), float(request.sequences), float(request.prompt_tokens)
+        output = float(request.predicted_output_tokens)
         return [
             VIOLATION_PRICE_S
             * violations(
-                state, member, one[7], one[8], *lengths, view.now_s, view.backlog.waited_s, slo
+                state, member, one[7], one[8], n_r, prompt, output, view.now_s, backlog.waited_s,
+                slo,
             )
             for state, member, one in zip(view.states, view.members, found, strict=True)
-        ]
-
-    def _count_small(
-        self,
-        view: SmallView,
-        rooms: list[tuple[bool, bool]],
-        prefills: Sequence[float] | FloatArray,
-        caches: Sequence[float | None],
-        ended: bool,
-        rng: np.random.Generator,
-    ) -> Choice | None:
-        """Without constants: the sequences there per weight, in place of seconds."""
-        lengths = _lengths(view.request)
-        none = [0.0] * len(view.backlog.residual)
-        costs, told = [], []
-        for state, member, prefill, cached in zip(
-            view.states, view.members, prefills, caches, strict=True
-        ):
-            peers = state.peers or NO_PEERS
-            there = state.waiting + state.streaming + peers.waiting + peers.streaming
-            costs.append((there + 1) / member.weight)
-            one = estimate(state, member, prefill, cached, *lengths, none, 1.0, view.now_s, False)
-            told.append(one)
-        latest_s = math.inf
-        if (
-            ended or self.objective == "makespan"
-        ) and view.backlog.mean_request_times_s is not None:
-            latest_s = self._latest_small(view, min(costs))
-        position = cheapest_small(costs, rooms, costs, latest_s, rng)
-        if position is None:
-            return None
-        data = array("d")
-        for row, cost, (_, has_room) in zip(told, costs, rooms, strict=True):
-            data.extend((*row[: len(COLUMNS)], cost, has_room))
-        charge = workload(told[position][0], told[position][1], view.theta)
-        figures = Figures(_NAMES_OF_COUNTS, data)
-        return Choice(position, charge, figures, ttft_s=costs[position])
-
-    def _latest_small(self, view: SmallView, soonest_s: float) -> float:
-        """The drain rule: until when a request may be done, where the soonest is ``soonest_s``."""
-        speeds = np.array([state.speed for state in view.states])
-        return soonest_s + _drain_s(view.backlog, speeds) / DRAIN_FACTOR[self.objective]
+        ]  # fmt: skip
 
     # In words
 
     def because(self, decision: Decided) -> str:
         figures, position = decision.choice.figures, decision.choice.position
-        room, costs = figures.column("room") > 0, figures.column("cost_s")
-        if not room.any():
+        rooms = figures.column("room")
+        if not any(rooms):
             return "no instance has room"
-        if room.sum() == 1 and room[position]:
+        if rooms.count(1.0) == 1 and rooms[position]:
             return "no other instance has room"
-        cost = np.where(room, costs, math.inf)
+        costs = [
+            cost_s if has_room else math.inf
+            for cost_s, has_room in zip(figures.column("cost_s"), rooms, strict=True)
+        ]
         if "latency_s" not in figures:
             ours = "it would have {} sequences for its weight, the fewest"
-            return lowest(decision, cost, ours, "{} would have {}")
-        if cost.min() < cost[position]:
-            late = decision.ids[int(cost.argmin())]
+            return lowest(decision, costs, ours, "{} would have {}")
+        if min(costs) < costs[position]:
+            late = decision.ids[costs.index(min(costs))]
             return f"it will be done soonest; {late} is left out, as the end of a batch is near"
-        mine_s = number(float(figures.column("latency_s")[position]))
-        delay_s = number(float(figures.column("delay_s")[position]))
-        memory = _part(float(figures.column("memory_price_s")[position]), "scarce memory")
+        mine_s = number(figures.at("latency_s", position))
+        delay_s = number(figures.at("delay_s", position))
+        memory = _part(figures.at("memory_price_s", position), "scarce memory")
         cached = self._because_cached(decision)
-        first = _part(float(figures.column("late_price_s")[position]), "its first token")
+        first = _part(figures.at("late_price_s", position), "its first token")
         slo_s = figures.at("slo_price_s", position) if "slo_price_s" in figures else 0.0
         missed = _part(slo_s, "limits that would be missed")
         ours = (
             f"done in {mine_s} s{cached} and holding others up for {delay_s} s{memory}{first}"
             f"{missed} costs {{}} s, the lowest"
         )
-        told = lowest(decision, cost, ours, "{} would cost {} s")
+        told = lowest(decision, costs, ours, "{} would cost {} s")
         if figures.by_speed:
             told += " (where there is no profile, by observed speed)"
         return told
 
     def _because_cached(self, decision: Decided) -> str:
         """What of the prompt is cached where it goes."""
-        cached = _cached(decision.prefix)
-        if cached is None:
+        prefix = decision.prefix
+        if prefix is None or not any(prefix.cached_tokens):
             return ""
-        tokens = round(float(cached[decision.choice.position]))
+        tokens = round(prefix.cached_tokens[decision.choice.position])
         return f" with {tokens} of {decision.request.prompt_tokens} prompt tokens cached"
 
 
-def _lengths(request: Request) -> tuple[float, float, float]:
-    """Its sequences, and the prompt and output tokens of each."""
-    return (
-        float(request.sequences),
-        float(request.prompt_tokens),
-        float(request.predicted_output_tokens),
-    )
+def _sequences_for_weight(state: InstanceState, member: Member) -> float:
+    """What stands for a cost where there are no constants: who would be there, per weight."""
+    peers = state.peers or NO_PEERS
+    there = state.waiting + state.streaming + peers.waiting + peers.streaming
+    return (there + 1) / member.weight
 
 
-def _cached(prefix: Prefix[Numbers] | None) -> Numbers | None:
-    """Cached prompt tokens of each sequence, by candidate; None: none anywhere."""
-    return None if prefix is None or not any(prefix.cached_tokens) else prefix.cached_tokens
-
-
-def _has_ended(backlog: Backlog[Any]) -> bool:
+def _has_ended(backlog: Backlog) -> bool:
     """Whether nothing has arrived for so long that no more is to be expected."""
     return backlog.idle_s >= idle_before_drain_s(backlog.mean_gap_s)
 
 
-def _drain_s(backlog: Backlog[Any], speeds: FloatArray) -> float:
+def _drain_s(backlog: Backlog, speeds: list[float]) -> float:
     """How long the queue would take at full speed, s."""
     assert backlog.mean_request_times_s is not None
-    times = speeds * backlog.mean_request_times_s()
-    return backlog.queued / float((1 / times).cumsum()[-1])
+    rate_per_s = 0.0
+    for speed, time_s in zip(speeds, backlog.mean_request_times_s(), strict=True):
+        rate_per_s += 1 / (speed * time_s)
+    return backlog.queued / rate_per_s
 
 
 def _part(price_s: float, what: str) -> str:

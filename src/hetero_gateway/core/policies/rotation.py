@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hetero_gateway.core.costs.cost_model import FloatArray
-from hetero_gateway.core.policies.base import Decided, PlacesAtOnce, PolicyOptions, View
+from hetero_gateway.core.policies.base import (
+    Candidates,
+    Decided,
+    PlacesAtOnce,
+    PolicyOptions,
+)
+from hetero_gateway.core.types import Draws
 
 
 class RoundRobin(PlacesAtOnce):
@@ -18,49 +22,34 @@ class RoundRobin(PlacesAtOnce):
 
     def __init__(self, options: PolicyOptions) -> None:
         self.randomised = options.randomised
-        # By slot: how much each instance is owed, in turns.
-        self.owed: FloatArray = np.zeros(0)
-        # Of the candidates that came last; mostly a whole pool, whose arrays never change.
-        self._slots: NDArray[np.intp] | None = None
-        self._weights: FloatArray = np.zeros(0)
-        self._total = 0.0
+        # By slot of ``Table``: how much each instance is owed, in turns.
+        self.owed: dict[int, float] = {}
 
-    def weights(self, view: View) -> FloatArray:
+    def weights(self, candidates: Candidates) -> list[float]:
         """Relative shares, all above 0."""
-        return np.ones(view.slots.size)
+        return [1.0] * len(candidates.ids)
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
+    def position(self, candidates: Candidates, rng: Draws) -> int:
+        weights = self.weights(candidates)
+        shares = list(accumulate(weights))
         if self.randomised:
-            cumulative = self.weights(view).cumsum()
-            return int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
-        if view.slots is not self._slots:
-            self._meet(view)
-        return self._take_turn(view.slots)
-
-    def _meet(self, view: View) -> None:
-        self._slots, self._weights = view.slots, self.weights(view)
-        self._total = float(self._weights.cumsum()[-1])
-        size = int(view.slots.max()) + 1
-        if size > self.owed.size:
-            self.owed = np.concatenate((self.owed, np.zeros(size - self.owed.size)))
-
-    def _take_turn(self, slots: NDArray[np.intp]) -> int:
+            return min(bisect_right(shares, rng.random() * shares[-1]), len(shares) - 1)
         # Smooth weighted round-robin: everyone is owed its weight, the most owed one pays all back.
         # Weights 5, 1, 1 give a a b a c a a instead of a a a a a b c.
-        total = self._total
-        # Never more than a round, which a round itself does not exceed: what was run up under
-        # other weights, or by the instance that had the slot before, would starve the others.
-        owed = np.minimum(np.maximum(self.owed[slots], -total), total) + self._weights
-        position = int(owed.argmax())
-        owed[position] -= total
-        self.owed[slots] = owed
+        total, owed, slots = shares[-1], self.owed, [s.slot for s in candidates.view.states]
+        for slot, weight in zip(slots, weights, strict=True):
+            # Never more than a round, which a round itself does not exceed: what was run up under
+            # other weights, or by the instance that had the slot before, would starve the others.
+            owed[slot] = min(max(owed.get(slot, 0.0), -total), total) + weight
+        position = max(range(len(slots)), key=lambda i: owed[slots[i]])
+        owed[slots[position]] -= total
         return position
 
     def turn(self) -> Any:
-        return self.owed.copy(), self._slots, self._weights, self._total
+        return self.owed.copy()
 
     def take_back(self, turn: Any) -> None:
-        self.owed, self._slots, self._weights, self._total = turn
+        self.owed = turn
 
     def because(self, decision: Decided) -> str:
         return f"{self.name} does not look at the load"
@@ -71,8 +60,8 @@ class WeightedRoundRobin(RoundRobin):
 
     name = "weighted-round-robin"
 
-    def weights(self, view: View) -> FloatArray:
-        return view.weight
+    def weights(self, candidates: Candidates) -> list[float]:
+        return candidates.weight
 
 
 class SingleInstance(PlacesAtOnce):
@@ -83,10 +72,9 @@ class SingleInstance(PlacesAtOnce):
     def __init__(self, options: PolicyOptions) -> None:
         self.instance_id = options.single_instance
 
-    def position(self, view: View, rng: np.random.Generator) -> int:
-        if self.instance_id is not None and self.instance_id in view.ids:
-            return view.ids.index(self.instance_id)
-        return 0
+    def position(self, candidates: Candidates, rng: Draws) -> int:
+        ids = candidates.ids
+        return ids.index(self.instance_id) if self.instance_id in ids else 0
 
     def because(self, decision: Decided) -> str:
         return "single-instance sends everything to one instance"

@@ -24,12 +24,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
-from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import SPEED, STREAMING, WAITING
-from hetero_gateway.core.policies.estimates import busy, busy_wide
+from hetero_gateway.core.policies.estimates import busy
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.types import Request
 
@@ -133,34 +129,3 @@ def surely(ratio: float, start: float, end: float) -> float:
     if share <= 0.0:
         return 0.0
     return share if share < 1.0 else 1.0
-
-
-def violations_wide(
-    constants: FloatArray,
-    rows: FloatArray,
-    ttft_s: FloatArray,
-    step_s: FloatArray,
-    n_r: float,
-    prompt_tokens: float,
-    output: float,
-    waited_s: float,
-    slo: Slo,
-) -> FloatArray:
-    """The same, one entry per instance; ``constants`` and ``rows`` as in ``Outlook``."""
-    if waited_s >= slo.ttft_s:
-        return np.zeros(step_s.size)
-    f = rows[SPEED]
-    left = np.maximum(1.0 - busy_wide(constants[0], rows), 1.0 - _MOST_BUSY)
-    added_s = f * n_r * (constants[5] + constants[4] * (prompt_tokens + output / 2))
-    after = _surely_wide(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
-    before = _surely_wide((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
-    late = _surely_wide((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
-    slow = after if output > 1 else np.zeros(step_s.size)
-    n = rows[WAITING] + rows[STREAMING]
-    result: FloatArray = n_r * (1.0 - (1.0 - late) * (1.0 - slow)) + n * (after - before)
-    return result
-
-
-def _surely_wide(ratios: FloatArray, start: float, end: float) -> FloatArray:
-    result: FloatArray = np.clip((ratios - start) / (end - start), 0.0, 1.0)
-    return result

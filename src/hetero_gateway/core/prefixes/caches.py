@@ -49,12 +49,8 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 
-import numpy as np
-
-from hetero_gateway.core.costs.cost_model import FloatArray
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import Slots
 from hetero_gateway.core.policies.base import Demand, Prefix
 from hetero_gateway.core.types import (
     COMPLETED,
@@ -353,16 +349,6 @@ class PrefixIndex:
         mask = self._masks.get(hashes[last], 0) & here
         return (last + 1, 0) if mask == here else (last, mask)
 
-    def by_slot(self, keys: PrefixKeys, slots: int) -> FloatArray:
-        """Matched bytes by slot, for the first this many; 0 where there is nothing."""
-        result = np.zeros(slots)
-        size = (slots + 7) // 8
-        within = (1 << slots) - 1
-        for mask, matched in self.levels(keys):
-            bits = np.frombuffer((mask & within).to_bytes(size, "little"), np.uint8)
-            result[np.unpackbits(bits, count=slots, bitorder="little").view(bool)] = matched
-        return result
-
     # What there is to show
 
     def keys_on(self, instance_id: InstanceId) -> int:
@@ -406,7 +392,7 @@ class PrefixCaches:
         self.index = PrefixIndex()
         self._trusts: dict[InstanceId, Trust] = {}
         self._kv_tokens: dict[InstanceId, float] = {}
-        self._etas: FloatArray = np.ones(8)  # by slot
+        self._etas: dict[int, float] = {}  # by slot
         # Of what was placed lately, and what the capacities are reckoned with.
         self._text_bytes = self._prompt_tokens = 0.0
         self._bytes_per_token = _BYTES_PER_TOKEN
@@ -421,8 +407,6 @@ class PrefixCaches:
         tokens = self._kv_tokens[spec.instance_id] = _kv_tokens(spec)
         self.index.join(spec.instance_id, tokens * self._bytes_per_token, slot)
         self._trusts[spec.instance_id] = Trust()
-        if slot >= self._etas.size:
-            self._etas = np.concatenate((self._etas, np.ones(slot + 1)))
         self._etas[slot] = 1.0
 
     def change(self, before: InstanceSpec, spec: InstanceSpec) -> None:
@@ -466,7 +450,7 @@ class PrefixCaches:
         cached: list[float] = []
         prefill: list[float] = []
         for state in states:
-            bit, matched, eta = 1 << state.slot, 0.0, float(etas[state.slot])
+            bit, matched, eta = 1 << state.slot, 0.0, etas[state.slot]
             for mask, depth in levels:
                 if mask & bit:
                     matched, some = depth / size * prompt, True
@@ -479,19 +463,6 @@ class PrefixCaches:
             cached.append(tokens)
             prefill.append(n * (prompt - tokens))
         return Demand(prefill, demand.kv_tokens, Prefix(match, trust, cached)) if some else demand
-
-    def behind_wide(
-        self, demand: Demand, request: Request, keys: PrefixKeys, slots: Slots
-    ) -> Demand:
-        """The same by slot, in arrays."""
-        matched = self.index.by_slot(keys, self._etas.size)[slots]
-        if not matched.any():
-            return demand
-        prompt, trust = float(request.prompt_tokens), self._etas[slots]
-        match = np.minimum(matched / keys.text_bytes * prompt, max(0.0, prompt - 1))
-        cached = trust * match
-        prefill = request.sequences * (prompt - cached)
-        return Demand(prefill, demand.kv_tokens, Prefix(match, trust, cached))
 
     def eta(self, instance_id: InstanceId) -> float:
         """How much of what an instance should have cached it really has, 0 to 1. KeyError."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hetero_gateway.core.costs.cost_model import FloatArray, workloads
+from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.base import Choice, Policy, Prefix, number
 from hetero_gateway.core.types import CachedPrefix, Candidate, InstanceId, InstanceSpec, Request
 
@@ -36,7 +36,7 @@ class Decision(NamedTuple):
     theta: float
     policy: Policy
     excluded: tuple[tuple[InstanceSpec, str], ...]
-    prefix: Prefix[Any] | None = None
+    prefix: Prefix | None = None
 
     @property
     def waits(self) -> bool:
@@ -44,40 +44,36 @@ class Decision(NamedTuple):
         return self.choice.waits
 
     @property
-    def charges(self) -> FloatArray:
-        """What each candidate's load would have grown by, s."""
-        figures = self.choice.figures
-        return self.policy.charges(
-            figures.column("request_time_s"), figures.column("kv_usage"), self.theta
-        )
-
-    @property
-    def loads_after(self) -> FloatArray:
+    def loads_after(self) -> list[float]:
         """What each candidate's load would have been with the request, s."""
-        after: FloatArray = self.choice.figures.column("load_s") + self.charges
-        return after
+        column, theta = self.choice.figures.column, self.theta
+        return [
+            load_s + self.policy.charge(time_s, usage, theta)
+            for load_s, time_s, usage in zip(
+                column("load_s"), column("request_time_s"), column("kv_usage"), strict=True
+            )
+        ]
 
     def explain(self) -> list[Candidate]:
         """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""
         figures, after = self.choice.figures, self.loads_after
         times, usage = figures.column("request_time_s"), figures.column("kv_usage")
         load, in_flight = figures.column("load_s"), figures.column("in_flight")
-        w = workloads(times, usage, self.theta)
         estimates = [(name, figures.column(name)) for name in _ESTIMATES if name in figures]
-        room = figures.column("room") > 0 if "room" in figures else None
+        room = figures.column("room") if "room" in figures else None
         prefix = self.prefix
         rows = [
             Candidate(
                 instance_id=instance_id,
-                request_time_s=float(times[i]),
-                kv_usage=float(usage[i]),
-                workload=float(w[i]),
-                load_s=float(load[i]),
-                load_after_s=float(after[i]),
+                request_time_s=times[i],
+                kv_usage=usage[i],
+                workload=workload(times[i], usage[i], self.theta),
+                load_s=load[i],
+                load_after_s=after[i],
                 in_flight=int(in_flight[i]),
                 excluded=None,
                 room=None if room is None else bool(room[i]),
-                estimates={name: float(column[i]) for name, column in estimates},
+                estimates={name: column[i] for name, column in estimates},
                 cached=None if prefix is None else self._cached(prefix, i),
             )
             for i, instance_id in enumerate(self.ids)
@@ -87,11 +83,11 @@ class Decision(NamedTuple):
             for spec, why in self.excluded
         ]
 
-    def _cached(self, prefix: Prefix[Any], i: int) -> CachedPrefix:
+    def _cached(self, prefix: Prefix, i: int) -> CachedPrefix:
         request = self.request
-        cached = float(prefix.cached_tokens[i])
+        cached = prefix.cached_tokens[i]
         prefill = request.sequences * (request.prompt_tokens - cached)
-        return CachedPrefix(float(prefix.match_tokens[i]), float(prefix.trust[i]), cached, prefill)
+        return CachedPrefix(prefix.match_tokens[i], prefix.trust[i], cached, prefill)
 
     # In one plain sentence. Each policy looks at something else, so it says what it looked at.
 
@@ -106,7 +102,7 @@ class Decision(NamedTuple):
     def waiting_reason(self, waiting: int) -> str:
         """Why it would wait in the gateway; ``waiting``: how many do now."""
         figures = self.choice.figures
-        if self.waits and not figures.column("room").any():
+        if self.waits and not any(figures.column("room")):
             why = "no instance has room now"
         elif self.waits:
             why = "no instance that has room would be done as soon as one that has none"

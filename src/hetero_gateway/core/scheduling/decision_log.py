@@ -75,7 +75,7 @@ class DecisionLog:
                 ),
             )
             figures, prefix = choice.figures, decision.prefix
-            if prefix is not None and isinstance(prefix.trust, list):
+            if prefix is not None:
                 # Without an object for each number.
                 match, trust, cached = prefix
                 prefix = Prefix(array("d", match), array("d", trust), array("d", cached))

@@ -38,7 +38,7 @@ class Members:
 
     def __init__(self, reference: tuple[float, float], *, stand_ins: bool, observes: bool) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
-        self.table = Table(keeps=observes, loads_only=not stand_ins)
+        self.table = Table(keeps=observes)
         self.drifts: dict[InstanceId, Drift] = {}
         self.pools: dict[str, Pool] = {}  # of names that somebody serves, as far as asked for
         # The same of single instances, available or not.
@@ -92,7 +92,6 @@ class Members:
         if stand_ins == self._gives_stand_ins:
             return
         self._gives_stand_ins = stand_ins
-        self.table.set_loads_only(not stand_ins)
         for spec in self.specs.values():
             if spec.profile is None:
                 self._begin(self.table[spec.instance_id], spec)

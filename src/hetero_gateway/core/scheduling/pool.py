@@ -1,4 +1,4 @@
-"""What serves one model name, as arrays: constants, capacities, contexts; and who fits a request.
+"""What serves one model name: constants, capacities, contexts; and who fits a request.
 
 The scheduler builds a pool on first use and throws it away when the membership changes; all that it
 shows stays as it is. Loads are not here: an instance has one load, whatever names it serves.
@@ -10,18 +10,15 @@ import dataclasses
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hetero_gateway.core.costs.cost_model import FloatArray, ProfileTable, request_time_s
+from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import Slots
-from hetero_gateway.core.policies.estimates import KV_ROOM, seats
+from hetero_gateway.core.policies.estimates import KV_ROOM, holds, seats
+from hetero_gateway.core.policies.estimates import request_time_s as member_request_time_s
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.types import (
     MOST_SEQUENCES,
@@ -42,6 +39,8 @@ _TRIED = "tried already"
 # may be in front of who comes next: a quarter of a step of vLLM's default budget.
 _FEW_SEATS = 16
 _MOST_PROMPT_TOKENS = 512
+# So many of the fastest are among those that are looked at, where not all are.
+_FASTEST = 8
 
 
 class Eligible(NamedTuple):
@@ -54,7 +53,7 @@ class Eligible(NamedTuple):
     kept: list[int] | None
     excluded: tuple[tuple[InstanceSpec, str], ...]
 
-    def positions(self) -> Collection[int]:
+    def positions(self) -> Sequence[int]:
         """Who may get it, as positions in the pool."""
         return range(len(self.pool.ids)) if self.kept is None else self.kept
 
@@ -104,27 +103,8 @@ class Eligible(NamedTuple):
         return self.without(full, "kept for other clients") if full else self
 
 
-class Columns(NamedTuple):
-    """What never changes of candidates, one entry each in the last axis.
-
-    ``where``: their slots, as a slice if that can be. ``at``: their positions in the pool; None:
-    all of it.
-    """
-
-    at: NDArray[np.intp] | None
-    ids: tuple[InstanceId, ...]
-    slots: NDArray[np.intp]
-    where: Slots
-    kv_capacity_tokens: FloatArray
-    kv_limit_tokens: FloatArray
-    capacity: FloatArray
-    weight: FloatArray
-    constants: FloatArray
-    max_num_seqs: FloatArray
-
-
 class Pool:
-    """The available instances of one model, as arrays."""
+    """The available instances of one model."""
 
     def __init__(
         self,
@@ -139,67 +119,41 @@ class Pool:
         self.absent = tuple(absent)
         self.states = tuple(state for _, state in members)
         self.position = {instance_id: i for i, instance_id in enumerate(self.ids)}
-        slots = np.array([s.slot for s in self.states], dtype=np.intp)
         profiles = _effective_profiles(self.specs, stand_ins)
-        # Many instances share a few profiles: what is slow is done once for each of those.
-        known: dict[Profile, int] = {}
-        which = [known.setdefault(profile, len(known)) for profile in profiles]
-        distinct = list(known)
-        self.table = ProfileTable(distinct)
-        # None when every instance has a profile of its own: then the table's order is the pool's.
-        self.profile_of: NDArray[np.intp] | None = None
-        if len(distinct) < len(profiles):
-            self.profile_of = np.array(which, dtype=np.intp)
-        kv_capacity_tokens = _assumed_kv_capacities(self.specs)
-        constants = [dataclasses.astuple(p.constants) for p in distinct]
-        capacities = [_capacity_per_s(p, reference) for p in distinct]
-        max_num_seqs = [float(p.max_num_seqs) for p in distinct]
-        self.columns = Columns(
-            None,
-            self.ids,
-            slots,
-            _where(slots),
-            kv_capacity_tokens,
-            np.array([float(p.kv_capacity_tokens) for p in profiles]),
-            np.array([capacities[i] for i in which]),
-            np.array([spec.weight for spec in self.specs]),
-            np.ascontiguousarray(np.array([constants[i] for i in which]).T),
-            np.array([max_num_seqs[i] for i in which]),
-        )
-        self._narrowed: tuple[list[int], Columns] = ([], self.columns)
-        # A request of more sequences fills every instance.
-        self.most_sequences = max(max_num_seqs, default=0.0)
+        # Many instances share a few profiles.
+        capacities = {p: _capacity_per_s(p, reference) for p in dict.fromkeys(profiles)}
+        kinds = {p: float(kind) for kind, p in enumerate(capacities)}
+        assumed_tokens = _assumed_kv_capacities(self.specs)
         self.members = tuple(
             Member._make(
                 (
-                    *(*constants[i], capacity, float(p.kv_capacity_tokens)),
-                    *(max_num_seqs[i], weight, seats(max_num_seqs[i])),
+                    *dataclasses.astuple(p.constants),
+                    *(tokens, float(p.kv_capacity_tokens), float(p.max_num_seqs)),
+                    *(float(spec.weight), seats(float(p.max_num_seqs)), capacities[p], kinds[p]),
                 )
             )
-            for i, p, capacity, weight in zip(
-                which,
-                profiles,
-                kv_capacity_tokens.tolist(),
-                self.columns.weight.tolist(),
-                strict=True,
-            )
+            for spec, p, tokens in zip(self.specs, profiles, assumed_tokens, strict=True)
         )
+        # What is no longer than this fits every profile.
+        self.smallest_capacity_tokens = min(
+            (member.kv_limit_tokens for member in self.members), default=math.inf
+        )
+        # A request of more sequences fills every instance.
+        self.most_sequences = max((member.max_num_seqs for member in self.members), default=0.0)
+        by_capacity = sorted(range(len(profiles)), key=lambda i: -self.members[i].capacity)
+        self.fastest = by_capacity[:_FASTEST]
         # Its times distinguish work from work; that it may be short of memory is of no account.
-        fastest = max(range(len(distinct)), key=capacities.__getitem__, default=None)
         self._yardstick = None
-        if fastest is not None:
-            self._yardstick = dataclasses.replace(
-                distinct[fastest], kv_capacity_tokens=UNLIMITED_TOKENS
-            )
+        if capacities:
+            fastest = max(capacities, key=capacities.__getitem__)
+            self._yardstick = dataclasses.replace(fastest, kv_capacity_tokens=UNLIMITED_TOKENS)
         self._typical_lengths = (0.0, 0.0)
-        self._typical_times_s = np.ones(len(profiles))
-        # The same as a list; see ``typical_request_time_s``.
-        self.typical_plain: list[float] = []
+        self._typical_times_s = [1.0] * len(profiles)
         self.profiled = any(spec.profile is not None for spec in self.specs)
         self.stands_in = any(spec.profile is None for spec in self.specs)
-        self.max_model_len = np.array([float(s.max_model_len or math.inf) for s in self.specs])
-        self.shortest_context_tokens = float(self.max_model_len.min(initial=math.inf))
-        longest = float(self.max_model_len.max(initial=0))
+        self._contexts_tokens = [float(s.max_model_len or math.inf) for s in self.specs]
+        self.shortest_context_tokens = min(self._contexts_tokens, default=math.inf)
+        longest = max(self._contexts_tokens, default=0)
         # The longest sequence that anybody here takes; None: unknown.
         self.context_tokens = None if longest in (0, math.inf) else int(longest)
         # The largest that a single instance can hold: one may have the context, one the memory.
@@ -212,49 +166,18 @@ class Pool:
         self._all = Eligible(self, None, self.absent)
         # The last that was judged by its lengths alone, and by what.
         self._judged = self._all
-        self._judged_by: tuple[NDArray[np.bool_], ...] = (np.ones(0, bool), np.ones(0, bool))
+        self._judged_by: tuple[list[bool], list[bool]] = ([], [])
 
-    def narrowed(self, kept: list[int] | None) -> Columns:
-        """The columns of these candidates; nobody may write to them.
-
-        The last ones are kept: where some instances cannot take part, mostly the same ones cannot.
-        """
-        if kept is None:
-            return self.columns
-        if self._narrowed[0] is kept:
-            return self._narrowed[1]
-        at, c = np.array(kept, dtype=np.intp), self.columns
-        ids, slots = self.ids, c.slots[at]
-        columns = Columns(
-            at,
-            tuple([ids[i] for i in kept]),
-            slots,
-            _where(slots),
-            c.kv_capacity_tokens[at],
-            c.kv_limit_tokens[at],
-            c.capacity[at],
-            c.weight[at],
-            c.constants.take(at, axis=1),
-            c.max_num_seqs[at],
-        )
-        self._narrowed = kept, columns
-        return columns
-
-    def request_times_s(
-        self, prompt_tokens: float, output_tokens: float, *, as_if_it_fitted: bool = False
-    ) -> FloatArray:
-        """T_r^s of one sequence on each instance, seconds; see ``ProfileTable``."""
-        times = self.table.request_times_s(
-            prompt_tokens, output_tokens, as_if_it_fitted=as_if_it_fitted
-        )
-        return times if self.profile_of is None else times[self.profile_of]
+    def request_times_s(self, prompt_tokens: float, output_tokens: float) -> list[float]:
+        """T_r^s of one sequence on each instance, s, as if it fitted."""
+        return [member_request_time_s(m, prompt_tokens, output_tokens) for m in self.members]
 
     def typical_request_time_s(
         self, prompt_tokens: float, output_tokens: float, *, keep: bool
-    ) -> FloatArray:
+    ) -> list[float]:
         """T of a typical request, as if it fitted; the same until the lengths move by a twentieth.
 
-        ``keep``: it is the typical one from now on, in ``typical_plain`` as well.
+        ``keep``: it is the typical one from now on.
         """
         typical_prompt, typical_output = self._typical_lengths
         if (
@@ -262,13 +185,11 @@ class Pool:
             and abs(output_tokens - typical_output) <= typical_output / 20
         ):
             return self._typical_times_s
-        times = self.request_times_s(prompt_tokens, output_tokens, as_if_it_fitted=True)
-        times = np.maximum(times, 1e-9)
+        times_s = [max(t, 1e-9) for t in self.request_times_s(prompt_tokens, output_tokens)]
         if keep:
             self._typical_lengths = (prompt_tokens, output_tokens)
-            self._typical_times_s = times
-            self.typical_plain = times.tolist()
-        return times
+            self._typical_times_s = times_s
+        return times_s
 
     def work_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """T of a request on the fastest instance, as if that had memory for any number of them."""
@@ -291,7 +212,7 @@ class Pool:
         tokens = request.prompt_tokens + request.predicted_output_tokens
         if (
             request.prompt_tokens < self.shortest_context_tokens
-            and tokens <= self.table.smallest_capacity_tokens
+            and tokens <= self.smallest_capacity_tokens
             and not exclude
             and request.only is None
         ):
@@ -319,12 +240,12 @@ class Pool:
     def _judge(self, request: Request, exclude: Collection[InstanceId]) -> Eligible | Reject:
         # The context must hold one output token, too, where any is generated.
         shortest_tokens = request.prompt_tokens + (request.predicted_output_tokens > 0)
-        times = self.request_times_s(request.prompt_tokens, request.predicted_output_tokens)
-        long_enough = self.max_model_len >= shortest_tokens
-        large_enough = np.isfinite(times)
+        tokens = request.prompt_tokens + request.predicted_output_tokens
+        long_enough = [context >= shortest_tokens for context in self._contexts_tokens]
+        large_enough = [holds(member, tokens) for member in self.members]
         if exclude or request.only is not None:
             judged = self._among(long_enough, large_enough, request.only, exclude)
-        elif all(map(np.array_equal, (long_enough, large_enough), self._judged_by)):
+        elif (long_enough, large_enough) == self._judged_by:
             judged = self._judged  # lengths fall into a few classes
         else:
             judged = self._among(long_enough, large_enough, None, ())
@@ -348,41 +269,30 @@ class Pool:
 
     def _among(
         self,
-        long_enough: NDArray[np.bool_],
-        large_enough: NDArray[np.bool_],
+        long_enough: list[bool],
+        large_enough: list[bool],
         only: InstanceId | None,
         exclude: Collection[InstanceId],
     ) -> Eligible:
         """Who is left, maybe nobody: by context, by memory, by name, and not tried before."""
-        takes = long_enough & large_enough
-        if only is not None:
-            it = np.zeros(takes.size, dtype=bool)
-            if (position := self.position.get(only)) is not None:
-                it[position] = True
-            takes &= it
-        takes[[i for e in exclude if (i := self.position.get(e)) is not None]] = False
-        if takes.all():
-            return Eligible(self, None, self.absent)
-        excluded = []
-        for i in np.flatnonzero(~takes).tolist():
-            spec = self.specs[i]
+        kept, excluded = [], []
+        for i, spec in enumerate(self.specs):
             if spec.instance_id in exclude:
                 why = _TRIED
             elif only is not None and spec.instance_id != only:
                 why = f"what it continues is on {only}"
             elif not long_enough[i]:
                 why = f"context of {spec.max_model_len} tokens is too short"
-            else:
-                capacity = int(self.columns.kv_capacity_tokens[i])
+            elif not large_enough[i]:
+                capacity = int(self.members[i].kv_capacity_tokens)
                 why = f"KV capacity of {capacity} tokens is too small"
+            else:
+                kept.append(i)
+                continue
             excluded.append((spec, why))
-        return Eligible(self, np.flatnonzero(takes).tolist(), self.absent + tuple(excluded))
-
-
-def _where(slots: NDArray[np.intp]) -> Slots:
-    if slots.size and (np.diff(slots) == 1).all():
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return slots
+        if not excluded:
+            return Eligible(self, None, self.absent)
+        return Eligible(self, kept, self.absent + tuple(excluded))
 
 
 def typical_constants(specs: Iterable[InstanceSpec]) -> Constants:
@@ -432,7 +342,7 @@ def _mean_constants(specs: Iterable[InstanceSpec]) -> Constants:
     return Constants(*(sum(getattr(p.constants, n) for p in known) / len(known) for n in names))
 
 
-def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> FloatArray:
+def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> list[float]:
     """What Eq. (8) divides by: where nobody knows it, the mean of the pool's, by weight.
 
     Were its usage 0 for want of a capacity, its w would stay where that of the others grows with
@@ -441,9 +351,7 @@ def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> FloatArray:
     told = [s.profile.kv_capacity_tokens if s.profile else s.kv_capacity_tokens for s in specs]
     known = [tokens for tokens in told if tokens is not None]
     mean = sum(known) / len(known) if known else UNLIMITED_TOKENS
-    return np.array(
-        [mean * s.weight if t is None else t for s, t in zip(specs, told, strict=True)], dtype=float
-    )
+    return [float(mean * s.weight if t is None else t) for s, t in zip(specs, told, strict=True)]
 
 
 def _capacity_per_s(profile: Profile, reference: tuple[float, float]) -> float:

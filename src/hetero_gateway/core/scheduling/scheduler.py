@@ -29,13 +29,11 @@ from bisect import insort
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.prefixes.caches import PrefixCaches
-from hetero_gateway.core.scheduling.decider import SMALL_POOL, Decider, Views, drain_time_s
+from hetero_gateway.core.scheduling.decider import Decider, Views, drain_time_s
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
 from hetero_gateway.core.scheduling.members import Members
@@ -46,6 +44,7 @@ from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
 from hetero_gateway.core.types import (
     COMPLETED,
+    Draws,
     InstanceId,
     InstanceSpec,
     Outcome,
@@ -70,15 +69,13 @@ _CROWD_WAITS_S = 30.0
 class Fresh(NamedTuple):
     """A scheduler that has placed nothing, as what its placements follow from.
 
-    ``pool``: of the one model that is asked for. ``small_pool``: most candidates that are decided
-    on in plain floats.
+    ``pool``: of the one model that is asked for.
     """
 
     policy: Policy
-    rng: np.random.Generator
+    rng: Draws
     theta: float
     pool: Pool
-    small_pool: int
     reference: tuple[float, float]
 
 
@@ -98,28 +95,26 @@ class Scheduler:
         discipline: who is next of those that wait; None: who came first.
         prefix_cache: keep in mind what instances have in their prefix caches, of requests that
             have keys.
-        small_pool: most candidates that are decided on in plain floats.
     """
 
     def __init__(
         self,
         policy: Policy,
-        rng: np.random.Generator,
+        rng: Draws,
         theta: float = 2.0,
         reference: tuple[float, float] = (512.0, 256.0),
         max_queued: int = MOST_QUEUED,
         observes: bool = False,
         discipline: QueueDiscipline | None = None,
-        small_pool: int = SMALL_POOL,
         prefix_cache: bool = True,
     ) -> None:
         self.caches = PrefixCaches() if prefix_cache else None
         self.queued = 0
         queues = policy.queues
         self.members = Members(reference, stand_ins=queues, observes=observes)
-        views = Views(self.members.table, theta, reference, self.caches)
+        views = Views(theta, reference, self.caches)
         self.residual = views.residual  # what streams have still to come
-        self._decider = Decider(policy, rng, views, small_pool)
+        self._decider = Decider(policy, rng, views)
         # What chooses among the eligible instances; ``set_policy`` changes it.
         self.policy = policy
         self.restraints = Restraints()
@@ -162,7 +157,7 @@ class Scheduler:
         ):
             return None
         by = self._decider
-        return Fresh(by.policy, by.rng, by.views.theta, pool, by.small_pool, self._reference)
+        return Fresh(by.policy, by.rng, by.views.theta, pool, self._reference)
 
     def set_policy(self, policy: Policy) -> None:
         """Have another policy choose from now on. Pump afterwards.
@@ -560,7 +555,7 @@ class Scheduler:
         keys = request.prefix
         if keys is not None and self.caches is not None:
             if decision.prefix is not None:
-                dispatch.match_tokens = float(decision.prefix.match_tokens[choice.position])
+                dispatch.match_tokens = decision.prefix.match_tokens[choice.position]
             self.caches.placed(dispatch, keys)
         if queues and not request.streams and choice.ttft_s is not None:
             self._dispatched += 1
@@ -584,6 +579,8 @@ class Scheduler:
 
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
         """A dispatch's first output token was seen. Only the first call counts."""
+        if self.queued:
+            self._decider.freed.append(dispatch.instance_id)
         dispatch.state.first_token(dispatch, now_s)
 
     def settle(
@@ -610,6 +607,8 @@ class Scheduler:
             self._shares.settled(dispatch, usage, made_tokens)
         if not state.settle(dispatch, outcome, now_s, usage):
             return False
+        if self.queued:
+            self._decider.freed.append(state.instance_id)
         if keys is not None and self.caches is not None and outcome is COMPLETED:
             if dispatch.hit_tokens is not None or state.prefix.counts:
                 hits = state.prefix.believed_hits(dispatch)

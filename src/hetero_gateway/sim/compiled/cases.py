@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.costs.cost_model import MOST_EXACT, FloatArray
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
     ConstantPredictor,
@@ -28,6 +27,7 @@ from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, We
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
 from hetero_gateway.core.scheduling import pool as core_pool
+from hetero_gateway.core.scheduling.decider import MOST_CANDIDATES
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
@@ -50,12 +50,9 @@ _PLAIN_RULES: dict[type[Any], int] = {
     LeastWork: placing.LEAST_WORK,
 }
 
-_EXPONENTIAL_RULES = {placing.MIN_MAX, placing.PAPER, placing.MEMORY}
-
 # All that ``FinishTime`` consists of. Whatever else it may get is a rule that is not known here.
 _FINISH_TIME = {
-    "objective", "prefill_depth", "_first_token_weight", "slos",
-    "_room", "_matched_room", "_estimates", "_cheapest",
+    "objective", "prefill_depth", "_first_token_weight", "slos"
 }  # fmt: skip
 
 # Runs a workload to its end, given how to compile a loop.
@@ -82,7 +79,9 @@ def covered(
     if type(scheduler) is not Scheduler or workload.prefixes is not None:
         return None
     fresh = scheduler.fresh(model)
-    if fresh is None or any(fault.kind is not FaultKind.SLOW for fault in faults):
+    if fresh is None or (fresh.policy.samples and len(fresh.pool.ids) > MOST_CANDIDATES):
+        return None
+    if any(fault.kind is not FaultKind.SLOW for fault in faults):
         return None
     if type(predictor) is NormalPredictor and predictions is None:
         predictions = predictor.next_predictions(len(workload.arrival_s))
@@ -120,14 +119,12 @@ def covered(
 
 def _rule(policy: Policy, pool: core_pool.Pool) -> placing.Rule | None:
     kind, weights, single = _PLAIN_RULES.get(type(policy)), np.ones(len(pool.ids)), -1
-    if kind in _EXPONENTIAL_RULES and len(pool.ids) > MOST_EXACT:
-        return None
     if isinstance(policy, RoundRobin) and type(policy) in (RoundRobin, WeightedRoundRobin):
-        if policy.owed.size:  # it has been used
+        if policy.owed:  # it has been used
             return None
         kind = placing.RANDOM if policy.randomised else placing.TURNS
         if type(policy) is WeightedRoundRobin:
-            weights = pool.columns.weight
+            weights = np.array([member.weight for member in pool.members])
     elif type(policy) is SingleInstance:
         kind = placing.SINGLE
         if policy.instance_id is not None:
@@ -138,8 +135,7 @@ def _rule(policy: Policy, pool: core_pool.Pool) -> placing.Rule | None:
 def _world(
     fresh: Fresh, policy: FinishTime, requests: Requests, means: BucketMeans, interval_s: float
 ) -> late_binding.World | None:
-    """None: there are too many instances for plain floats, not all can hold all requests, or these
-    have not all the same limits."""
+    """None: not all instances can hold all requests, or these have not all the same limits."""
     pool = fresh.pool
     slo = Slo() if policy.slos is None else policy.slos.everyones()
     tokens = float(requests.prompt_tokens.max()) + _longest(requests, means)
@@ -147,14 +143,13 @@ def _world(
         type(policy) is not FinishTime
         or slo is None
         or not vars(policy).keys() <= _FINISH_TIME
-        or len(pool.ids) > fresh.small_pool
-        or tokens > pool.table.smallest_capacity_tokens
+        or tokens > pool.smallest_capacity_tokens
     ):
         return None
-    members = np.array(pool.members, np.float64)
+    table = pool_of(fresh)
     # As many as may be sent there, and one that finds out whether it is still slow.
     most_streams = int(max(member.seats for member in pool.members)) + 2
-    there = progress.new_progress(members, most_streams, len(requests.arrival_s))
+    there = progress.new_progress(table.members, most_streams, len(requests.arrival_s))
     rules = late_binding.Rules(
         policy.prefill_depth,
         policy.objective == "makespan",
@@ -164,7 +159,7 @@ def _world(
         slo,
     )
     reference_tokens = float(fresh.reference[1])
-    return late_binding.new_world(requests, pool_of(fresh), there, rules, means, reference_tokens)
+    return late_binding.new_world(requests, table, there, rules, means, reference_tokens)
 
 
 def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:
@@ -206,8 +201,8 @@ def _bounded(fresh: Fresh, requests: Requests, means: BucketMeans) -> bool:
     lowest = min(means.prior_tokens, requests.predictions.min(initial=1.0))
     if not (lowest >= 0 and prompt + longest <= MOST_TOKENS):
         return False
-    times_s = fresh.pool.request_times_s(prompt, longest, as_if_it_fitted=True)
-    return float(times_s.max()) * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
+    longest_s = max(fresh.pool.request_times_s(prompt, longest))
+    return longest_s * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
 
 
 def _longest(requests: Requests, means: BucketMeans) -> float:
@@ -238,27 +233,7 @@ def engines_of(fleet: EngineFleet, slots: int) -> EngineTables:
 
 
 def pool_of(fresh: Fresh) -> PoolTable:
-    pool, members = fresh.pool, fresh.pool.members
-    which = pool.profile_of
-    coefficients = pool.table.coefficients
-    if which is not None:
-        size = coefficients.shape[1] // 2
-        coefficients = coefficients[:, np.concatenate((which, which + size))]
-    columns = pool.columns
-
-    def column(name: str) -> FloatArray:
-        return np.array([getattr(member, name) for member in members], np.float64)
-
-    return PoolTable(
-        np.ascontiguousarray(coefficients),
-        column("p9"),
-        columns.kv_capacity_tokens,
-        column("kv_limit_tokens"),
-        column("max_num_seqs"),
-        columns.capacity,
-        columns.weight,
-        fresh.theta,
-    )
+    return PoolTable(np.array(fresh.pool.members, np.float64), fresh.theta)
 
 
 def slowdowns_of(faults: Sequence[Fault]) -> Slowdowns:

@@ -1,8 +1,8 @@
 """``finish-time``: requests wait in the gateway until an instance has room, first in, first out.
 
-What an instance is expected to do is ``core/policies/estimates.py``'s own ``room_of`` and
+What an instance is expected to do is ``core/policies/estimates.py``'s own ``room`` and
 ``estimate``, compiled as they are; here are the choice among a few candidates
-(``FinishTime.choose_small``), the queue and its means (``ModelQueue``), residual lives, and the
+(``FinishTime.choose``), the queue and its means (``ModelQueue``), residual lives, and the
 loop of ``cluster.py``.
 """
 
@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.cost_model import FloatArray
+from hetero_gateway.core.arrays import FloatArray
 from hetero_gateway.core.lengths.predictors import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
 from hetero_gateway.core.policies.estimates import (
-    LATE_FACTOR,
-    LATE_S,
-    LATE_WEIGHT,
     MOST_PATIENCE_S,
-    WORTH_WAITING,
+    cheapest,
+    cost,
     estimate,
-    room_of,
+    late_from_s,
+    request_time_s,
+    room,
 )
 from hetero_gateway.core.policies.finish_time import idle_before_drain_s
 from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
-from hetero_gateway.sim.arrays import Flags, Integers
+from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.compiled import progress, speeds
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
-from hetero_gateway.sim.compiled.progress import Progress, member_of, state_row
+from hetero_gateway.sim.compiled.progress import Progress, state_row
 from hetero_gateway.sim.compiled.speeds import FACTOR
 from hetero_gateway.sim.compiled.tables import (
     EngineTables,
@@ -39,7 +39,7 @@ from hetero_gateway.sim.compiled.tables import (
     Requests,
     Slowdowns,
     give_back,
-    request_time_s,
+    member_of,
     take_slot,
 )
 from hetero_gateway.sim.kernel import (
@@ -89,10 +89,11 @@ class Queue(NamedTuple):
 class CandidateFigures(NamedTuple):
     """Room for what is thought of each candidate."""
 
-    slots: Flags
-    room: Flags
-    latency_s: FloatArray
-    cost_s: FloatArray
+    slots: KernelTable
+    room: KernelTable
+    latency_s: KernelTable
+    delay_s: FloatArray
+    cost_s: KernelTable
     price: FloatArray
     ttft_s: FloatArray
     slo_price_s: FloatArray
@@ -117,7 +118,7 @@ class World(NamedTuple):
 def new_world(
     r: Requests, pool: PoolTable, p: Progress, rules: Rules, means: BucketMeans, prior_tokens: float
 ) -> World:
-    size = len(pool.weight)
+    size = len(pool.members)
     x = np.zeros(10)
     x[PUMPED_S] = -math.inf
     x[PRIOR_TOKENS] = prior_tokens
@@ -125,7 +126,7 @@ def new_world(
     placed = np.zeros((len(r.arrival_s), 2), np.int64)
     lengths, ordered = np.zeros((2, HISTORY))
     queue = Queue(np.zeros(8, np.int64), x, lengths, ordered, residual, np.ones(size), placed)
-    flags, floats = np.zeros((2, size), np.bool_), np.zeros((5, size))
+    flags, floats = np.zeros((2, size), np.bool_), np.zeros((6, size))
     scratch = CandidateFigures(*flags, *floats)
     return World(
         r, pool, p, queue, scratch, rules, means,
@@ -357,7 +358,7 @@ def _refresh(w: World) -> None:
     ):
         return
     for i in range(len(typical_s)):
-        typical_s[i] = max(request_time_s(w.pool, i, prompt, output, False), 1e-9)
+        typical_s[i] = max(request_time_s(member_of(w.pool.members, i), prompt, output), 1e-9)
     x[TYPICAL_PROMPT] = prompt
     x[TYPICAL_OUTPUT] = output
 
@@ -371,14 +372,14 @@ def renew_residual(queue: Queue) -> None:
 def _choose(
     w: World, request: int, first: int, last: int, now_s: float, rng: np.random.Generator
 ) -> int:
-    """``FinishTime.choose_small`` among the instances from ``first`` up to ``last``."""
+    """``FinishTime.choose`` among the instances from ``first`` up to ``last``."""
     _refresh(w)
     s, p = w.scratch, w.p
     prompt, output = float(w.r.prompt_tokens[request]), p.predicted[request]
     there_is_room = False
     for i in range(first, last):
-        s.slots[i], s.room[i] = room_of(
-            state_row(p, i), member_of(p, i), prompt, w.rules.prefill_depth, now_s
+        s.slots[i], s.room[i] = room(
+            state_row(p, i), member_of(p.members, i), prompt, w.rules.prefill_depth, now_s
         )
         there_is_room |= s.room[i]
     if not there_is_room:
@@ -386,13 +387,13 @@ def _choose(
     ended = now_s - w.queue.x[LAST_ARRIVAL_S] >= idle_before_drain_s(w.queue.x[MEAN_GAP_S])
     soonest_s, soonest_ttft_s = math.inf, math.inf
     for i in range(first, last):
-        row, member = state_row(p, i), member_of(p, i)
+        row, member = state_row(p, i), member_of(p.members, i)
         one = estimate(
             row, member, prompt, None, 1.0, prompt, output, w.queue.residual,
             w.queue.typical_s[i], now_s, not ended,
         )  # fmt: skip
         s.latency_s[i] = one[4]
-        s.cost_s[i] = one[4] + one[5]
+        s.delay_s[i] = one[5]
         s.price[i] = one[6]
         s.ttft_s[i] = one[7]
         if w.rules.has_slo:
@@ -403,18 +404,21 @@ def _choose(
             s.slo_price_s[i] = VIOLATION_PRICE_S * missed
         soonest_s = min(soonest_s, one[4])
         soonest_ttft_s = min(soonest_ttft_s, one[7])
-    late_s = max(LATE_S, LATE_FACTOR * soonest_ttft_s)
+    late_s = late_from_s(soonest_ttft_s, False)
     for i in range(first, last):
-        late_price_s = 0.0
-        if s.ttft_s[i] > late_s:
-            late_price_s = LATE_WEIGHT * (s.ttft_s[i] - late_s)
-        s.cost_s[i] = s.cost_s[i] + s.price[i] * soonest_s + late_price_s
+        s.cost_s[i] = cost(
+            s.latency_s[i], s.delay_s[i], s.price[i], s.ttft_s[i], soonest_s, late_s, 0.0
+        )[2]
         if w.rules.has_slo:
             s.cost_s[i] += s.slo_price_s[i]
     latest_s = math.inf
     if w.rules.always_drains or ended:
         latest_s = _latest_s(w, first, last, soonest_s)
-    return _cheapest(s, first, last, latest_s, rng)
+    chosen = cheapest(
+        s.cost_s[first:last], s.slots[first:last], s.room[first:last], s.latency_s[first:last],
+        latest_s, rng,
+    )  # fmt: skip
+    return chosen if chosen < 0 else first + chosen
 
 
 def _latest_s(w: World, first: int, last: int, soonest_s: float) -> float:
@@ -424,40 +428,6 @@ def _latest_s(w: World, first: int, last: int, soonest_s: float) -> float:
     prompt, output = n[PROMPTS] / waiting, x[OUTPUTS] / waiting
     rate_per_s = 0.0
     for i in range(first, last):
-        time_s = request_time_s(w.pool, i, prompt, output, False)
+        time_s = request_time_s(member_of(w.pool.members, i), prompt, output)
         rate_per_s += 1 / (w.p.speeds.estimates[i, FACTOR] * time_s)
     return float(soonest_s + waiting / rate_per_s / w.rules.drain_factor)
-
-
-def _cheapest(
-    s: CandidateFigures, first: int, last: int, latest_s: float, rng: np.random.Generator
-) -> int:
-    """``estimates.cheapest_small``; -1: none."""
-    lowest_s = best_s = least_s = math.inf
-    chosen, ties = -1, 0
-    for i in range(first, last):
-        if not s.slots[i] or s.latency_s[i] > latest_s:
-            continue
-        cost_s = s.cost_s[i]
-        lowest_s = min(lowest_s, cost_s)
-        if not s.room[i] or cost_s > best_s:
-            continue
-        # Of those that cost the same, who is done first; of those, a draw.
-        if cost_s < best_s or s.latency_s[i] < least_s:
-            best_s, least_s, chosen, ties = cost_s, s.latency_s[i], i, 1
-        elif s.latency_s[i] == least_s:
-            ties += 1
-    if chosen < 0 or best_s > WORTH_WAITING * lowest_s:
-        return -1
-    if ties == 1:
-        return chosen
-    left = int(rng.random() * ties)
-    for i in range(chosen, last):
-        if (
-            s.slots[i] and s.room[i] and s.latency_s[i] <= latest_s
-            and s.cost_s[i] == best_s and s.latency_s[i] == least_s
-        ):  # fmt: skip
-            if left == 0:
-                return i
-            left -= 1
-    return chosen

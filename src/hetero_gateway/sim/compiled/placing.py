@@ -11,11 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.cost_model import FloatArray, workload
+from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.cost_model import workload
+from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.sim.arrays import Flags, Integers
 from hetero_gateway.sim.compiled import loads
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.tables import (
+    CAPACITY as CAPACITY_PER_S,
+)
+from hetero_gateway.sim.compiled.tables import (
+    KV_CAPACITY_TOKENS,
+    KV_LIMIT_TOKENS,
     EngineTables,
     PoolTable,
     Requests,
@@ -23,7 +30,7 @@ from hetero_gateway.sim.compiled.tables import (
     candidates,
     give_back,
     least,
-    request_time_s,
+    member_of,
     take_slot,
     with_room,
 )
@@ -83,7 +90,7 @@ def place_all(
     rng: np.random.Generator,
 ) -> None:
     """Run the workload to its end."""
-    size = len(pool.weight)
+    size = len(pool.members)
     there = Loads(
         np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size),
         np.zeros((size, loads.DIGITS), np.int64), np.zeros(size),
@@ -101,7 +108,7 @@ def _place_until_full(
 ) -> tuple[int, int]:
     """Go on from request ``first`` to the end, or to one without a slot: where to go on."""
     r, takes, slowdowns = w.r, w.takes, w.slowdowns
-    size, smallest_tokens = len(takes), least(w.pool.kv_limit_tokens)
+    size, smallest_tokens = len(takes), least(w.pool.members[:, KV_LIMIT_TOKENS])
     for request in range(first, len(r.arrival_s)):
         now_s = r.arrival_s[request]
         while slowed < len(slowdowns.at_s) and slowdowns.at_s[slowed] <= now_s:
@@ -213,7 +220,7 @@ def choose(
     for i in range(len(takes)):
         scores[i] = there.in_flight[i]
         if kind == CAPACITY:
-            scores[i] = (there.in_flight[i] + 1) / w.pool.capacity[i]
+            scores[i] = (there.in_flight[i] + 1) / w.pool.members[i, CAPACITY_PER_S]
     return _lowest(scores, takes, rng), 0.0
 
 
@@ -229,8 +236,8 @@ def _by_load(
             continue
         time_s = 1.0
         if kind != MEMORY:
-            time_s = request_time_s(pool, i, prompt_tokens, output_tokens, True)
-        usage = there.kv_tokens[i] / pool.kv_capacity_tokens[i]
+            time_s = request_time_s(member_of(pool.members, i), prompt_tokens, output_tokens)
+        usage = there.kv_tokens[i] / pool.members[i, KV_CAPACITY_TOKENS]
         charges_s[i] = time_s if kind == LEAST_WORK else workload(time_s, usage, pool.theta)
         after_s[i] = there.load_s[i] + charges_s[i]
         highest = max(highest, there.load_s[i])
@@ -245,7 +252,7 @@ def _by_load(
 
 
 def _lowest(scores: FloatArray, takes: Flags, rng: np.random.Generator) -> int:
-    """``base.argmin_with_random_ties``."""
+    """``base.lowest_with_random_ties``."""
     best, ties, first = math.inf, 0, -1
     for i in range(len(scores)):
         if not takes[i]:
@@ -283,8 +290,12 @@ def _better_of_two(
         return _nth(takes, first)
     second = (first + 1 + int(rng.random() * (count - 1))) % count
     one, other = _nth(takes, first), _nth(takes, second)
-    score = (there.in_flight[one] + 1) / pool.capacity[one]
-    return one if score <= (there.in_flight[other] + 1) / pool.capacity[other] else other
+    score = (there.in_flight[one] + 1) / pool.members[one, CAPACITY_PER_S]
+    return (
+        one
+        if score <= (there.in_flight[other] + 1) / pool.members[other, CAPACITY_PER_S]
+        else other
+    )
 
 
 def _whose_turn(weights: FloatArray, owed: FloatArray, takes: Flags) -> int:

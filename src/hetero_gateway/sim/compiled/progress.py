@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
+from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
 from hetero_gateway.core.instances.dispatch import NO_PEERS, PeerLoad
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, STREAMS_SAY_S
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
-from hetero_gateway.core.policies.member import Member
 from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.compiled import speeds
 from hetero_gateway.sim.compiled.speeds import FACTOR, Speeds
@@ -285,10 +285,3 @@ def _modelled_s(p: Progress, i: int, made: int, duration_s: float) -> float:
     at_once = made * sequences
     decode_s = c[4] * (at_once * cached) + c[5] * at_once + c[6] * (made * cached) + c[7] * made
     return float(prefill_s + decode_s)
-
-
-def member_of(p: Progress, i: int) -> Member:
-    m = p.members[i]
-    return Member(
-        m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], m[8], m[9], m[10], m[11], m[12], m[13],
-    )  # fmt: skip

@@ -6,8 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.cost_model import FloatArray, attended_pairs
+from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.policies.estimates import holds
+from hetero_gateway.core.policies.member import Member
 from hetero_gateway.sim.arrays import Flags, Integers
+
+# Columns of a table of members.
+KV_CAPACITY_TOKENS, KV_LIMIT_TOKENS, WEIGHT, CAPACITY = (
+    Member._fields.index(name)
+    for name in ("kv_capacity_tokens", "kv_limit_tokens", "weight", "capacity")
+)
 
 # An array, where the kernel's own annotations have lists.
 KernelTable = Any
@@ -56,19 +64,9 @@ class EngineTables(NamedTuple):
 
 
 class PoolTable(NamedTuple):
-    """What never changes of the instances, as the scheduler believes it: ``scheduling/pool.py``.
+    """What never changes of the instances, as the scheduler believes it: a row is a ``Member``."""
 
-    ``coefficients``: of T, one row per term: ``ProfileTable``. ``kv_capacity_tokens``: what usage
-    is measured by; ``kv_limit_tokens``: what a request has to fit.
-    """
-
-    coefficients: FloatArray
-    p9: FloatArray
-    kv_capacity_tokens: FloatArray
-    kv_limit_tokens: FloatArray
-    max_num_seqs: FloatArray
-    capacity: FloatArray
-    weight: FloatArray
+    members: FloatArray
     theta: float
 
 
@@ -80,37 +78,19 @@ class Slowdowns(NamedTuple):
     factor: FloatArray
 
 
-def request_time_s(
-    pool: PoolTable, i: int, prompt_tokens: float, output_tokens: float, fits: bool
-) -> float:
-    """T of one sequence on instance i, to the bit what ``ProfileTable.request_times_s`` has.
-
-    ``fits``: or else as if it ran there alone.
-    """
-    batch = min(pool.kv_limit_tokens[i] / (prompt_tokens + output_tokens), pool.max_num_seqs[i])
-    if not fits:
-        batch = max(batch, 1.0)
-    terms = pool.coefficients
-    size = len(pool.weight)
-    own, shared = terms[0, i] * prompt_tokens, terms[0, size + i] * prompt_tokens
-    own += terms[1, i]
-    shared += terms[1, size + i]
-    tokens = output_tokens * prompt_tokens
-    own += terms[2, i] * tokens
-    shared += terms[2, size + i] * tokens
-    own += terms[3, i] * output_tokens
-    shared += terms[3, size + i] * output_tokens
-    triangle = output_tokens * (output_tokens + 1) / 2
-    own += terms[4, i] * triangle
-    shared += terms[4, size + i] * triangle
-    return float(own + shared / batch + pool.p9[i] * attended_pairs(prompt_tokens))
+def member_of(members: FloatArray, i: int) -> Member:
+    m = members[i]
+    return Member(
+        m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], m[8], m[9], m[10], m[11], m[12], m[13],
+        m[14], m[15],
+    )  # fmt: skip
 
 
 def candidates(pool: PoolTable, tokens: float, takes: Flags) -> int:
     """Set who can hold a request of so many tokens; returns how many can."""
     count = 0
     for i in range(len(takes)):
-        takes[i] = min(pool.kv_limit_tokens[i] / tokens, pool.max_num_seqs[i]) >= 1
+        takes[i] = holds(member_of(pool.members, i), tokens)
         count += takes[i]
     return count
 
