@@ -34,7 +34,6 @@ from hetero_gateway.gateway.records.client_metrics import client_families
 from hetero_gateway.gateway.records.families import following_families
 from hetero_gateway.gateway.records.metrics import DECISION_BOUNDS_S, Metrics
 from hetero_gateway.serve.app import create_app
-from hetero_gateway.serve.control import admin
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Made by scripts/reference; edits are lost. -->"
@@ -143,12 +142,13 @@ def paths_of_the_gateway() -> list[str]:
     instance = {"id": "a", "base_url": "http://127.0.0.1:8001"}
     control = create_app(GatewayConfig.model_validate({"instances": [instance]})).control
     found: dict[tuple[str, str], list[str]] = {}
-    for route in (*control.routes, *admin.router.routes):
-        if not isinstance(route, Route):
-            continue
-        path = re.sub(r":path}", "}", route.path)
-        methods = sorted((route.methods or set()) - {"HEAD"})
-        first = (inspect.getdoc(route.endpoint) or "").split("\n\n")[0]
+    routes = [(each.path, each.methods, each.answer) for each in control.paths]
+    of_api = control.make_api().state.routes
+    routes += [(r.path, r.methods, r.endpoint) for r in of_api if isinstance(r, Route)]
+    for template, every, answer in routes:
+        path = re.sub(r":path}", "}", template)
+        methods = sorted({*(every or ())} - {"HEAD"})
+        first = (inspect.getdoc(answer) or "").split("\n\n")[0]
         if not first:
             raise SystemExit(f"{path}: its function has no docstring, which is its description")
         found.setdefault((path, _text(first)), []).extend(methods)

@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.fitting import Sample, eq_3_terms, fit_robustly, fit_rows
 
 CELLS = [

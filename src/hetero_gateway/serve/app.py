@@ -144,8 +144,8 @@ class Control:
 
     def __init__(self, gateway: Gateway, lifespan: Lifespan[Starlette]) -> None:
         self._gateway = gateway
-        self._paths = [*public_paths(gateway), _metrics_path(gateway)]
-        self._plain = plain_app(gateway, self._paths, lifespan)
+        self.paths = [*public_paths(gateway), _metrics_path(gateway)]
+        self._plain = plain_app(gateway, self.paths, lifespan)
         self._api: ASGIApp | None = None
         self._making = asyncio.Lock()
 
@@ -157,13 +157,13 @@ class Control:
             async with self._making:
                 if self._api is None:
                     # In a thread: it takes as long as hundreds of chunks, and streams go on.
-                    self._api = await asyncio.to_thread(self._make_api)
+                    self._api = await asyncio.to_thread(self.make_api)
         await self._api(scope, receive, send)
 
-    def _make_api(self) -> ASGIApp:
+    def make_api(self) -> Starlette:
         from hetero_gateway.serve.control.api import make_api
 
-        api = make_api(self._gateway, self._paths)
+        api = make_api(self._gateway, self.paths)
         if gc.get_freeze_count():
             gc.freeze()  # as what the start made: see ``server.freeze_what_start_made``
         return api

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hetero_gateway.cli.reports.page import axis, figure, fill, points, table, text
 from hetero_gateway.cli.reports.report import grid
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.fitting import (
     DECODE_NAMES,
     PREFILL_NAMES,

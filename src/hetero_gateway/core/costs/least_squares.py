@@ -6,7 +6,7 @@ gateway that is seldom asked to fit anything.
 
 from __future__ import annotations
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 
 
 def non_negative_solution(rows: FloatArray, wanted: FloatArray) -> FloatArray:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.least_squares import non_negative_solution
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 
 FORMAT = "hetero-gateway length model"

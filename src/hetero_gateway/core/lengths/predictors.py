@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 
 MAX_MODELS = 256
 # The name of the entry that all further models share.

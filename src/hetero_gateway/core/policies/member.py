@@ -11,8 +11,8 @@ class Member(NamedTuple):
     ``kv_capacity_tokens`` is what usage is measured by; where nobody knows it, it is assumed.
     ``kv_limit_tokens`` is what a request has to fit, without a limit where nobody knows one.
     ``seats``: sequences that are sent to it at most, a few more than ``max_num_seqs``.
-    ``capacity``: fitted requests per second. ``kind``: a number that instances of one profile share:
-    the same request takes the same time on them.
+    ``capacity``: fitted requests per second. ``kind``: a number that those of one profile share,
+    where the same request takes the same time.
     """
 
     p1: float

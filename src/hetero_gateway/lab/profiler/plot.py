@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.fitting import Fit, Sample, decode_terms, prefill_terms
 from hetero_gateway.errors import ConfigError
 

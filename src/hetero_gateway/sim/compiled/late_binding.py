@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.lengths.predictors import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
 from hetero_gateway.core.policies.estimates import (
     MOST_PATIENCE_S,

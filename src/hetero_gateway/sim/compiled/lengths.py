@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.lengths.predictors import FAR, MEMORY_REQUESTS
 from hetero_gateway.sim.arrays import Integers
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.sim.arrays import Flags, Integers

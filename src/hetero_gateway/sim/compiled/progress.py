@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
 from hetero_gateway.core.instances.dispatch import NO_PEERS, PeerLoad

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.instances import speed as core
 from hetero_gateway.core.instances.state import SPEED_BOUNDS
 from hetero_gateway.core.scheduling import probes as core_probes

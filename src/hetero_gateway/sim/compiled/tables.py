@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.policies.estimates import holds
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.sim.arrays import Flags, Integers
