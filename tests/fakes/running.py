@@ -23,7 +23,8 @@ from hetero_gateway.cli.made_key import dashboard_address
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import describe_clients
 from hetero_gateway.http.protocol import Service
-from hetero_gateway.scaleout.workers.hub import SECRET_ENV, listen
+from hetero_gateway.scaleout.workers import SECRET_ENV
+from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.app import App, create_app
 from hetero_gateway.serve.processes.worker import Worker
 from hetero_gateway.serve.server import BACKLOG, GatewayServer

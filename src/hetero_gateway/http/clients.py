@@ -34,6 +34,8 @@ _LEAST_BODY_BYTES_PER_S = 500
 # From this share of the connections on, idle ones are closed sooner.
 _CROWDED = 0.9
 _CROWDED_IDLE_S = 5.0
+# Of a WebSocket. Audio in base64; vLLM takes no more than 25 MB of it.
+MOST_MESSAGE_BYTES = 1 << 24
 # Descriptors that are neither clients' nor instances': the loop's, files, probes, refusals.
 _OWN_DESCRIPTORS = 128
 _MOST_CONNECTIONS = 100_000

@@ -355,8 +355,10 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         for name, value in head.headers:
             parts += (name, b": ", value, b"\r\n")
         parts.append(b"\r\n")
-        protocol: Any = self.ws_protocol_class
-        websocket = protocol(
+        # `websockets` comes with it, 1 MB.
+        from hetero_gateway.http.websocket import ClientWebSocket
+
+        websocket = ClientWebSocket(
             config=self.config, server_state=self.server_state, app_state=self.app_state
         )
         websocket.connection_made(self.transport)

@@ -15,8 +15,6 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from hetero_gateway.http.clients import Phase, Watch, Watched
 
-# Audio in base64; vLLM takes no more than 25 MB of it.
-MOST_MESSAGE_BYTES = 1 << 24
 # In a scope's ``extensions``: an event that is set when the client is gone, or on its way out.
 GONE = "hetero_gateway.gone"
 

@@ -7,13 +7,14 @@ like. The gateway starts and stops in the lifespan.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import re
 import socket
 from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -26,7 +27,6 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import Exposure
 from hetero_gateway.gateway.dataplane.application import DataPlane
-from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
 from hetero_gateway.http.headers import HOPS, Headers
@@ -36,6 +36,9 @@ from hetero_gateway.serve.control.errors import error as _error
 from hetero_gateway.serve.control.errors import nothing_at
 from hetero_gateway.serve.control.public import PlainPath, plain_app, public_paths
 from hetero_gateway.serve.wiring.gateway import Gateway
+
+if TYPE_CHECKING:
+    from hetero_gateway.gateway.dataplane.realtime import Realtime
 
 # Of the gateway's own paths only a model's name may be escaped: it may have a slash. No path fits
 # in two ways, or one that nearly fits would be tried in all of them.
@@ -57,7 +60,7 @@ class App:
     def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
         self.gateway = gateway
         self.control = control
-        self._realtime: Realtime | None = None
+        self._realtime = functools.cache(lambda: realtime(gateway.dataplane))
 
     @property
     def body_limits(self) -> BodyLimits:
@@ -69,13 +72,18 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            if self._realtime is None:
-                self._realtime = Realtime(self.gateway.dataplane)
-            await self._realtime.serve(scope, receive, send)
+            await self._realtime().serve(scope, receive, send)
         elif scope["type"] == "http":
             await route(scope, receive, send, self.gateway.dataplane, self.control)
         else:
             await self.control(scope, receive, send)
+
+
+def realtime(dataplane: DataPlane) -> Realtime:
+    """What serves WebSockets; ``websockets`` comes with it, 1 MB."""
+    from hetero_gateway.gateway.dataplane.realtime import Realtime
+
+    return Realtime(dataplane)
 
 
 async def route(

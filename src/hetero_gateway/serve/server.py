@@ -21,13 +21,13 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.settings import Prepared
 from hetero_gateway.http.clients import (
+    MOST_MESSAGE_BYTES,
     Watch,
     client_limits,
     default_max_connections,
     raise_descriptor_limit,
 )
 from hetero_gateway.http.protocol import Service, engine_protocol
-from hetero_gateway.http.websocket import MOST_MESSAGE_BYTES, ClientWebSocket
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.serve.heartbeat import Heartbeat
 from hetero_gateway.serve.wiring.gateway import Parts
@@ -93,7 +93,7 @@ class GatewayServer(uvicorn.Server):
                 port=config.port,
                 http=engine_protocol(service, self.watch),
                 loop="uvloop",
-                ws=ClientWebSocket,
+                ws="none",  # our protocol makes them
                 ws_max_size=MOST_MESSAGE_BYTES,
                 ws_per_message_deflate=False,
                 lifespan="on",

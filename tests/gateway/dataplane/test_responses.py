@@ -19,7 +19,7 @@ from hetero_gateway.core.types import InstanceId, PrefixKeys
 from hetero_gateway.gateway.dataplane import responses
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
-from hetero_gateway.scaleout.workers.hub import SECRET_ENV
+from hetero_gateway.scaleout.workers import SECRET_ENV
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
 from tests.fakes.running import RunningGateway, config_for, running_gateway

@@ -19,9 +19,9 @@ from websockets.typing import Subprotocol
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.http.clients import MOST_MESSAGE_BYTES
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.hops import LOOP_DETECTED
-from hetero_gateway.http.websocket import MOST_MESSAGE_BYTES
 
 # A message that waits to be written, and pongs behind it.
 _MOST_WAITING_BYTES = MOST_MESSAGE_BYTES + (1 << 20)

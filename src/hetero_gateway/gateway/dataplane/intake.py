@@ -36,6 +36,11 @@ from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
+from hetero_gateway.gateway.request.byte_counts import (
+    LEAST_SCANNED_BYTES,
+    load_scans,
+    scans_are_loaded,
+)
 from hetero_gateway.gateway.request.forms import check_one_type
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
@@ -115,9 +120,13 @@ class LongBodies:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._loads = False
 
-    def begin(self, steps: Steps[ParsedRequest]) -> ParsedRequest | None:
+    def begin(self, steps: Steps[ParsedRequest], size_bytes: int) -> ParsedRequest | None:
         """The first step; None: there are more. Raises Refusal."""
+        if size_bytes >= LEAST_SCANNED_BYTES and not scans_are_loaded():
+            self._loads = True
+            return None
         return advance(steps, _STEP_S)
 
     async def finish(
@@ -126,6 +135,9 @@ class LongBodies:
         """The others; None: nobody wants it any more. Raises Refusal."""
         parsed = None
         async with self._lock:
+            if self._loads:
+                await asyncio.to_thread(load_scans)
+                self._loads = False
             while parsed is None and not over():
                 await asyncio.sleep(0)
                 parsed = advance(steps, _STEP_S)
@@ -509,7 +521,7 @@ class RequestReader:
             parsed = rooms.intake.read(inbound, self._client)
         else:
             steps = rooms.intake.read_in_steps(inbound, self._client)
-            first = rooms.reading.begin(steps)
+            first = rooms.reading.begin(steps, len(inbound.body))
             if first is None:
                 self._start(self._read_on(rooms, inbound, steps))
                 return

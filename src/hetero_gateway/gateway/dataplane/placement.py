@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_gateway.core.histogram import count_noted
 from hetero_gateway.core.instances.dispatch import Dispatch
@@ -59,12 +59,14 @@ from hetero_gateway.gateway.dataplane.waits import QueueWait, WakingWait
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.fleet.recalibration import Recalibration
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.heads import Inbound
+
+if TYPE_CHECKING:
+    from hetero_gateway.gateway.fleet.recalibration import Recalibration
 
 # OpenAI's clients obey a Retry-After of up to 60 s.
 _RETRY_AFTER_BOUNDS_S = (1, 60)
@@ -95,8 +97,8 @@ class Placement:
         self.timeout_s = config.timeout_s
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[QueueWait, None] = {}  # in the order in which they came
-        self._recalibration = Recalibration(fleet)
-        self._steps = StepWatch(fleet, self._recalibration.look if recalibrate else None)
+        self._recalibration: Recalibration | None = None
+        self._steps = StepWatch(fleet, self._look(recalibrate))
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
@@ -114,10 +116,20 @@ class Placement:
         def apply() -> None:
             self.queues = self._fleet.queues  # which has taken up the policy
             self.timeout_s = fresh.scheduler.queue.timeout_s
-            recalibrate = fresh.scheduler.recalibrate
-            self._steps.on_look = self._recalibration.look if recalibrate else None
+            self._steps.on_look = self._look(fresh.scheduler.recalibrate)
 
         return Prepared(apply)
+
+    def _look(self, recalibrate: bool) -> Callable[[], None] | None:
+        """What looks at observations, about once a second; None: constants stay as they are."""
+        if not recalibrate:
+            return None
+        if self._recalibration is None:
+            # numpy comes with it, 13 MB; few have it on.
+            from hetero_gateway.gateway.fleet.recalibration import Recalibration
+
+            self._recalibration = Recalibration(self._fleet)
+        return self._recalibration.look
 
     def __len__(self) -> int:
         """Requests that wait now."""

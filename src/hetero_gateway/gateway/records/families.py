@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,7 +22,9 @@ from prometheus_client.core import (
 
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
-from hetero_gateway.core.sharing.exchange import Mode
+
+if TYPE_CHECKING:
+    from hetero_gateway.core.sharing.exchange import Mode
 
 _PREFIX = "hetero_gateway_"
 _TYPES: dict[str, Any] = {
@@ -145,7 +147,9 @@ def following_families(
 
 
 def sharing_families(sharing: SharedView) -> Iterator[Metric]:
-    yield family("sharing_mode", {(mode.value,): sharing.mode is mode for mode in Mode})
+    yield family(
+        "sharing_mode", {(mode.value,): sharing.mode is mode for mode in type(sharing.mode)}
+    )
     yield single("sharing_replicas", sharing.replicas)
     yield single("sharing_age_seconds", sharing.age_s())
     yield single("sharing_unmatched_instances", sharing.unmatched)

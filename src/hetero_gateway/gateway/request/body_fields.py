@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from hetero_gateway.engines.vllm import FIELDS_OF, GUARDED_FIELDS, Prompts, guarded_at, prompts_at
 from hetero_gateway.errors import Refusal
@@ -275,12 +274,10 @@ def _extent(body: bytes | bytearray, text: bytes | bytearray, field: msgspec.Raw
     size = memoryview(field).nbytes
     if not size:
         return body, 0, 0
-    start = _address(field) - _address(text)
+    from hetero_gateway.gateway.request.addresses import address
+
+    start = address(field) - address(text)
     return body, start, start + size
-
-
-def _address(data: bytes | bytearray | msgspec.Raw) -> int:
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
 # What Python's json takes for a number; and in a string what is no character: half of a pair,
@@ -316,6 +313,9 @@ def _flatter(text: bytes | bytearray) -> Steps[bytes | bytearray]:
     yield
     plain = plain.replace(b'\\"', b"  ")
     yield
+    # Nobody but to break a parser sends such bodies, and it is 13 MB of memory.
+    import numpy as np
+
     result = bytearray(text)
     read, written = np.frombuffer(plain, np.uint8), np.frombuffer(result, np.uint8)
     depth, in_string = 0, False

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import islice
 from operator import attrgetter
 from typing import Protocol, cast
 
@@ -40,7 +39,6 @@ from hetero_gateway.gateway.request.byte_counts import (
     count,
     count_below,
     count_byte,
-    highest,
     places,
 )
 from hetero_gateway.gateway.request.items import items_of, places_of
@@ -79,7 +77,8 @@ def measure_prompt(data: bytes | bytearray, start: int, end: int) -> tuple[int |
 
 
 def _only_numbers(data: bytes | bytearray, start: int, end: int) -> bool:
-    return highest(memoryview(data)[start:end]) < _ABOVE_NUMBERS and data.find(b'"', start, end) < 0
+    view = memoryview(data)[start:end]
+    return count_below(view, _ABOVE_NUMBERS) == len(view) and data.find(b'"', start, end) < 0
 
 
 def _commas(data: bytes | bytearray, start: int, end: int) -> int:
@@ -120,7 +119,7 @@ def measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
     if end - start < LEAST_BYTES:
         found = len(_MEDIA_PART.findall(data, start, end))
     else:
-        parts = list(islice(places(data, start, end, _TYPE), _MOST_PARTS))
+        parts = places(data, start, end, _TYPE, _MOST_PARTS)
         found = sum(_MEDIA_PART.match(data, at, end) is not None for at in parts)
         if len(parts) == _MOST_PARTS:
             found = found * (end - start) // (parts[-1] + len(_TYPE) - start)

@@ -57,10 +57,8 @@ def make_sharing(
     fleet: Fleet,
     base_dir: Path,
     accounts: Callable[[], Iterable[Account]] = tuple,
-) -> Sharing | None:
-    """Of ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
-    if config.shared is None:
-        return None
+) -> Sharing:
+    """Of ``scheduler.shared``. Raises ConfigError."""
     # Of this process alone: one that is started anew has nothing outstanding, and what its
     # predecessor said of itself must run out.
     name = secrets.token_hex(8)

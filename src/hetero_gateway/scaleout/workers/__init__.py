@@ -11,3 +11,7 @@ Unix socket (``messages``), each side's messages of one turn of the event loop i
 When a worker dies, the hub settles its requests. When the scheduler dies, each worker places on by
 its last view with a scheduler of its own (``remote``), and gives the new one what is outstanding.
 """
+
+# By which the supervisor gives all of its processes one secret: for the keys of prompts, and
+# the key of /admin.
+SECRET_ENV = "HETERO_GATEWAY_PROCESS_SECRET"

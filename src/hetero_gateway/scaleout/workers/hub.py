@@ -27,9 +27,6 @@ from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.session import RequestSession
 
 VIEW_INTERVAL_S = 1.0
-# By which the supervisor gives all of its processes one secret: for the keys of prompts, and
-# the key of /admin.
-SECRET_ENV = "HETERO_GATEWAY_PROCESS_SECRET"
 
 _log = logging.getLogger(__name__)
 

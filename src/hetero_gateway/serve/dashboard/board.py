@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -30,7 +30,6 @@ from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
 from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.scaleout.sharing.peers import Sharing
 from hetero_gateway.serve.dashboard.trend import (
     MINUTE_STEPS,
     NOW_STEPS,
@@ -39,6 +38,9 @@ from hetero_gateway.serve.dashboard.trend import (
     Trend,
     short,
 )
+
+if TYPE_CHECKING:
+    from hetero_gateway.scaleout.sharing.peers import Sharing
 
 _log = logging.getLogger(__name__)
 

@@ -35,7 +35,8 @@ import msgspec
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.whole_file import write_whole
-from hetero_gateway.scaleout.workers.hub import SECRET_ENV, listen
+from hetero_gateway.scaleout.workers import SECRET_ENV
+from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.heartbeat import LOOK_S, Condition, Pulse, is_stopped, tell_cover
 from hetero_gateway.serve.server import BACKLOG, url_of
 

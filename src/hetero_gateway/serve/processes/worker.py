@@ -8,6 +8,7 @@ itself; all others that are not an engine's are passed on to that process (``con
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from pathlib import Path
@@ -16,7 +17,6 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.models import InstanceListing
 from hetero_gateway.gateway.dataplane.predictor import predictor_settings
-from hetero_gateway.gateway.dataplane.realtime import Realtime
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
@@ -24,7 +24,7 @@ from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.remote import RemoteDispatcher
-from hetero_gateway.serve.app import route
+from hetero_gateway.serve.app import realtime, route
 from hetero_gateway.serve.control.public import is_public, plain_app, public_paths
 from hetero_gateway.serve.processes.control import ControlRelay
 from hetero_gateway.serve.wiring.gateway import Parts
@@ -85,8 +85,8 @@ class Worker(Parts):
         self.control = ControlRelay(control_path, lambda: self.remote.alone)
         self._paths = plain_app(self, public_paths(self))
         self._hub_path = hub_path
+        self._realtime = functools.cache(lambda: realtime(self.dataplane))
         self.remote: RemoteDispatcher
-        self.realtime: Realtime
 
     # A Service
 
@@ -101,7 +101,7 @@ class Worker(Parts):
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "websocket":
-            await self.realtime.serve(scope, receive, send)
+            await self._realtime().serve(scope, receive, send)
         else:
             await route(scope, receive, send, self.dataplane, self._answer)
 
@@ -144,7 +144,6 @@ class Worker(Parts):
             draining=lambda: self.draining,
             on_config=self._take_up,
         )
-        self.realtime = Realtime(self.dataplane)
         # A request goes there straight from its connection.
         self.open = self.dataplane.open  # type: ignore[method-assign]
         self._stack.callback(self.remote.close)

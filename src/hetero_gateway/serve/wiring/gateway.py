@@ -43,12 +43,13 @@ from hetero_gateway.gateway.request.tokenizer import tokenizer_of
 from hetero_gateway.gateway.settings import Prepared, Settings, SettingsChange
 from hetero_gateway.http.hops import Hops
 from hetero_gateway.http.tls import server_tls
-from hetero_gateway.scaleout.sharing.peers import make_sharing
-from hetero_gateway.scaleout.workers.hub import SECRET_ENV, Hub
+from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.serve.dashboard.board import Board
 from hetero_gateway.serve.wiring.reload import Reloader
 
 if TYPE_CHECKING:
+    from hetero_gateway.scaleout.sharing.peers import Sharing
+    from hetero_gateway.scaleout.workers.hub import Hub
     from hetero_gateway.serve.autoscaling.following import Following
 
 
@@ -204,8 +205,7 @@ class Gateway(Parts):
         self.metrics.clients = lambda: client_families(
             self.admission, self.config.clients.most_labels, self.metrics.models
         )
-        self.sharing = make_sharing(config.scheduler, self.fleet, base_dir, self.admission.accounts)
-        self.metrics.sharing = self.sharing
+        self.sharing = self.metrics.sharing = self._make_sharing()
         if (caches := scheduler.caches) is not None:
             index = caches.index
             self.metrics.prefix_index = lambda: (len(index), index.memory_bytes())
@@ -266,6 +266,8 @@ class Gateway(Parts):
         self.discovery.start(tasks)
         self._stack.callback(self.discovery.stop)
         if self._hub_listener is not None:
+            from hetero_gateway.scaleout.workers.hub import Hub
+
             self.hub = Hub(
                 self.fleet,
                 self.dataplane.dispatcher,
@@ -276,6 +278,16 @@ class Gateway(Parts):
             )
             await self.hub.start()
             self._stack.push_async_callback(self.hub.stop)
+
+    def _make_sharing(self) -> Sharing | None:
+        """Of ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
+        config = self.config.scheduler
+        if config.shared is None:
+            return None
+        # What it says and hears is in arrays: numpy comes with it, 13 MB.
+        from hetero_gateway.scaleout.sharing.peers import make_sharing
+
+        return make_sharing(config, self.fleet, self._base_dir, self.admission.accounts)
 
     def _register_settings(self) -> None:
         """What can change while serving, and who takes it up."""

@@ -23,9 +23,6 @@ from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.fleet.sources.base import Found, Source, SourceError
-from hetero_gateway.gateway.fleet.sources.dns import DnsSource
-from hetero_gateway.gateway.fleet.sources.file import FileSource
-from hetero_gateway.gateway.fleet.sources.kubernetes import KubernetesSource
 from hetero_gateway.gateway.fleet.sources.pace import LONGEST_PAUSE_S, Backoff
 from hetero_gateway.gateway.settings import Prepared, Settings
 
@@ -277,8 +274,15 @@ class Discovery:
 
 def _source_of(config: SourceConfig, base_dir: Path) -> Source:
     """Raises ConfigError."""
+    # Each with what it needs, as that of Kubernetes httpx: 1.5 MB.
     if config.kind == "file":
+        from hetero_gateway.gateway.fleet.sources.file import FileSource
+
         return FileSource(config, base_dir)
     if config.kind == "dns":
+        from hetero_gateway.gateway.fleet.sources.dns import DnsSource
+
         return DnsSource(config)
+    from hetero_gateway.gateway.fleet.sources.kubernetes import KubernetesSource
+
     return KubernetesSource(config)
