@@ -1,6 +1,6 @@
 """A short request's way through the code, counted: calls, changes of file, files, bytecodes.
 
-    python benchmarks/dataplane/path.py [--features | --calls] [--requests 160]
+    python benchmarks/dataplane/path.py [--features [NAME …] | --calls] [--requests 160]
 
 A call is a function of the package that begins; a change of file, a call in another file than the
 one before it. Everything counts from the first byte of a request to the last row that is written
@@ -9,8 +9,9 @@ These figures are the same on every machine, within 1 %: what is done now and th
 step clock, rows written together) depends on the time. CPU time says as much, but a busy machine
 moves it by more than what is looked for.
 
-``--features`` switches each feature on, or off, and says what that changes; a key with limits has a
-goal of at most 5 % more bytecodes. ``--calls`` lists every function.
+``--features`` switches each feature on, or off (or those that are named), and says what that
+changes; a key with limits has a goal of at most 5 % more bytecodes. ``--calls`` lists every
+function.
 """
 
 from __future__ import annotations
@@ -336,6 +337,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     first = None
     with tempfile.TemporaryDirectory(prefix="path-") as folder:
         for name, sections, size in features(Path(folder), key):
+            if first is not None and args.features and name not in args.features:
+                continue
             row = asyncio.run(measured(Path(folder), sections, key, args.requests, size))
             functions = row.pop("functions")
             first = first or row["bytecodes"]
@@ -345,7 +348,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if args.calls:
                 for function, calls in sorted(functions.items()):
                     print(f"{calls:8.2f}  {function}")
-            if not args.features:
+            if args.features is None:
                 return
 
 
@@ -353,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--features", action="store_true", help="each on, or off")
+    parser.add_argument("--features", nargs="*", metavar="NAME", help="each on, or off")
     parser.add_argument("--calls", action="store_true", help="list every function")
     parser.add_argument("--requests", type=int, default=160, help="that are counted of each")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -19,7 +19,7 @@ from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system)])
 async def test_cached_share_ttft_and_latency_are_as_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:

@@ -23,7 +23,7 @@ from hetero_gateway import __version__
 from tests.fakes.processes import Process
 from tests.lab.profiler.builders import measured
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0

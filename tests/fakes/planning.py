@@ -22,15 +22,17 @@ Types = dict[tuple[str, int], InstanceType]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_plans() -> Iterator[None]:
+def compiled_plans(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whole systems are simulated compiled where numba is there, in a tenth of the time.
 
     Their records are the same to the last bit, as tests/sim/compiled shows. Who imports this is
-    grouped with what compiles (tests/conftest.py).
+    grouped with what compiles (tests/conftest.py). Where the tests that compile are left out, so
+    is compiling: it takes longer than what the others simulate.
     """
+    compiled = can_compile() and "not system" not in request.config.option.markexpr
 
     def run(*args: Any, **options: Any) -> Records:
-        return simulate(*args, **options | {"compiled": can_compile()})
+        return simulate(*args, **options | {"compiled": compiled})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "simulate", run)

@@ -133,7 +133,9 @@ class Client:
 
 
 @pytest.mark.parametrize(
-    ("workers", "chunked"), [(1, False), (1, True), (2, False)], ids=["one", "chunked", "workers"]
+    ("workers", "chunked"),
+    [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.system)],
+    ids=["one", "chunked", "workers"],
 )
 async def test_ten_long_bodies_take_at_most_300_mb(
     workers: int, chunked: bool, tmp_path: Path

@@ -22,7 +22,7 @@ MODELS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize(("cluster", "model"), list(itertools.product(CLUSTERS, MODELS)))
 def test_a_plan_or_one_clear_reason(cluster, model, tmp_path):
     path = tmp_path / "plan.yaml"

@@ -94,6 +94,7 @@ def test_a_full_cache_with_evictions_and_hits_is_the_same():
             assert sum(job.preemptions for job in jobs) > 3
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 def test_the_compiled_cache_is_the_same():
     for kv_tokens in (400, 3000):

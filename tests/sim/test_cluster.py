@@ -103,7 +103,7 @@ def test_one_seed_has_one_result(policy):
     assert same(one, run(cluster, load, make_scheduler(policy, 3)))
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 @pytest.mark.parametrize("policy", ["finish-time", "min-max"])
 def test_compiled_and_plain_records_are_the_same(policy):

@@ -81,6 +81,7 @@ def test_many_evictions_are_the_same():
         assert sum(job.preemptions for job in check(case, 1e-9)[0]) > 5
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 def test_the_compiled_kernel_gives_the_same_floats():
     jobs = jobs_of(*((0.03 * i, 1 + 37 * i % 300, 1 + 13 * i % 170) for i in range(300)))

@@ -148,6 +148,7 @@ def test_without_texts_nothing_is_cached_and_nothing_changes():
     np.testing.assert_array_equal(aware.finish_s, blind.finish_s)
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not can_compile(), reason="numba is not installed")
 def test_compiled_it_is_the_same():
     workload = sessions(20)

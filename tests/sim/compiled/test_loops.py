@@ -174,7 +174,7 @@ def test_what_is_placed_at_once_is_the_same(
     assert check_interpreted(profiles, load, policy, options, predictor, **given)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("policy", PLACING)
 def test_by_numba_what_is_placed_at_once_is_the_same(policy):
     load = heavy_workload(3000, 0.002)
@@ -250,7 +250,7 @@ def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
     assert not check_interpreted(CLUSTER, load, "finish-time", PolicyOptions(), "constant")
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize(
     "options",
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
@@ -64,15 +64,13 @@ def compiled(loop: Callable[..., Any]) -> Any:
     """A loop of this package, compiled by numba."""
     import numba
 
-    functions = _register()
-    digest = _digest(functions)
-
-    # numba's key has the values of a closure in it.
-    def run(*tables: Any) -> Any:
-        _ = digest
-        return loop(*tables)
-
-    return numba.njit(cache=True)(run)
+    # numba's key has the values of a closure in it. A function around the loop would have one too,
+    # and all would be optimised once more.
+    digest = CellType(_digest(_register()))
+    code = loop.__code__.replace(co_freevars=("digest",))
+    return numba.njit(cache=True)(
+        FunctionType(code, loop.__globals__, loop.__name__, None, (digest,))
+    )
 
 
 @functools.cache
@@ -86,7 +84,9 @@ def _register() -> tuple[FunctionType, ...]:
     functions = list(dict.fromkeys([*functions, *_SHARED]))
     for function in functions:
         if function not in known:
-            register_jitable(_nrt=function in _ALLOCATING)(function)
+            register_jitable(
+                _nrt=function in _ALLOCATING, no_cpython_wrapper=True, no_cfunc_wrapper=True
+            )(function)
     return tuple(functions)
 
 

@@ -121,16 +121,18 @@ def with_room(e: EngineTables) -> EngineTables:
     """The same, with twice the slots; somebody has each of those that there are."""
     size = len(e.q)
     q = np.zeros((2 * size, e.q.shape[1]), np.int64)
-    q[:size] = e.q
     request = np.full(2 * size, -1, np.int64)
-    request[:size] = e.request
     tokens = np.zeros(2 * size, np.int64)
-    tokens[:size] = e.charged_tokens
     units = np.zeros((2 * size, e.charged_units.shape[1]), np.int64)
-    units[:size] = e.charged_units
     free = np.zeros(2 * size + 1, np.int64)
     free[0] = size
+    # Number by number: slices that are assigned take numba seconds, for the words of their errors.
     for i in range(size):
+        for field in range(q.shape[1]):
+            q[i, field] = e.q[i, field]
+        request[i], tokens[i] = e.request[i], e.charged_tokens[i]
+        for digit in range(units.shape[1]):
+            units[i, digit] = e.charged_units[i, digit]
         free[1 + i] = 2 * size - 1 - i
     return EngineTables(
         q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, request, free, e.capacity_tokens, tokens,
