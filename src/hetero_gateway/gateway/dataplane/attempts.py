@@ -29,8 +29,8 @@ The life of a request. Events down, states across; "–": cannot be, or means no
     a bug           over: 500   over: 500   over: 500   settled;      settled; over: 500,
                                                         over: 500     or cut
 
-What is placed is settled exactly once, in ``_settle``: from "placed" on until then ``_placed`` says
-so. A task that finds its request over does nothing but give back what it has got.
+What is placed is settled exactly once, in ``_settle``: from "placed" on until then ``_exchange``
+says so. A task that finds its request over does nothing but give back what it has got.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
-from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
 from hetero_gateway.http.downstream import Downstream
@@ -92,12 +91,11 @@ class Attempts(RequestReader):
     _tried: list[InstanceId] = field(default_factory=list)
     _failure: InstanceError | None = None  # of the last attempt, where there is another
     # And the answer that it had, if any.
-    _kept: tuple[Place | OutsidePlace, Exchange] | None = None
+    _kept: Exchange | None = None
     _wait: Waiting | None = None  # for a place
-    _placed: Place | OutsidePlace | None = None  # and not settled
     # How many fallbacks were looked at, and the last one's label.
     _fallen: tuple[int, str] | None = None
-    _exchange: Exchange | None = None  # of that one
+    _exchange: Exchange | None = None  # at its place, until it is settled
     _task: asyncio.Task[None] | None = None
     _deadline_s: float = 0.0
     _status: int = CLIENT_GONE  # that the client got
@@ -178,7 +176,7 @@ class Attempts(RequestReader):
             if self._exchange.complete:
                 self.conclude()
             else:
-                self._leave_exchange()
+                self._leave(self._exchange)
                 self._end()
         else:
             if self._wait is not None:
@@ -195,7 +193,7 @@ class Attempts(RequestReader):
             if self._exchange.complete:
                 self.conclude()
                 return
-            self._leave_exchange()
+            self._leave(self._exchange)
         if self._wait is not None:
             self._wait.leave()
         self._answer(shutting_down())
@@ -262,12 +260,14 @@ class Attempts(RequestReader):
     # Sending
 
     def _send(self, placed: Place | OutsidePlace) -> None:
-        self._placed = placed
         inbound, rooms, instance = self._inbound, self._rooms, placed.instance
         headers = [
             (b"x-request-id", inbound.request_id),
             (b"x-hetero-gateway-instance", instance.id.encode()),
         ]
+        exchange = self._exchange = Exchange(
+            self._downstream, inbound.path, headers, self._deadline_s, self, placed
+        )
         if self._fallen is not None:
             label = self._fallen[1].encode("ascii", "backslashreplace")
             headers.append((b"x-hetero-gateway-fallback", label))
@@ -276,42 +276,32 @@ class Attempts(RequestReader):
         assert self._job is not None
         if self._job.standing is not None:
             headers += rate_limit_headers(self._job.standing)
-        exchange = Exchange(self._downstream, inbound.path, headers, self._deadline_s, self)
-        self._exchange = exchange
         exchange.frees_body = inbound.buffer is not None
         rooms.deadlines.exchanges.add(exchange)
         if not rooms.deadlines.watches:
             rooms.deadlines.watch()
         connection = instance.pool.take_idle()
         if connection is None:
-            self._start(self._connect(exchange, instance, first=not self._tried))
+            self._start(self._connect(exchange, first=not self._tried))
         else:
-            self._launch(exchange, connection, instance, first=not self._tried)
+            self._launch(exchange, connection, first=not self._tried)
 
-    async def _connect(
-        self, exchange: Exchange, instance: Instance | Outside, *, first: bool
-    ) -> None:
+    async def _connect(self, exchange: Exchange, *, first: bool) -> None:
+        pool = exchange.place.instance.pool
         try:
-            connection = await instance.pool.connect()
+            connection = await pool.connect()
         except InstanceError as error:
             if self._exchange is exchange:
                 exchange.on_error(error)
             return
         if self._exchange is exchange:
-            self._launch(exchange, connection, instance, first=first)
+            self._launch(exchange, connection, first=first)
         else:
-            instance.pool.release(connection)  # its request was over before: the next may have it
+            pool.release(connection)  # its request was over before: the next may have it
 
-    def _launch(
-        self,
-        exchange: Exchange,
-        connection: UpstreamConnection,
-        instance: Instance | Outside,
-        *,
-        first: bool,
-    ) -> None:
-        rooms, inbound, placed = self._rooms, self._inbound, self._placed
-        assert placed is not None
+    def _launch(self, exchange: Exchange, connection: UpstreamConnection, *, first: bool) -> None:
+        rooms, inbound, placed = self._rooms, self._inbound, exchange.place
+        instance = placed.instance
         if first:
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
             rooms.metrics.overhead_s.note(self._overhead_s)
@@ -351,15 +341,17 @@ class Attempts(RequestReader):
 
     def response_began(self, exchange: Exchange, data: bytes) -> None:
         response_id = response_id_in(data)
-        if response_id and not (self._placed is None or isinstance(self._placed, OutsidePlace)):
-            assert self._job is not None
+        if response_id and self._is_here(exchange):
             name = self._rooms.intake.response_name(self._inbound, self._client, response_id)
-            self._rooms.dispatcher.made(self._job, self._placed, name)
+            self._rooms.dispatcher.made(self._job, exchange.place, name)
 
     def stream_began(self, exchange: Exchange) -> None:
-        if not (self._placed is None or isinstance(self._placed, OutsidePlace)):
-            assert self._job is not None
-            self._rooms.dispatcher.stream_began(self._job, self._placed, exchange)
+        if self._is_here(exchange):
+            self._rooms.dispatcher.stream_began(self._job, exchange.place, exchange)
+
+    def _is_here(self, exchange: Exchange) -> bool:
+        """Whether it is the present one, and on an instance of ours."""
+        return exchange is self._exchange and not isinstance(exchange.place, OutsidePlace)
 
     def ended(self, exchange: Exchange) -> None:
         if exchange is not self._exchange:
@@ -388,42 +380,39 @@ class Attempts(RequestReader):
             outcome = COMPLETED
             if exchange.streams and exchange.engine_failed():
                 outcome = Outcome.UPSTREAM_ERROR
-                self._note_break()
+                self._note_break(exchange)
             elif exchange.body_bytes <= MOST_EMPTY_BYTES and self._lacks_body(exchange):
                 outcome = Outcome.UPSTREAM_ERROR
             elif exchange.status == LOOP_DETECTED:
                 self._note_loop(exchange)
-            self._settle(outcome, final=True)
+            self._settle(exchange, outcome, final=True)
             self._end()
         except Exception as error:
             self.broke(error)
 
-    def _note_break(self) -> None:
+    def _note_break(self, exchange: Exchange) -> None:
         """The HTTP response is complete, and the engine's answer is not."""
-        assert self._placed is not None
         _log.warning(
             "request %s: the engine of %s broke its answer off",
             self._inbound.request_id.decode(),
-            self._placed.instance.id,
+            exchange.place.instance.id,
         )
 
     def _note_loop(self, exchange: Exchange) -> None:
         """The request has been somewhere before."""
-        assert self._placed is not None
-        self._rooms.hops.note_loop(self._placed.instance.id)
+        self._rooms.hops.note_loop(exchange.place.instance.id)
         if not self._inbound.came_through:
             exchange.error = InstanceError(Failure.LOOP, "it leads back to a gateway")
 
     def _go_on_after(self, error: InstanceError, exchange: Exchange) -> None:
         """An attempt failed: try again, ask a fallback, or answer with what there is."""
-        placed = self._placed
-        assert placed is not None
+        placed = exchange.place
         instance, connection = placed.instance, exchange.connection
         if connection is not None and connection.stale and error.failure is Failure.RESET:
             # The instance was closing this idle connection when the request was written. A new one
             # is not stale, so this happens once.
             exchange.begin_again()
-            self._start(self._connect(exchange, instance, first=False))
+            self._start(self._connect(exchange, first=False))
             return
         self._tried.append(instance.id)
         outside = isinstance(placed, OutsidePlace)
@@ -437,11 +426,11 @@ class Attempts(RequestReader):
         outcome = error.failure.outcome
         if answered and exchange.status >= 400 and not retry and fallback is None:
             outcome = COMPLETED  # with what its engine had to say
-        self._settle(outcome, final=not retry and fallback is None)
+        self._settle(exchange, outcome, final=not retry and fallback is None)
         spent = len(self._tried) > 1
         if retry or fallback is not None:
             self._failure = error
-            self._kept = (placed, exchange) if answered else None
+            self._kept = exchange if answered else None
             if fallback is None:
                 self._place()
             else:
@@ -521,18 +510,15 @@ class Attempts(RequestReader):
 
     # Ends
 
-    def _leave_exchange(self) -> None:
-        assert self._exchange is not None
-        self._exchange.abort()
-        self._settle(Outcome.CLIENT_DISCONNECTED, final=True)
+    def _leave(self, exchange: Exchange) -> None:
+        exchange.abort()
+        self._settle(exchange, Outcome.CLIENT_DISCONNECTED, final=True)
 
-    def _settle(self, outcome: Outcome, *, final: bool) -> None:
+    def _settle(self, exchange: Exchange, outcome: Outcome, *, final: bool) -> None:
         """Take the attempt off its instance, and count it: once, whatever happens in here."""
-        job, placed, exchange = self._job, self._placed, self._exchange
+        job, placed = self._job, exchange.place
         assert job is not None
-        assert placed is not None
-        assert exchange is not None
-        self._placed = self._exchange = None
+        self._exchange = None
         self._last = placed, exchange, outcome
         if exchange.head_sent:
             self._status = exchange.status
@@ -557,7 +543,7 @@ class Attempts(RequestReader):
         if self._fallen is not None and refusal.code == "model_not_found":
             refusal = nobody_can()  # of the fallback alone
         if self._kept is not None:
-            placed, exchange = self._kept
+            exchange, placed = self._kept, self._kept.place
             assert self._job is not None
             if isinstance(placed, OutsidePlace):
                 self._rooms.dispatcher.settle_outside(
@@ -633,10 +619,9 @@ class Attempts(RequestReader):
     def _give_up(self) -> None:
         if self._wait is not None:
             self._wait.leave()
-        placed, exchange = self._placed, self._exchange
-        self._placed = self._exchange = None
+        exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.abort()
             self._rooms.deadlines.exchanges.discard(exchange)
-        if placed is not None and not isinstance(placed, OutsidePlace):
-            self._rooms.dispatcher.withdraw(placed, exchange)
+            if not isinstance(exchange.place, OutsidePlace):
+                self._rooms.dispatcher.withdraw(exchange.place, exchange)

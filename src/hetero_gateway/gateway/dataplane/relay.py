@@ -20,6 +20,8 @@ from hetero_gateway.core.types import Usage
 from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.server_config import TimeoutsConfig
+from hetero_gateway.gateway.dataplane.dispatcher import Place
+from hetero_gateway.gateway.dataplane.routes import OutsidePlace
 from hetero_gateway.http.downstream import Downstream, Flow
 from hetero_gateway.http.errors import sse_error_event
 from hetero_gateway.http.failures import Failure, InstanceError
@@ -101,6 +103,7 @@ class Exchange:
         extra_headers: added to the response's.
         total_deadline_s: monotonic.
         owner: hears of its events.
+        place: where it is.
     """
 
     _downstream: Downstream
@@ -108,6 +111,7 @@ class Exchange:
     _extra_headers: Headers
     total_deadline_s: float
     _owner: ExchangeOwner
+    place: Place | OutsidePlace
     # Bound once: they are used for every chunk.
     _write: Callable[[bytes], None] = field(init=False)
     _flow: Flow = field(init=False)

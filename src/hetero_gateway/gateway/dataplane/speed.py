@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.types import InstanceId, Outcome, Request, Usage
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
 from hetero_gateway.gateway.fleet.instances import Fleet
@@ -143,7 +142,7 @@ class StreamWatch:
         seen.setdefault(stream.dispatch.instance_id, []).append((now_s - since_s, steps))
 
 
-class StepWatch:
+class StepWatch(StreamWatch):
     """Tells the scheduler each second how many decode steps each instance made.
 
     Args:
@@ -152,10 +151,10 @@ class StepWatch:
     """
 
     def __init__(self, fleet: Fleet, on_look: Callable[[], None] | None = None) -> None:
+        super().__init__()
         self._fleet = fleet
         self.on_look = on_look
         self._loop = asyncio.get_running_loop()
-        self._streams = StreamWatch()
         self._others: Parts = {}  # of other processes, since the last look
         self._tokens_per_event: dict[InstanceId, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -163,16 +162,11 @@ class StepWatch:
     @property
     def idle(self) -> bool:
         """No stream is watched and no timer runs."""
-        return not self._streams and self._timer is None
+        return not len(self) and self._timer is None
 
-    def add(self, stream: WatchedStream, dispatch: Dispatch, now_s: float) -> None:
-        """A stream began."""
-        self._streams.add(stream, dispatch, now_s)
+    def add(self, stream: WatchedStream, dispatch: Streaming, now_s: float) -> None:
+        super().add(stream, dispatch, now_s)
         self._arm()
-
-    def discard(self, stream: WatchedStream, now_s: float) -> None:
-        """It is over; unknown ones are ignored."""
-        self._streams.discard(stream, now_s)
 
     def take_in(self, parts: Parts, samples: Samples) -> None:
         """What another process saw of its streams in the last second."""
@@ -203,7 +197,7 @@ class StepWatch:
         self._timer = None
         if self._streams or self._others:
             self._arm()
-        seen, samples = self._streams.look(now_s)
+        seen, samples = self.look(now_s)
         self._learn(samples)
         for instance_id, parts in self._others.items():
             seen.setdefault(instance_id, []).extend(parts)

@@ -273,24 +273,21 @@ class Stream(RequestReader):
         inbound, client = self._inbound, self._client
         assert inbound is not None
         assert client is not None
-        job = self._resources.dispatcher.describe(inbound, client, parsed, counted)
-        self._job = job
+        job = self._job = self._resources.dispatcher.describe(inbound, client, parsed, counted)
         if job.request.streams and not self._call.peer.reports:
             # Its first token is not seen: a stream's head comes before it, and its body never.
             job.request = job.request._replace(streams=False)
-        self._place()
+        self._place(job)
 
     # Placing
 
-    def _place(self) -> None:
+    def _place(self, job: Job) -> None:
         """Find the request its place. Raises Refusal."""
-        resources, job, inbound = self._resources, self._job, self._inbound
-        assert job is not None
-        assert inbound is not None
+        resources = self._resources
         exclude: tuple[InstanceId, ...] = resources.endpoints.unresolved
         if self._subset is not None:
             exclude = (*exclude, *resources.endpoints.outside(self._subset))
-        deadline_s = inbound.received_s + resources.total_timeout_s
+        deadline_s = job.inbound.received_s + resources.total_timeout_s
         try:
             place = resources.dispatcher.submit(
                 job, exclude, None, deadline_s, self, first=False, wakes=False
@@ -325,7 +322,7 @@ class Stream(RequestReader):
         assert job is not None
         if isinstance(place, Placed):
             self._placed = place
-            self._send_there(place)
+            self._send_there(place, job.inbound)
             return
         prompt_tokens = job.request.prompt_tokens
         if (
@@ -337,7 +334,7 @@ class Stream(RequestReader):
             # The length is an estimate: when half of it fits, the engine is to judge.
             self._halved = True
             job.request = job.request._replace(prompt_tokens=-(-prompt_tokens // 2))
-            self._place()
+            self._place(job)
             return
         ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
         self._note("unavailable" if ours else "rejected")
@@ -345,10 +342,9 @@ class Stream(RequestReader):
             place = Reject(place.reason, "none of the endpoints that were hinted at is available")
         raise rejection(place, None, job.inbound.path)
 
-    def _send_there(self, placed: Placed) -> None:
+    def _send_there(self, placed: Placed, inbound: Inbound) -> None:
         resources, instance = self._resources, placed.instance
-        inbound, call = self._inbound, self._call
-        assert inbound is not None
+        call = self._call
         destination = resources.endpoints.destination(instance)
         if destination is None:
             raise Refusal(
@@ -430,28 +426,29 @@ class Stream(RequestReader):
     def _answered(self, message: ProcessingRequest) -> bytes:
         """The response's head is here: what it says, and who served it."""
         self._status = status_of(message.response_headers)
-        if self._job is None:
+        job = self._job
+        if job is None:
             return answers.RESPONSE_HEADERS
         self._error = failure_of(message) or self._error
         served = served_of(message.metadata_context)
         if served is not None and self._placed is not None:
             # Envoy appends each further host to those that it has tried.
-            self._move(served.rpartition(",")[2])
+            self._move(job, self._placed, served.rpartition(",")[2])
         if self._placed is None or self._error is not None:
             return answers.RESPONSE_HEADERS
         destination = self._resources.endpoints.destination(self._placed.instance)
         return answers.RESPONSE_HEADERS if destination is None else destination.served
 
-    def _move(self, endpoint: str) -> None:
+    def _move(self, job: Job, placed: Placed, endpoint: str) -> None:
         """Charge the load to who served the request, where that is not who was to."""
-        placed, job, resources = self._placed, self._job, self._resources
-        assert placed is not None
-        assert job is not None
+        resources = self._resources
         chosen = resources.endpoints.destination(placed.instance)
         if chosen is not None and chosen.endpoint == endpoint:
             return
         error = InstanceError(Failure.RESET, f"the data plane went on to {endpoint}")
-        self._settle(Outcome.UPSTREAM_ERROR, ReportedResponse(0, error), final=False)
+        self._placed = None
+        seen = ReportedResponse(0, error)
+        resources.dispatcher.settle(job, placed, seen, Outcome.UPSTREAM_ERROR, final=False)
         resources.metrics.retries[error.reason] += 1
         served = resources.endpoints.instance_at(endpoint)
         if served is None:
@@ -494,12 +491,14 @@ class Stream(RequestReader):
         self._call.at_work = False
         self._resources.tickets.issued.pop(self._ticket, None)
         self._let_go_of_body()
-        if self._placed is not None:
-            self._settle_placed()
-        if self._job is not None and self._job.charge is not None:
-            self._job.charge.end()
+        if self._job is not None:
+            placed, self._placed = self._placed, None
+            if placed is not None:
+                self._settle(self._job, placed)
+            if self._job.charge is not None:
+                self._job.charge.end()
 
-    def _settle_placed(self) -> None:
+    def _settle(self, job: Job, placed: Placed) -> None:
         error, told = self._error, self._told
         if error is not None:
             outcome = error.failure.outcome
@@ -515,14 +514,7 @@ class Stream(RequestReader):
         seen = ReportedResponse(
             self._status, error, self._first_s, self._events, told is not None, told or Usage()
         )
-        self._settle(outcome, seen, final=True)
-
-    def _settle(self, outcome: Outcome, seen: ReportedResponse, *, final: bool) -> None:
-        placed, job, resources = self._placed, self._job, self._resources
-        assert placed is not None
-        assert job is not None
-        self._placed = None
-        resources.dispatcher.settle(job, placed, seen, outcome, final=final)
+        self._resources.dispatcher.settle(job, placed, seen, outcome, final=True)
 
     def _note(self, outcome: str) -> None:
         assert self._job is not None
