@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.gateway_config import PickerConfig
 from hetero_gateway.files.server_config import ServerConfig
 
 
@@ -112,8 +113,8 @@ class ServerTls:
         key_file: Path,
         client_ca_file: Path | None,
         *,
-        section: str = "server",
-        protocol: str = "http/1.1",
+        section: str,
+        protocol: str,
     ) -> None:
         self._identity = certificate_file, key_file
         self._client_ca_file = client_ca_file
@@ -158,8 +159,10 @@ class ServerTls:
             self.context.load_verify_locations(self._client_ca_file)
 
 
-def server_tls(config: ServerConfig, base_dir: Path) -> ServerTls | None:
-    """The configuration's; None: it names no certificate. Raises ConfigError."""
+def server_tls(
+    config: ServerConfig | PickerConfig, base_dir: Path, *, section: str, protocol: str
+) -> ServerTls | None:
+    """What a section names; None: it names no certificate. Raises ConfigError."""
     if config.certificate_file is None or config.key_file is None:
         return None
     clients = config.client_ca_file
@@ -167,6 +170,8 @@ def server_tls(config: ServerConfig, base_dir: Path) -> ServerTls | None:
         base_dir / config.certificate_file,
         base_dir / config.key_file,
         None if clients is None else base_dir / clients,
+        section=section,
+        protocol=protocol,
     )
 
 

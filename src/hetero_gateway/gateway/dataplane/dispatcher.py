@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, Usage
+from hetero_gateway.core.types import InstanceId, Outcome, Reject
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.intake import Job
-from hetero_gateway.gateway.dataplane.speed import WatchedStream
+from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
@@ -92,55 +92,6 @@ def report_to(
             return place
         owner.placed(place)
     return None
-
-
-class Answered(Protocol):
-    """A response as far as it was seen: an ``Exchange``, or what another data plane reports.
-
-    ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``body_bytes``: as announced, or
-    of what was kept of it; ``usage``: the tokens as its end stated them. None: not seen.
-    """
-
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def error(self) -> InstanceError | None: ...
-
-    @property
-    def first_body_at_s(self) -> float | None: ...
-
-    @property
-    def events(self) -> int: ...
-
-    @property
-    def body_bytes(self) -> int: ...
-
-    @property
-    def empty(self) -> bool: ...
-
-    def usage(self) -> Usage: ...
-
-
-class ObservedResponse(Answered, WatchedStream, Protocol):
-    """A response, as the recorder and the watch over the engines' speed want it."""
-
-
-class ReportedResponse(NamedTuple):
-    """A response that passed elsewhere, as far as that is reported."""
-
-    status: int = 0
-    error: InstanceError | None = None
-    first_body_at_s: float | None = None
-    events: int = 0
-    complete: bool = False
-    tokens: Usage = Usage()
-    body_bytes: int = 0
-    empty: bool = False
-    congested: bool = False
-
-    def usage(self) -> Usage:
-        return self.tokens
 
 
 class Dispatcher(Protocol[JobT, PlaceT]):

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from hetero_gateway.core.types import Outcome, Usage
 from hetero_gateway.engines.vllm import tokens_of_events
-from hetero_gateway.gateway.dataplane.dispatcher import ObservedResponse, Place
+from hetero_gateway.gateway.dataplane.dispatcher import Place
 from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.dataplane.records import LATER_S, label_of
 from hetero_gateway.gateway.dataplane.routes import OutsidePlace
 from hetero_gateway.http.heads import Inbound

@@ -45,16 +45,16 @@ from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.dataplane.answers import shutting_down
 from hetero_gateway.gateway.dataplane.dispatcher import (
-    ObservedResponse,
     Owner,
     Place,
     Placed,
     Waiting,
 )
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
-from hetero_gateway.gateway.dataplane.records import Recorder, context_of
+from hetero_gateway.gateway.dataplane.observed import ObservedResponse
+from hetero_gateway.gateway.dataplane.records import Recorder, SettledAttempt, context_of
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
-from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch, WatchedStream
+from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch
 from hetero_gateway.gateway.dataplane.waits import QueueWait, WakingWait
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
@@ -332,7 +332,7 @@ class Placement:
         """What another process saw of its streams in the last second."""
         self._steps.take_in(parts, samples)
 
-    def stream_began(self, dispatch: Dispatch, stream: WatchedStream | None) -> None:
+    def stream_began(self, dispatch: Dispatch, stream: ObservedResponse | None) -> None:
         """The first bytes of an answer are here, and its first token, if the core asks for it.
 
         ``stream``: to be watched from now on; None: its events are not seen here.
@@ -349,7 +349,7 @@ class Placement:
         self,
         dispatch: Dispatch,
         outcome: Outcome,
-        stream: WatchedStream | None = None,
+        stream: ObservedResponse | None = None,
         usage: Usage | None = None,
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn.
@@ -572,7 +572,7 @@ class LocalDispatcher:
         self.placement.settle(place.dispatch, Outcome.CLIENT_DISCONNECTED, seen)
 
     def pass_on(self, job: Job, place: Placed, seen: ObservedResponse) -> None:
-        self._recorder.count(job, place, seen, Outcome.COMPLETED, time.monotonic())
+        self._recorder.count(SettledAttempt(job, place, seen, COMPLETED, time.monotonic()))
 
     def note(self, job: Job | None, outcome: str) -> None:
         # A name that nobody serves is the client's invention: it must not become a label.

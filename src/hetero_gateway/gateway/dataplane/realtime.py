@@ -39,7 +39,7 @@ from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import refusal_of, rejection
 from hetero_gateway.gateway.dataplane.application import DataPlane
-from hetero_gateway.gateway.dataplane.dispatcher import Place, ReportedResponse, Waiting
+from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.instance_websocket import (
     CLOSE_S,
     InstanceWebSocket,
@@ -47,6 +47,7 @@ from hetero_gateway.gateway.dataplane.instance_websocket import (
     open_websocket,
 )
 from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.observed import ReportedResponse
 from hetero_gateway.gateway.dataplane.realtime_events import ClientEvents, Meter, error_event
 from hetero_gateway.gateway.dataplane.records import context_of
 from hetero_gateway.gateway.dataplane.rooms import Rooms

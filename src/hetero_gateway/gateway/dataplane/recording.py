@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.types import Outcome, Usage
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.recorded_run import (
     VERSION,
@@ -31,10 +30,9 @@ from hetero_gateway.files.recorded_run import (
     RequestLine,
     profile_as_dict,
 )
-from hetero_gateway.gateway.dataplane.dispatcher import Answered, Placed
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
-from hetero_gateway.gateway.dataplane.records import Recorder, context_of, label_of
+from hetero_gateway.gateway.dataplane.records import Recorder, SettledAttempt, context_of, label_of
 from hetero_gateway.gateway.fleet.instances import Instance
 
 _log = logging.getLogger(__name__)
@@ -122,16 +120,9 @@ class RecordingRecorder(Recorder):
         self._run = run
         self._described: dict[str, tuple[Profile | None, float]] = {}
 
-    def count(
-        self,
-        job: Job,
-        placed: Placed,
-        exchange: Answered,
-        outcome: Outcome,
-        now_s: float,
-        usage: Usage | None = None,
-    ) -> None:
-        super().count(job, placed, exchange, outcome, now_s, usage)
+    def count(self, attempt: SettledAttempt) -> None:
+        super().count(attempt)
+        job, placed, exchange, outcome, now_s, _ = attempt
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             return  # removed meanwhile: nobody says any more what it was

@@ -13,6 +13,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.histogram import Histogram, count_noted
@@ -33,8 +35,9 @@ from hetero_gateway.engines.vllm import (
     tokens_of_events,
 )
 from hetero_gateway.gateway.admission.usage import ClientUsage
-from hetero_gateway.gateway.dataplane.dispatcher import Answered, Placed
+from hetero_gateway.gateway.dataplane.dispatcher import Placed
 from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
@@ -67,38 +70,44 @@ _BYTES_OF_AN_ID = 8
 OUTSIDE = "outside"
 
 
+class SettledAttempt(NamedTuple):
+    """An attempt that is over, for as long as it waits to be counted.
+
+    ``usage``: as the answer stated it; None: it is still to be read.
+    """
+
+    job: Job
+    placed: Placed
+    seen: ObservedResponse
+    outcome: Outcome
+    ended_s: float
+    usage: Usage | None = None
+
+
+@dataclass(eq=False)
 class Recorder:
     """Counts and learns from attempts. Needs a running event loop.
 
     Args:
-        fleet, health, outcomes, metrics: of the gateway.
-        predictor, bytes_per_token: the length estimates, which learn from finished requests.
-        history: where finished requests are kept.
-        usage: what each client has used.
+        _fleet, _health, _outcomes, _metrics: of the gateway.
+        predictor, _bytes_per_token: the length estimates, which learn from finished requests.
+        _history: where finished requests are kept.
+        _usage: what each client has used.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        health: HealthMonitor,
-        outcomes: OutcomeWatch,
-        metrics: Metrics,
-        predictor: OutputLengthPredictor,
-        bytes_per_token: BytesPerToken,
-        history: RequestHistory,
-        usage: ClientUsage,
-    ) -> None:
-        self._fleet = fleet
-        self._health = health
-        self._outcomes = outcomes
-        self._ejections = fleet.ejections
-        self._metrics = metrics
-        self.predictor = predictor
-        self._bytes_per_token = bytes_per_token
-        self._history = history
-        self._usage = usage
+    _fleet: Fleet
+    _health: HealthMonitor
+    _outcomes: OutcomeWatch
+    _metrics: Metrics
+    predictor: OutputLengthPredictor
+    _bytes_per_token: BytesPerToken
+    _history: RequestHistory
+    _usage: ClientUsage
+
+    def __post_init__(self) -> None:
+        self._ejections = self._fleet.ejections
         self._loop = asyncio.get_running_loop()
-        self._later: list[tuple[Job, Placed, Answered, Outcome, float, Usage | None]] = []
+        self._later: list[SettledAttempt] = []
         # Of a batch of requests: the series' histograms that have something to count, when
         # instances answered well, and rows for what learns.
         self._noted: set[Histogram] = set()
@@ -107,7 +116,7 @@ class Recorder:
         self._outputs: list[tuple[LengthFeatures, float]] = []
         self._finished: list[tuple[float, str, int, int, int | None, int]] = []
         self._timer: asyncio.TimerHandle | None = None
-        metrics.catch_up = self.catch_up
+        self._metrics.catch_up = self.catch_up
 
     def close(self) -> None:
         """Count what has waited so far."""
@@ -119,9 +128,9 @@ class Recorder:
             self._timer.cancel()
             self._timer = None
         later, self._later = self._later, []
-        for request in later:
+        for attempt in later:
             try:
-                self._count(*request)
+                self._count(attempt)
             except Exception:
                 # The boundary of a request: the others are counted all the same.
                 _log.exception("a request cannot be counted")
@@ -153,7 +162,7 @@ class Recorder:
         self,
         job: Job,
         placed: Placed,
-        exchange: Answered,
+        exchange: ObservedResponse,
         outcome: Outcome,
         usage: Usage | None = None,
         *,
@@ -182,9 +191,11 @@ class Recorder:
             self.catch_up()  # what was answered before this failure counts before it
             self._note_failure(job, placed, exchange, outcome)
         if final:
-            self.count(job, placed, exchange, outcome, now_s, usage)
+            self.count(SettledAttempt(job, placed, exchange, outcome, now_s, usage))
 
-    def _note_failure(self, job: Job, placed: Placed, exchange: Answered, outcome: Outcome) -> None:
+    def _note_failure(
+        self, job: Job, placed: Placed, exchange: ObservedResponse, outcome: Outcome
+    ) -> None:
         error, instance = exchange.error, placed.instance
         if error is None and outcome is Outcome.UPSTREAM_ERROR:
             error = (
@@ -209,32 +220,17 @@ class Recorder:
             _expected_latency_s(placed),
         )
 
-    def count(
-        self,
-        job: Job,
-        placed: Placed,
-        exchange: Answered,
-        outcome: Outcome,
-        now_s: float,
-        usage: Usage | None = None,
-    ) -> None:
-        """A request is over: it is counted and learnt from, soon. ``now_s``: monotonic."""
+    def count(self, attempt: SettledAttempt) -> None:
+        """A request is over: it is counted and learnt from, soon."""
         later = self._later
-        later.append((job, placed, exchange, outcome, now_s, usage))
+        later.append(attempt)
         if len(later) >= _MOST_LATER:
             self.catch_up()
         elif self._timer is None:
             self._timer = self._loop.call_later(LATER_S, self.catch_up)
 
-    def _count(
-        self,
-        job: Job,
-        placed: Placed,
-        exchange: Answered,
-        outcome: Outcome,
-        now_s: float,
-        usage: Usage | None,
-    ) -> None:
+    def _count(self, attempt: SettledAttempt) -> None:
+        job, placed, exchange, outcome, now_s, usage = attempt
         metrics, instance = self._metrics, placed.instance
         context = instance.max_model_len or _MOST_CONTEXT_TOKENS
         told = self._believed(job, context, exchange, usage)
@@ -255,9 +251,9 @@ class Recorder:
         series.duration.note(now_s - job.inbound.received_s)
         self._noted.add(series.duration)
         if told is not None:
-            self._record_tokens(series, job, placed, exchange, outcome, now_s, told)
+            self._record_tokens(series, attempt, told)
 
-    def count_outside(self, job: Job, exchange: Answered, outcome: Outcome) -> None:
+    def count_outside(self, job: Job, exchange: ObservedResponse, outcome: Outcome) -> None:
         """A request is over that a service elsewhere had: nothing is learnt from it."""
         if job.client.name:
             told = self._believed(job, _MOST_CONTEXT_TOKENS, exchange)
@@ -269,7 +265,7 @@ class Recorder:
         self,
         job: Job,
         told: tuple[int | None, int] | None,
-        exchange: Answered,
+        exchange: ObservedResponse,
         outcome: Outcome,
         now_s: float,
     ) -> None:
@@ -292,15 +288,9 @@ class Recorder:
         self._usage.count(job.client.name, job.request.model, prompt, cached, output)
 
     def _record_tokens(
-        self,
-        series: Series,
-        job: Job,
-        placed: Placed,
-        exchange: Answered,
-        outcome: Outcome,
-        now_s: float,
-        told: tuple[int | None, int],
+        self, series: Series, attempt: SettledAttempt, told: tuple[int | None, int]
     ) -> None:
+        job, placed, exchange, outcome, now_s, _ = attempt
         request, parsed = job.request, job.parsed
         metrics, instance = self._metrics, placed.instance
         first_s = exchange.first_body_at_s
@@ -353,7 +343,7 @@ class Recorder:
                 metrics.latency_prediction.note(error)
 
     def _believed(
-        self, job: Job, context: int, exchange: Answered, usage: Usage | None = None
+        self, job: Job, context: int, exchange: ObservedResponse, usage: Usage | None = None
     ) -> tuple[int | None, int] | None:
         """(prompt tokens, output tokens) as the engine reported them, where they can be true; None
         where it answered nothing, or with an error.
@@ -404,7 +394,7 @@ def _can_be(prompt_tokens: int, parsed: ParsedRequest, context_tokens: int) -> b
     return prompt_tokens >= given or parsed.truncates
 
 
-def _least_output_tokens(job: Job, exchange: Answered) -> int:
+def _least_output_tokens(job: Job, exchange: ObservedResponse) -> int:
     """What came of an answer that is no stream is so many tokens at least."""
     parsed = job.parsed
     if parsed.wordy or job.inbound.work is not _GENERATE:
@@ -415,7 +405,7 @@ def _least_output_tokens(job: Job, exchange: Answered) -> int:
     )
 
 
-def label_of(outcome: Outcome, exchange: Answered) -> str:
+def label_of(outcome: Outcome, exchange: ObservedResponse) -> str:
     """How a request that reached an instance is counted."""
     if outcome is COMPLETED and exchange.status >= 400:
         return "client_error" if exchange.status < 500 else "upstream_error"

@@ -23,8 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero_gateway.core.types import InstanceId, Outcome, Request, Usage
+from hetero_gateway.core.types import InstanceId, Outcome, Request
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
+from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.instances import Fleet
 
 INTERVAL_S = 1.0
@@ -37,29 +38,6 @@ _ONE_EACH, _MOST_TOKENS = 1.1, 16.0
 _KEEP = 0.8
 
 _log = logging.getLogger(__name__)
-
-
-class WatchedStream(Protocol):
-    """A stream as seen from here. Must be hashable."""
-
-    @property
-    def events(self) -> int:
-        """Server-sent events so far."""
-        ...
-
-    @property
-    def congested(self) -> bool:
-        """Its client reads too slowly, and holds it up."""
-        ...
-
-    @property
-    def complete(self) -> bool:
-        """It came to its regular end."""
-        ...
-
-    def usage(self) -> Usage:
-        """The tokens that its end stated."""
-        ...
 
 
 class Streaming(Protocol):
@@ -96,18 +74,18 @@ class StreamWatch:
     """The streams of this process, and what was seen of them since the last look."""
 
     def __init__(self) -> None:
-        self._streams: dict[WatchedStream, _Stream] = {}
+        self._streams: dict[ObservedResponse, _Stream] = {}
         self._ended: Parts = {}
         self._samples: dict[InstanceId, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def add(self, stream: WatchedStream, dispatch: Streaming, now_s: float) -> None:
+    def add(self, stream: ObservedResponse, dispatch: Streaming, now_s: float) -> None:
         """A stream began."""
         self._streams[stream] = _Stream(dispatch, stream.events, now_s)
 
-    def discard(self, stream: WatchedStream, now_s: float) -> None:
+    def discard(self, stream: ObservedResponse, now_s: float) -> None:
         """It is over; unknown ones are ignored."""
         begun = self._streams.pop(stream, None)
         if begun is None or not stream.complete:
@@ -164,7 +142,7 @@ class StepWatch(StreamWatch):
         """No stream is watched and no timer runs."""
         return not len(self) and self._timer is None
 
-    def add(self, stream: WatchedStream, dispatch: Streaming, now_s: float) -> None:
+    def add(self, stream: ObservedResponse, dispatch: Streaming, now_s: float) -> None:
         super().add(stream, dispatch, now_s)
         self._arm()
 

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import PickerConfig
-from hetero_gateway.http.tls import ServerTls
+from hetero_gateway.http.tls import server_tls
 from hetero_gateway.scaleout.picker.endpoints import Endpoints
 from hetero_gateway.scaleout.picker.http2.calls import Call, Methods
 from hetero_gateway.scaleout.picker.http2.frames import Status, message
@@ -47,7 +47,7 @@ class Picker:
     def __init__(self, gateway: PickerGateway, config: PickerConfig, base_dir: Path) -> None:
         self._gateway = gateway
         self._config = config
-        self._tls = _tls(config, base_dir)  # of ext_proc
+        self._tls = server_tls(config, base_dir, section="picker", protocol="h2")  # of ext_proc
         self._servers: list[GrpcServer] = []
         self.resources: Resources
         self._following: asyncio.Task[None] | None = None
@@ -189,16 +189,3 @@ class HealthCall:
 
     def lost(self) -> None:
         self._picker.unwatch(self)
-
-
-def _tls(config: PickerConfig, base_dir: Path) -> ServerTls | None:
-    if config.certificate_file is None or config.key_file is None:
-        return None
-    clients = config.client_ca_file
-    return ServerTls(
-        base_dir / config.certificate_file,
-        base_dir / config.key_file,
-        None if clients is None else base_dir / clients,
-        section="picker",
-        protocol="h2",
-    )

@@ -39,8 +39,9 @@ from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason,
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
-from hetero_gateway.gateway.dataplane.dispatcher import Placed, ReportedResponse, Waiting
+from hetero_gateway.gateway.dataplane.dispatcher import Placed, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
+from hetero_gateway.gateway.dataplane.observed import ReportedResponse
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
 from hetero_gateway.http.failures import Failure, InstanceError

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hetero_gateway import __version__
@@ -92,31 +93,25 @@ class WorkerSession(RequestSession):
             self._hub.on_draining()
 
 
+@dataclass(eq=False)
 class Hub:
     """All workers of a gateway. Needs a running event loop.
 
     Args:
-        fleet, dispatcher, metrics, admission: of the gateway; the fleet tells of its changes from
+        _fleet, dispatcher, metrics, admission: of the gateway; the fleet tells of its changes from
             now on.
-        listener: where the workers connect.
+        _listener: where the workers connect.
         on_draining: called once a worker was asked to stop.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        dispatcher: LocalDispatcher,
-        metrics: Metrics,
-        admission: Admission,
-        listener: socket.socket,
-        on_draining: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.dispatcher = dispatcher
-        self.metrics = metrics
-        self.admission = admission
-        self._fleet = fleet
-        self._listener = listener
-        self.on_draining = on_draining
+    _fleet: Fleet
+    dispatcher: LocalDispatcher
+    metrics: Metrics
+    admission: Admission
+    _listener: socket.socket
+    on_draining: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self._sessions: set[WorkerSession] = set()
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
@@ -127,8 +122,8 @@ class Hub:
         self.config: messages.Configuration | None = None  # None: as when the processes started
         self.keys: messages.Keys | None = None  # the same
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
-        metrics.workers = self.__len__
-        metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
+        self.metrics.workers = self.__len__
+        self.metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
 
     def __len__(self) -> int:
         """Workers that are connected."""

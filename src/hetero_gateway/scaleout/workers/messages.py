@@ -42,7 +42,7 @@ from hetero_gateway.core.limits.accounts import LimitStanding
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.dispatcher import ObservedResponse, ReportedResponse
+from hetero_gateway.gateway.dataplane.observed import ObservedResponse, ReportedResponse
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import Failure, InstanceError
 

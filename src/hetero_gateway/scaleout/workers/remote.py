@@ -29,11 +29,11 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
 from hetero_gateway.gateway.dataplane.dispatcher import (
-    ObservedResponse,
     Owner,
     Waiting,
 )
 from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.dataplane.speed import StreamWatch
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
@@ -193,54 +193,46 @@ class _Ask(Waiting):
         self.remote.forget(self)
 
 
+@dataclass(eq=False)
 class RemoteDispatcher:
     """See above. Needs a running event loop.
 
     Args:
-        local: drives the worker's own scheduler, over ``fleet``.
-        fleet: the instances as this worker knows them; kept as the scheduler process says.
-        metrics: of this worker; its counts are passed on.
-        worker: its number.
-        admission: of this worker; its keys are kept as the scheduler process says, and what clients
-            used while it was on its own is passed on.
-        headers: names of those that describing looks at.
+        _local: drives the worker's own scheduler, over the fleet.
+        _fleet: the instances as this worker knows them; kept as the scheduler process says.
+        _metrics: of this worker; its counts are passed on.
+        _worker: its number.
+        _admission: of this worker; its keys are kept as the scheduler process says, and what
+            clients used while it was on its own is passed on.
+        headers: names of those of a request that describing looks at.
         sends_bodies: the predictor reads prompts.
-        draining: whether the worker was asked to end.
-        on_config: called with the gateway's configuration, when it has changed.
+        _draining: whether the worker was asked to end.
+        _on_config: called with the gateway's configuration, when it has changed.
+
+    Attributes:
+        ready: it knows the instances.
+        gone: the connection that there was.
     """
 
-    def __init__(
-        self,
-        local: LocalDispatcher,
-        fleet: Fleet,
-        metrics: Metrics,
-        worker: int,
-        *,
-        admission: Admission,
-        headers: frozenset[bytes],
-        sends_bodies: bool,
-        draining: Callable[[], bool],
-        on_config: Callable[[GatewayConfig], None],
-    ) -> None:
-        self.ready = asyncio.Event()  # it knows the instances
-        self.gone = asyncio.Event()  # the connection that there was
-        self._local = local
-        self._fleet = fleet
-        self._metrics = metrics
-        self._worker = worker
-        self._admission = admission
-        # Of a request, what describing looks at.
-        self.headers = headers
-        self.sends_bodies = sends_bodies
-        self._draining = draining
-        self._on_config = on_config
+    _local: LocalDispatcher
+    _fleet: Fleet
+    _metrics: Metrics
+    _worker: int
+    _admission: Admission
+    headers: frozenset[bytes]
+    sends_bodies: bool
+    _draining: Callable[[], bool]
+    _on_config: Callable[[GatewayConfig], None]
+
+    def __post_init__(self) -> None:
+        self.ready, self.gone = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._connected: Channel | None = None  # not greeted yet
         self._channel: Channel | None = None  # of the scheduler process; None: it is away
-        self._own = OwnScheduler(local, admission, self._answered)
+        self._own = OwnScheduler(self._local, self._admission, self._answered)
         self._session = 1
         self._keys = itertools.count(1)
-        self.mirror = FleetMirror(fleet)
+        self.mirror = FleetMirror(self._fleet)
         self._asked: dict[int, _Ask] = {}
         self._open: dict[int, Assignment] = {}
         # Answers to ``Spend`` that are waited for.

@@ -138,11 +138,11 @@ class Worker(Parts):
             self.fleet,
             self.metrics,
             self.number,
-            admission=self.admission,
-            headers=self.dataplane.intake.described_headers,
-            sends_bodies=_reads_prompts(self.config),
-            draining=lambda: self.draining,
-            on_config=self._take_up,
+            self.admission,
+            self.dataplane.intake.described_headers,
+            _reads_prompts(self.config),
+            lambda: self.draining,
+            self._take_up,
         )
         # A request goes there straight from its connection.
         self.open = self.dataplane.open  # type: ignore[method-assign]

@@ -97,7 +97,7 @@ class Parts:
             read_clients(clients, base_dir) if clients.wanted else None,
             secret(clients.hash_key_env, "clients.hash_key_env"),
         )
-        self.tls = server_tls(config.server, base_dir)
+        self.tls = server_tls(config.server, base_dir, section="server", protocol="http/1.1")
         # What all workers have in common; the keys of prompts begin with it, or the operator's own.
         shared = os.environ.get(SECRET_ENV)
         named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env") or shared

@@ -30,7 +30,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import too_large
@@ -200,7 +200,7 @@ class Call:
 
     def expect(self, within_s: int) -> None:
         """The receiver is told that the peer is late, unless it expects something else by then."""
-        self._due_tick = self._connection.server.tick + 1 + within_s
+        self._due_tick = self._in(within_s)
 
     def _in(self, within_s: int) -> int:
         return self._connection.server.tick + 1 + within_s
@@ -281,7 +281,7 @@ class Call:
                 raise no_room()
         except Refusal as refusal:
             self._drop()
-            self._guarded_refuse(refusal)
+            self._tell(self.receiver.refuse, refusal)
         else:
             self._count(here_bytes, long_bytes)
 
@@ -308,14 +308,11 @@ class Call:
         if self.finished:
             return
         self._message_tick = _NEVER
-        try:
-            self.receiver.message(data)
-        except Exception:
-            self._broke()
+        self._tell(self.receiver.message, data)
 
-    def _guarded_refuse(self, refusal: Refusal) -> None:
+    def _tell(self, hear: Callable[..., None], *what: Any) -> None:
         try:
-            self.receiver.refuse(refusal)
+            hear(*what)
         except Exception:
             self._broke()
 
@@ -326,10 +323,7 @@ class Call:
             if self._backlog is None:
                 self._forget()
             return
-        try:
-            self.receiver.half_closed()
-        except Exception:
-            self._broke()
+        self._tell(self.receiver.half_closed)
 
     def lose(self) -> None:
         """Reset by the peer, or the connection is lost."""
@@ -364,7 +358,7 @@ class Call:
                 self.expect(LINGER_S)
                 self._message_tick = _NEVER
                 self._drop()
-                self._guarded_refuse(_LATE)
+                self._tell(self.receiver.refuse, _LATE)
         elif self._backlog is not None and self._backlog.unread_tick <= tick:
             self.cut(ErrorCode.CANCEL)
 
