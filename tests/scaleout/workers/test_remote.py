@@ -17,7 +17,7 @@ from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel, FrameReader, frame
 from hetero_gateway.serve.control.public import model_list
 from tests.fakes.running import Rig, RunningGateway, eventually, rig
-from tests.fakes.vllm import fake_instances
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 
 def body(stream: bool = False, tokens: int = 10, **fake: Any) -> dict[str, Any]:
@@ -199,6 +199,26 @@ async def test_who_waits_when_the_scheduler_goes_is_placed_all_the_same() -> Non
         answers = await asyncio.gather(*sent, *waiting)
         assert {answer.status_code for answer in answers} == {200}
         await eventually(running.settled)
+
+
+async def test_what_is_elsewhere_when_the_scheduler_goes_is_counted_by_who_is_there_then() -> None:
+    one = FakeInstance(("one",))
+    async with fake_instances(1, models=("big",)) as (outside,):
+        fallback = {"model": "big", "base_url": outside.url}
+        models = {"one": {"fallbacks": [fallback]}}
+        async with rig([one], workers=2, models=models) as (running, client, _):
+            await one.kill()
+            url = f"http://127.0.0.1:{running.port}/v1/completions"
+            request = body(stream=True, events=10, delay_s=0.2) | {"model": "one"}
+            answer = asyncio.ensure_future(client.post(url, json=request))
+            await eventually(lambda: outside.requests == 1)
+            part(running)
+            await eventually(lambda: not any(worker.remote.alone for worker in running.workers))
+            assert (await answer).headers["x-hetero-gateway-fallback"] == "127.0.0.1/big"
+            await eventually(running.settled)
+            metrics = running.gateway.metrics
+            assert metrics.fallbacks["one", "127.0.0.1/big"] == 1
+            assert metrics.series("one", "outside").outcomes["completed"] == 1
 
 
 @pytest.mark.slow
