@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,30 +112,24 @@ class FollowedModel:
         self._counted, self._finished = other._counted, other._finished
 
 
+@dataclass(eq=False)
 class Following:
     """See above. Needs a running event loop.
 
     Args:
-        settings: the configuration in effect.
-        fleet, metrics, trend, history: whose load it is.
+        _settings: the configuration in effect.
+        _fleet, _metrics, _trend, _history: whose load it is.
         work: answers a task; another process, unless a test has its own.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        fleet: Fleet,
-        metrics: Metrics,
-        trend: Trend,
-        history: RequestHistory,
-        work: Callable[[Task], Awaitable[FollowingAnswer]] = work_aside,
-    ) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._metrics = metrics
-        self._trend = trend
-        self._history = history
-        self.work = work
+    _settings: Settings
+    _fleet: Fleet
+    _metrics: Metrics
+    _trend: Trend
+    _history: RequestHistory
+    work: Callable[[Task], Awaitable[FollowingAnswer]] = work_aside
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._failures = 0
         self._models: dict[str, FollowedModel] = {}

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,29 +139,23 @@ class _Process:
                 self.running.send_signal(number)
 
 
+@dataclass(eq=False)
 class Supervisor:
     """See above. ``run`` needs a running event loop.
 
     Args:
-        config: of the gateway.
-        command: starts a process of it; ``Role`` as JSON is appended.
-        on_ready: called with the gateway's URL, once all serve.
-        secret: what all processes have in common, in all their lives.
+        _config: of the gateway.
+        _command: starts a process of it; ``Role`` as JSON is appended.
+        _on_ready: called with the gateway's URL, once all serve.
+        _secret: what all processes have in common, in all their lives.
     """
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        command: list[str],
-        on_ready: Callable[[str], None],
-        secret: str,
-    ) -> None:
-        self._config = config
-        self._command = command
-        self._on_ready = on_ready
-        self._ending: asyncio.Future[int] | None = None
-        self._signal: int = signal.SIGTERM
-        self._secret = secret
+    _config: GatewayConfig
+    _command: list[str]
+    _on_ready: Callable[[str], None]
+    _secret: str
+    _ending: asyncio.Future[int] | None = None
+    _signal: int = signal.SIGTERM
 
     async def run(self) -> int:
         """Until SIGINT or SIGTERM; returns the exit code.
