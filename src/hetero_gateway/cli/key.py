@@ -24,7 +24,7 @@ from hetero_gateway.files.client_keys import (
 from hetero_gateway.files.envoy_keys import envoy_keys
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.secrets import secret
-from hetero_gateway.files.whole_file import write_whole
+from hetero_gateway.files.whole_file import write_keys
 from hetero_gateway.files.yaml_file import parse_model, read_yaml
 
 _DEFAULT_FILE = Path("keys.yaml")
@@ -97,12 +97,7 @@ def run_envoy(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text, end="")
     else:
-        path: Path = args.output
-        try:
-            mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-            write_whole(path, text, mode=mode)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        write_keys(args.output, text)
     for note in notes:
         print(f"hetero-gateway: {note}", file=sys.stderr)
     return 0

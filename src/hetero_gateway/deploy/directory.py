@@ -36,7 +36,7 @@ from hetero_gateway.deploy.plan_document import size_document
 from hetero_gateway.deploy.readme import readme_text
 from hetero_gateway.deploy.script import gateway_program, instance_program, script_text
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
-from hetero_gateway.files.whole_file import write_whole
+from hetero_gateway.files.whole_file import named, write_whole
 from hetero_gateway.planner.plan import Plan, PlanCandidate
 
 _DOCUMENT = "plan.json"
@@ -76,10 +76,8 @@ def check_directory(directory: Path, *, force: bool) -> None:
     """Raises ConfigError when a plan must not be written there; call it before a long search."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"-o: {directory} is a file; name a directory")
-    try:
+    with named(f"-o: {directory}", "read"):
         not_empty = directory.is_dir() and any(directory.iterdir())
-    except OSError as error:
-        raise ConfigError(f"-o: {directory}: cannot be read: {error.strerror}") from error
     if not_empty and not force:
         raise ConfigError(f"-o: {directory} is not empty; name another, or give --force")
 

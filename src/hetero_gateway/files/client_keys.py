@@ -31,7 +31,7 @@ from pydantic import Field, field_validator, model_validator
 from hetero_gateway.core.limits.accounts import Limits
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.model_names import ModelName
-from hetero_gateway.files.whole_file import write_whole
+from hetero_gateway.files.whole_file import write_keys
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, parse_yaml, read_yaml
 
 # What may stand in a metric's label without surprise.
@@ -264,11 +264,7 @@ def add_key(path: Path, entry: Mapping[str, Any]) -> None:
             f"{path}: the list `keys` must be the last in the file, one key a line; add this to "
             f"it: {line.strip()}"
         )
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    try:
-        write_whole(path, text, mode=mode)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    write_keys(path, text)
 
 
 def _parts(config: ClientsConfig, base_dir: Path) -> Iterator[KeysFile]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.whole_file import named
 
 # More tokens than any context has, and more requests than any run: a wrong file, not a long one.
 _MOST_TOKENS = 1 << 24
@@ -68,13 +69,11 @@ def read_prefix_trace(path: Path, limit: int | None = None) -> list[TracedReques
         ConfigError: one line with the file and, where it is a line's fault, the line.
     """
     try:
-        with path.open("rb") as plain:
+        with named(path, "read"), path.open("rb") as plain:
             zipped = plain.read(2) == b"\x1f\x8b"
             plain.seek(0)
             lines = gzip.open(plain) if zipped else plain
             return list(_requests(iter(lambda: lines.readline(_MOST_LINE_BYTES), b""), path, limit))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 

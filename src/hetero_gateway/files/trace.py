@@ -19,6 +19,7 @@ import numpy as np
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.prefix_trace import TracedText, is_prefix_trace, read_prefix_trace
+from hetero_gateway.files.whole_file import named
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 _REQUIRED = ("input_tokens", "output_tokens")
@@ -65,23 +66,14 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     if is_prefix_trace(path):
         rows = read_prefix_trace(path, limit)
         return [TraceRequest(*row[:3], text=row.text) for row in rows]
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            return _parse_trace(lines, str(path), limit)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
-    except csv.Error as error:
-        raise ConfigError(f"{path}: not a CSV file: {error}") from error
+    with named(path, "read"), path.open(encoding="utf-8-sig", newline="") as lines:
+        return _parse_trace(lines, str(path), limit)
 
 
 def parse_trace(text: str, source: str) -> list[TraceRequest]:
     """Read a trace that came over the wire; ``source`` names it in errors (ConfigError)."""
-    try:
+    with named(source, "read"):
         return _parse_trace(io.StringIO(text, newline=""), source, None)
-    except csv.Error as error:
-        raise ConfigError(f"{source}: not a CSV file: {error}") from error
 
 
 def synthetic_trace(count: int, seed: int, mix: LogNormalLengths = CHAT_MIX) -> list[TraceRequest]:

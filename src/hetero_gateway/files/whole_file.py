@@ -6,23 +6,36 @@ Whoever reads what is being written finds the old file or the new one.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hetero_gateway.errors import ConfigError
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError."""
+@contextlib.contextmanager
+def named(path: Path | str, done: str) -> Iterator[None]:
+    """Name the file that could not be ``done``, read or written: ConfigError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        yield
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be {done}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path}: not a CSV file: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError."""
+    with named(path, "read"):
+        text = path.read_text(encoding="utf-8")
+    try:
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict):
@@ -53,7 +66,12 @@ def write_whole(path: Path, text: str, *, mode: int = 0o644) -> None:
 
 def write_document(path: Path, text: str) -> None:
     """``write_whole``. Raises ConfigError: it cannot be written."""
-    try:
+    with named(path, "written"):
         write_whole(path, text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_keys(path: Path, text: str) -> None:
+    """``write_whole``, for its owner alone unless it is there already. Raises ConfigError."""
+    with named(path, "written"):
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+        write_whole(path, text, mode=mode)

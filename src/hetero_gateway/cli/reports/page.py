@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.whole_file import named
 
 # Okabe and Ito's colours, apart for the colour-blind and legible on white and on near-black.
 _COLOURS = (
@@ -39,10 +40,8 @@ def check_can_write(path: Path) -> None:
 
 def write(path: Path, page: str) -> None:
     """Raises ConfigError when the file cannot be written."""
-    try:
+    with named(f"--report: {path}", "written"):
         path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--report: {path}: cannot be written: {error.strerror}") from error
 
 
 def fill(template: str, figures: Any, document: Any, parts: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.fitting import Fit, Sample, decode_terms, prefill_terms
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.whole_file import named
 
 SUFFIXES = (".png", ".svg")
 # The band between which a fitted time is within so much of the measured one.
@@ -52,10 +53,8 @@ def write_plot(path: Path, samples: Sequence[Sample], fit: Fit) -> None:
     decode = [s for s in samples if s.decode_s and s.steps >= 1]
     _panel(left, "prefill", prefill, prefill_terms, fit.prefill.constants, lambda s: s.prefill_s)
     _panel(right, "decode", decode, decode_terms, fit.decode.constants, lambda s: s.decode_s)
-    try:
+    with named(f"--plot: {path}", "written"):
         figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--plot: {path}: cannot be written: {error.strerror}") from error
 
 
 def _panel(

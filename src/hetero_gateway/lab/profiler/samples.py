@@ -10,17 +10,17 @@ Every error is a ``ConfigError`` that names the file, the line and the column.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hetero_gateway.core.costs.fitting import Sample
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.whole_file import named
 
 COLUMNS = ("batch_size", "prompt_tokens", "output_tokens", "prefill_s", "decode_s")
 _TIMES = ("prefill_s", "decode_s")
@@ -46,7 +46,7 @@ def read_csv(path: Path) -> list[Sample]:
 
     Raises ConfigError: one line with the file, the line (the header is line 1) and the column.
     """
-    with _named(path, "read"), path.open(encoding="utf-8-sig", newline="") as lines:
+    with named(path, "read"), path.open(encoding="utf-8-sig", newline="") as lines:
         return _parse_csv(lines, str(path))
 
 
@@ -55,7 +55,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError: the file cannot be read, or a line other than the last is broken.
     """
-    with _named(path, "read"):
+    with named(path, "read"):
         lines = path.read_bytes().split(b"\n")
     # A whole line ends with a line break, so the last of these is empty or torn.
     records = [
@@ -72,7 +72,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
     Raises ConfigError: the file cannot be written.
     """
     line = json.dumps(dict(record), allow_nan=False).encode() + b"\n"
-    with _named(path, "written"), path.open("ab+") as file:
+    with named(path, "written"), path.open("ab+") as file:
         end = file.tell()
         if end:
             file.seek(end - 1)
@@ -105,25 +105,12 @@ def discarded_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 def write_csv(path: Path, samples: Sequence[Sample]) -> None:
     """The file that ``read_csv`` reads. Raises ConfigError: it cannot be written."""
-    with _named(path, "written"), path.open("w", encoding="utf-8", newline="") as file:
+    with named(path, "written"), path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for sample in samples:
             values = [getattr(sample, column) for column in COLUMNS]
             writer.writerow(["" if value is None else f"{value:.9g}" for value in values])
-
-
-@contextlib.contextmanager
-def _named(path: Path, done: str) -> Iterator[None]:
-    """Name the file that could not be ``done``, read or written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be {done}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
-    except csv.Error as error:
-        raise ConfigError(f"{path}: not a CSV file: {error}") from error
 
 
 def _mend(content: bytes, truncate: Callable[[int], int]) -> bytes:
