@@ -29,7 +29,7 @@ def instance() -> InstanceState:
 def everything(state: InstanceState) -> dict[str, Any]:
     """All that a state knows, but for what it shares with its table."""
     known = {name: getattr(state, name) for name in InstanceState.__slots__}
-    for shared in ("observations", "_interval"):
+    for shared in ("observations", "interval"):
         del known[shared]
     for name in ("stages", "_moves", "_outstanding", "_peer_loads"):
         known[name] = copy.copy(known[name])

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_gateway.core.instances.speed import UNSEEN_S, SpeedEstimate
+from hetero_gateway.core.instances.speed import UNSEEN_S, SpeedEstimate, observe, revise
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, request, scheduler, spec, state
 
 
 def saw(one: SpeedEstimate, observed_s: float, modelled_s: float, now_s: float) -> float:
-    one.observe(observed_s, modelled_s, now_s)
-    return one.weigh()
+    return observe(one, observed_s, modelled_s, now_s, 0.0, 0.0)
 
 
 def estimate(factor: float, seconds: int = 20) -> SpeedEstimate:
     """One that was seen to be so slow, once a second."""
-    result = SpeedEstimate((0.1, 10.0))
+    result = SpeedEstimate(0.1, 10.0)
     for second in range(seconds):
         saw(result, 1.0, 1 / factor, float(second))
     return result
@@ -27,7 +26,8 @@ def test_a_factor_that_is_seen_is_not_doubted() -> None:
     one = estimate(8.0)
     assert one.factor == pytest.approx(8, rel=0.02)
     for i in range(10):
-        assert not one.revise(1.0, one.seen_s + 0.1 * i)
+        revise(one, 1.0, one.seen_s + 0.1 * i)
+        assert not one.doubted
     assert one.factor == pytest.approx(8, rel=0.02)
 
 
@@ -36,7 +36,7 @@ def test_one_that_is_not_seen_goes_to_the_best_that_is_known() -> None:
     last_s = one.seen_s
     factors = []
     for i in range(100):
-        one.revise(2.0, last_s + UNSEEN_S + 0.5 * i)
+        revise(one, 2.0, last_s + UNSEEN_S + 0.5 * i)
         factors.append(one.factor)
     assert factors == sorted(factors, reverse=True)
     assert factors[0] == pytest.approx(8, rel=0.02)
@@ -48,15 +48,15 @@ def test_how_often_time_is_let_pass_does_not_matter() -> None:
     often, seldom = estimate(8.0), estimate(8.0)
     last_s = often.seen_s
     for one, steps in ((often, 600), (seldom, 6)):
-        one.revise(1.0, last_s + UNSEEN_S)
+        revise(one, 1.0, last_s + UNSEEN_S)
         for i in range(1, steps + 1):
-            one.revise(1.0, last_s + UNSEEN_S + 6 * i / steps)
+            revise(one, 1.0, last_s + UNSEEN_S + 6 * i / steps)
     assert often.factor == pytest.approx(seldom.factor, rel=1e-6)
 
 
 def test_the_first_thing_seen_of_a_doubted_one_counts() -> None:
     one = estimate(8.0)
-    one.revise(1.0, one.seen_s + 3.0)
+    revise(one, 1.0, one.seen_s + 3.0)
     assert one.doubted
     assert saw(one, 0.5, 0.5, one.seen_s + 4.0) < 1.6
 
@@ -64,7 +64,7 @@ def test_the_first_thing_seen_of_a_doubted_one_counts() -> None:
 def test_a_doubted_one_that_is_slow_indeed_is_slow_at_once() -> None:
     one = estimate(8.0)
     for i in range(20):
-        one.revise(1.0, one.seen_s + 4.0)
+        revise(one, 1.0, one.seen_s + 4.0)
         assert saw(one, 1.0, 1 / 8, one.seen_s + 5.0) > 6, i
 
 
@@ -77,7 +77,8 @@ def test_what_was_slow_and_is_still_seen_recovers_in_seconds() -> None:
 
 def test_a_low_factor_is_never_doubted() -> None:
     one = estimate(0.5)
-    assert not one.revise(1.0, 1000.0)
+    revise(one, 1.0, 1000.0)
+    assert not one.doubted
     assert one.factor == pytest.approx(0.5, rel=0.02)
 
 

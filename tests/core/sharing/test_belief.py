@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.instances.speed import MOST_APART, MOST_UNSEEN_APART
+from hetero_gateway.core.instances.state import observe_speed, revise_speed
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.belief import LOADS, SLACK, Belief, EngineReport
 from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
@@ -222,12 +223,12 @@ def test_speeds_of_peers_move_a_factor_by_two_and_do_not_creep() -> None:
     for observed_s, modelled_s, bound in ((MOST, 1e-9, MOST_APART), (1e-9, MOST, 1 / MOST_APART)):
         g = Gateway()
         g.state.streaming = 1  # no more is needed of a stream here
-        g.state._observe_speed(5.0, 5.0, 0.0)
+        observe_speed(g.state, 5.0, 5.0, 0.0)
         low, high = sorted((1.0, bound))
         for step in range(200):
             now_s = 0.1 * step
             g.hear(row(observed_s=observed_s, modelled_s=modelled_s + 1e-9 * step), now_s)
-            g.scheduler.members.table[A].revise_speed(1.0, now_s)
+            revise_speed(g.state, 1.0, now_s)
             assert low * 0.99 <= g.state.speed <= high * 1.01
         g.state.streaming = 0
 
@@ -249,7 +250,7 @@ def test_prompts_that_no_engine_could_have_begun_say_nothing_of_its_speed() -> N
     for step in range(1, 21):
         now_s = step / 10
         g.hear(row(in_flight=1, prompts=1e12 * step, prompt_tokens=1e13 * step), now_s)
-    interval = g.state._interval
+    interval = g.state.interval
     assert c.p1 * interval.prompt_tokens + c.p2 * interval.prompts < 2.0 + 2.0 + 1.0
     # And what it says of prompts sent lately is no more than the engine can do in that time.
     assert c.p1 * g.state.recent_prefill <= 10.0 * 1.001

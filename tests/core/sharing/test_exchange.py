@@ -305,11 +305,11 @@ def test_a_replica_that_comes_or_goes_is_no_burst_of_prompts() -> None:
         g.hear(message, replica=name)
     g.exchange.forget("him")
     g.apply(0.0)
-    assert state._interval.prompts == 0
+    assert state.interval.prompts == 0
     later = message._replace(sequence=99, rows=message.rows.copy())
     later.rows[:, -2] += 2
     g.hear(later, 0.1, "her")
-    assert state._interval.prompts == 2
+    assert state.interval.prompts == 2
 
 
 def test_an_empty_gateway_has_nothing_to_say_and_takes_everything() -> None:

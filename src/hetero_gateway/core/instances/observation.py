@@ -28,6 +28,9 @@ MOST_ROWS = 4096
 _CHUNK_TOKENS = 2048
 
 
+Terms = tuple[float, float, float, float, float, float, float, float, float]
+
+
 class StepRow(NamedTuple):
     """An interval of decoding: means over it, and sums.
 
@@ -54,26 +57,31 @@ class StepRow(NamedTuple):
         return not math.isnan(self.hit_tokens)
 
     @property
-    def terms(self) -> tuple[float, ...]:
-        """What p1..p9 multiply. p3 and p4 take no part: in a mixed step their work is p8's.
+    def terms(self) -> Terms:
+        """What p1..p9 multiply."""
+        return step_terms(self)
 
-        Of attention it knows the prompts' mean length: as if all were of that.
-        """
-        n, hits, attended = self.prompts, self.hit_tokens, 0.0
-        tokens = self.prompt_tokens - hits
-        if n:
-            attended = n * attended_pairs(tokens / n, hits / n)
-        return (
-            tokens,
-            n,
-            0.0,
-            0.0,
-            self.steps * self.sequences * self.cached_tokens,
-            self.steps * self.sequences,
-            self.steps * self.cached_tokens,
-            self.steps,
-            attended,
-        )
+
+def step_terms(row: StepRow) -> Terms:
+    """What p1..p9 multiply. p3 and p4 take no part: in a mixed step their work is p8's.
+
+    Of attention it knows the prompts' mean length: as if all were of that.
+    """
+    n, hits, attended = row.prompts, row.hit_tokens, 0.0
+    tokens = row.prompt_tokens - hits
+    if n:
+        attended = n * attended_pairs(tokens / n, hits / n)
+    return (
+        tokens,
+        n,
+        0.0,
+        0.0,
+        row.steps * row.sequences * row.cached_tokens,
+        row.steps * row.sequences,
+        row.steps * row.cached_tokens,
+        row.steps,
+        attended,
+    )
 
 
 class FirstTokenRow(NamedTuple):
@@ -108,7 +116,7 @@ class FirstTokenRow(NamedTuple):
         return self.waiting == 0 and self.streaming == 0 and prefilled <= _CHUNK_TOKENS
 
     @property
-    def terms(self) -> tuple[float, ...]:
+    def terms(self) -> Terms:
         """What p1..p9 multiply, where it is ``clear``."""
         n, hits = self.prompts, self.hit_tokens
         tokens = self.prompt_tokens - hits
@@ -138,7 +146,7 @@ def merged(rows: Sequence[StepRow]) -> StepRow:
     )
 
 
-def seconds(terms: tuple[float, ...], c: Constants) -> tuple[float, float]:
+def seconds(terms: Terms, c: Constants) -> tuple[float, float]:
     """(prefill, decode) time of a row by the model, s."""
     t1, t2, t3, t4, t5, t6, t7, t8, t9 = terms
     return c.p1 * t1 + c.p2 * t2 + c.p3 * t3 + c.p4 * t4 + c.p9 * t9, (

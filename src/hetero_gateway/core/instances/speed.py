@@ -48,104 +48,112 @@ MOST_APART, MOST_UNSEEN_APART = 2.0, 4.0
 
 
 class SpeedEstimate:
-    """Makes one instance's factor of what is observed.
+    """What one instance's factor is made of; the functions below change it.
 
-    ``factor``: the last one, within the bounds. ``seen_s``: when it was last observed.
-    ``doubted``: it is too high for not having been seen so long.
+    They ask for these fields alone: the simulator's compiled loop has them in a table.
+
+    Attributes:
+        factor, own: the last factor, and without what others report.
+        lowest, highest: its bounds.
+        doubted: it is too high for not having been seen so long.
+        seen_s, revised_s: when it was last observed, and last revised while it was doubted.
+        observed_s, modelled_s: the sums, forgetting.
     """
 
     __slots__ = (
-        "_modelled_s",
-        "_observed_s",
-        "_own",
-        "_revised_s",
-        "bounds",
         "doubted",
         "factor",
+        "highest",
+        "lowest",
+        "modelled_s",
+        "observed_s",
+        "own",
+        "revised_s",
         "seen_s",
     )
 
-    def __init__(self, bounds: tuple[float, float]) -> None:
-        self.bounds = bounds
-        self.factor = self._own = 1.0
-        self.seen_s = 0.0
+    def __init__(self, lowest: float, highest: float) -> None:
+        self.lowest, self.highest = lowest, highest
+        self.factor = self.own = 1.0
         self.doubted = False
-        self._revised_s = 0.0
-        self._observed_s = self._modelled_s = PRIOR_S
+        self.seen_s = self.revised_s = 0.0
+        self.observed_s = self.modelled_s = PRIOR_S
 
     def sums(self) -> tuple[float, float]:
         """What was observed and modelled lately, s; zeros before anything was observed."""
-        if self._observed_s == self._modelled_s == PRIOR_S:
-            return 0.0, 0.0  # there is only what the factor begins with
-        return self._observed_s, self._modelled_s
+        return (self.observed_s, self.modelled_s) if observed(self) else (0.0, 0.0)
 
-    def observe(
-        self,
-        observed_s: float,
-        modelled_s: float,
-        now_s: float,
-        others_observed_s: float = 0.0,
-        others_modelled_s: float = 0.0,
-    ) -> float:
-        """So long took what the model has so much time for; returns the factor, as ``weigh``."""
-        forget_s = FORGET_S
-        if (
-            observed_s * MENDED < self.factor * modelled_s
-            and self.factor > MENDED
-            and (self.doubted or self._observed_s > MATURE_S)
-        ):
-            forget_s = FORGET_MENDED_S
-        keep = math.exp(-observed_s / forget_s)
-        self._observed_s = self._observed_s * keep + observed_s
-        self._modelled_s = self._modelled_s * keep + modelled_s
-        self.seen_s = now_s
-        return self.weigh(others_observed_s, others_modelled_s)
 
-    def weigh(self, others_observed_s: float = 0.0, others_modelled_s: float = 0.0) -> float:
-        """The factor of all that was observed, by other gateways too."""
-        low, high = self.bounds
-        own = self._own = min(high, max(low, self._observed_s / self._modelled_s))
-        if others_modelled_s <= 0:
-            self.factor = own
-            return own
-        apart = MOST_UNSEEN_APART if self.sums() == (0.0, 0.0) else MOST_APART
+def observed(e: SpeedEstimate) -> bool:
+    """Whether there is more than what the factor begins with."""
+    return not e.observed_s == e.modelled_s == PRIOR_S
+
+
+def observe(
+    e: SpeedEstimate,
+    observed_s: float,
+    modelled_s: float,
+    now_s: float,
+    others_observed_s: float,
+    others_modelled_s: float,
+) -> float:
+    """So long took what the model has so much time for; returns the factor, as ``weigh``."""
+    forget_s = FORGET_S
+    if (
+        observed_s * MENDED < e.factor * modelled_s
+        and e.factor > MENDED
+        and (e.doubted or e.observed_s > MATURE_S)
+    ):
+        forget_s = FORGET_MENDED_S
+    keep = math.exp(-observed_s / forget_s)
+    e.observed_s = e.observed_s * keep + observed_s
+    e.modelled_s = e.modelled_s * keep + modelled_s
+    e.seen_s = now_s
+    return weigh(e, others_observed_s, others_modelled_s)
+
+
+def weigh(e: SpeedEstimate, others_observed_s: float, others_modelled_s: float) -> float:
+    """The factor of all that was observed, by other gateways too."""
+    own = min(e.highest, max(e.lowest, e.observed_s / e.modelled_s))
+    e.factor = e.own = own
+    if others_modelled_s > 0:
+        apart = MOST_APART if observed(e) else MOST_UNSEEN_APART
         theirs = min(own * apart, max(own / apart, others_observed_s / others_modelled_s))
-        observed_s = self._observed_s + theirs * others_modelled_s
-        self.factor = min(high, max(low, observed_s / (self._modelled_s + others_modelled_s)))
-        return self.factor
+        observed_s = e.observed_s + theirs * others_modelled_s
+        factor = observed_s / (e.modelled_s + others_modelled_s)
+        e.factor = min(e.highest, max(e.lowest, factor))
+    return e.factor
 
-    def assume(self, factor: float) -> None:
-        """Take this factor until something is observed."""
-        self.factor = self._own = factor
 
-    def revise(self, best: float, now_s: float) -> bool:
-        """Let time pass; whether the factor is doubted. ``best``: of comparable instances."""
-        if self.doubted:
-            if self.factor <= CLEARED * best:
-                self.doubted = False
-                if now_s - self.seen_s >= UNSEEN_S:
-                    # So near is equal: nothing is to keep traffic away.
-                    self.factor = self._own = best
-        elif self.factor > DOUBTED * best and now_s - self.seen_s >= UNSEEN_S:
-            self.doubted = True
-            self._revised_s = now_s
-            self._lose_weight(now_s - self.seen_s)
-        if not self.doubted:
-            return False
-        elapsed_s = now_s - max(self._revised_s, self.seen_s + UNSEEN_S)
-        self._revised_s = now_s
-        if elapsed_s > 0:
-            keep = math.exp(-elapsed_s / DECAY_S)
-            self.factor = best * (self.factor / best) ** keep
-            self._own = best * (self._own / best) ** keep
-            self._lose_weight(elapsed_s)
-        return True
+def revise(e: SpeedEstimate, best: float, now_s: float) -> None:
+    """Let time pass. ``best``: of comparable instances."""
+    if e.doubted:
+        if e.factor <= CLEARED * best:
+            e.doubted = False
+            if now_s - e.seen_s >= UNSEEN_S:
+                # So near is equal: nothing is to keep traffic away.
+                e.factor = e.own = best
+    elif e.factor > DOUBTED * best and now_s - e.seen_s >= UNSEEN_S:
+        e.doubted = True
+        e.revised_s = now_s
+        lose_weight(e, now_s - e.seen_s)
+    if not e.doubted:
+        return
+    elapsed_s = now_s - max(e.revised_s, e.seen_s + UNSEEN_S)
+    e.revised_s = now_s
+    if elapsed_s > 0:
+        keep = math.exp(-elapsed_s / DECAY_S)
+        e.factor = best * (e.factor / best) ** keep
+        e.own = best * (e.own / best) ** keep
+        lose_weight(e, elapsed_s)
 
-    def _lose_weight(self, elapsed_s: float) -> None:
-        keep = math.exp(-elapsed_s / WEIGHT_S)
-        self._modelled_s = max(LEAST_WEIGHT_S, self._modelled_s * keep)
-        # Without what others report: else their factor would become ours, again and again.
-        self._observed_s = self._modelled_s * self._own
+
+def lose_weight(e: SpeedEstimate, elapsed_s: float) -> None:
+    """Let what the factor was made from count less."""
+    keep = math.exp(-elapsed_s / WEIGHT_S)
+    e.modelled_s = max(LEAST_WEIGHT_S, e.modelled_s * keep)
+    # Without what others report: else their factor would become ours, again and again.
+    e.observed_s = e.modelled_s * e.own
 
 
 # An answer whose tokens nobody saw says something of the speed, too, by the time that it took: with

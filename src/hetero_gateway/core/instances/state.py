@@ -68,7 +68,13 @@ from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispat
 from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.instances.prefix_hits import Interval, reported_hits
 from hetero_gateway.core.instances.sightings import Sightings
-from hetero_gateway.core.instances.speed import SpeedEstimate, first_token_times_s
+from hetero_gateway.core.instances.speed import (
+    SpeedEstimate,
+    first_token_times_s,
+    observe,
+    revise,
+    weigh,
+)
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request, Usage
 
@@ -99,35 +105,34 @@ class InstanceState:
     __slots__ = (
         "_begun_at_s",
         "_begun_s",
-        "_clock",
-        "_estimate",
         "_freed_s",
-        "_interval",
         "_keeps",
         "_load_units",
         "_moves",
-        "_observed_clock",
         "_outstanding",
-        "_owed_s",
         "_peer_loads",
         "_prefill_tokens",
-        "_prefilled_s",
         "_prompt_tokens",
         "_prompts",
         "_sequence",
         "_sightings",
-        "_streams_seen_s",
+        "clock",
         "concurrency",
         "constants",
         "context",
+        "estimate",
         "heard_s",
         "in_flight",
         "instance_id",
+        "interval",
         "kv_tokens",
         "load_s",
         "observations",
         "observed",
+        "observed_clock",
+        "owed_s",
         "peers",
+        "prefilled_s",
         "prefix",
         "read_s",
         "recent_prefill",
@@ -140,6 +145,7 @@ class InstanceState:
         "stands_in",
         "steps_per_s",
         "streaming",
+        "streams_seen_s",
         "tracked",
         "waiting",
         "waiting_output",
@@ -174,7 +180,7 @@ class InstanceState:
         self.recent_prefill = 0.0
         self.recent_prefill_s = 0.0
         self.stages = [0] * _STAGES  # streaming sequences by stage
-        self.peers: PeerLoad | None = None
+        self.peers = NO_PEERS
         self._peer_loads: dict[str, PeerLoad] = {}
         # Engine time that is left for what others say they began, s, and as of when.
         self._begun_s, self._begun_at_s = _MOST_BEGUN_S, 0.0
@@ -184,12 +190,12 @@ class InstanceState:
         self._prefill_tokens = 0.0
         self._prompt_tokens = 0.0
         # The step clock, when it was read, and its rate.
-        self._clock = 0.0
+        self.clock = 0.0
         self.read_s = 0.0
         self.steps_per_s = 0.0
         # Where nobody sees the steps: the time that the engine will spend on prompts first, and
         # how much it has.
-        self._owed_s = self._prefilled_s = 0.0
+        self.owed_s = self.prefilled_s = 0.0
         self._moves: list[tuple[float, int, Dispatch]] = []
         self._sequence = 0
         # Constants that count; ``stands_in``: they are not of this machine; ``observed``: and yet
@@ -202,13 +208,13 @@ class InstanceState:
         self.concurrency = Concurrency()
         self.seats = NO_LIMIT  # sequences that may be there, as far as learnt
         self._freed_s = -math.inf
-        self._estimate = SpeedEstimate(SPEED_BOUNDS)
-        self._streams_seen_s = -math.inf
+        self.estimate = SpeedEstimate(*SPEED_BOUNDS)
+        self.streams_seen_s = -math.inf
         self._sightings = Sightings()
         self.prefix = self._sightings.prefix
         self.observations = self._sightings.observations
-        self._interval = Interval()
-        self._observed_clock = math.nan
+        self.interval = Interval()
+        self.observed_clock = math.nan
 
     def __repr__(self) -> str:
         return (
@@ -231,21 +237,22 @@ class InstanceState:
             self.observed = False
         if constants != self.constants:
             self.constants = constants
-            self._estimate = SpeedEstimate(SPEED_BOUNDS)
+            self.estimate = SpeedEstimate(*SPEED_BOUNDS)
             self.speed = 1.0
         if stands_in != self.stands_in:
             self.concurrency = Concurrency()
             self.seats = NO_LIMIT
         self.stands_in = stands_in
-        self._estimate.bounds = _STAND_IN_BOUNDS if stands_in else SPEED_BOUNDS
-        self._set_rate()
+        bounds = _STAND_IN_BOUNDS if stands_in else SPEED_BOUNDS
+        self.estimate.lowest, self.estimate.highest = bounds
+        set_rate(self)
 
     def set_speed(self, speed: float) -> None:
         """Take it for so fast until it was observed (a stand-in's)."""
         if speed != self.speed:
             self.speed = speed
-            self._estimate.assume(speed)
-            self._set_rate()
+            self.estimate.factor = self.estimate.own = speed
+            set_rate(self)
 
     # A request's events
 
@@ -285,7 +292,7 @@ class InstanceState:
             if self.waiting == 0:
                 self.heard_s = now_s
             if alone and self._keeps:
-                peers = self.peers or NO_PEERS
+                peers = self.peers
                 entry.before = (
                     now_s,
                     self.waiting + peers.waiting,
@@ -298,22 +305,19 @@ class InstanceState:
             self.waiting_prompt += entry.prompt_tokens
             self.waiting_prefill += prefill_tokens
             self.waiting_output += entry.output_tokens
-            self._note_prefill(prefill_tokens, now_s)
-            if now_s - self._streams_seen_s >= STREAMS_SAY_S:
+            note_prefill(self, prefill_tokens, now_s)
+            if now_s - self.streams_seen_s >= STREAMS_SAY_S:
                 # Nobody sees the steps: the engine takes this prompt in front of its next ones.
-                self._read_clock(now_s)
+                clock = read_clock(self, now_s, 0.0)
+                if self._moves and self._moves[0][0] <= clock:
+                    self._move_on()
                 if self.constants is not None:
                     ratio = self.prefix.ratio
                     new_tokens = prefill_tokens * (1.0 if ratio is None else ratio)
-                    self._owed_s += self._prefill_s(entry, new_tokens)
+                    self.owed_s += prefill_s(
+                        self, request.sequences, request.prompt_tokens, new_tokens
+                    )
         return entry
-
-    def _note_prefill(self, tokens: float, now_s: float) -> None:
-        # Whoever says no time, or one that is past, says nothing of how long ago the others were.
-        now_s = max(now_s, self.recent_prefill_s)
-        since_s = self.recent_prefill_s - now_s
-        self.recent_prefill = self.recent_prefill * math.exp(since_s / PREFILL_OVER_S) + tokens
-        self.recent_prefill_s = now_s
 
     def first_token(self, entry: Dispatch, now_s: float, *, seen: bool = True) -> bool:
         """It streams. False, and no change, unless it was WAITING (and is followed).
@@ -322,17 +326,19 @@ class InstanceState:
         """
         if entry.streaming or not entry.tracked or entry.outcome is not None:
             return False
-        clock = self._read_clock(now_s)
-        self._leave_waiting(entry)
+        clock = read_clock(self, now_s, 0.0)
+        if self._moves and self._moves[0][0] <= clock:
+            self._move_on()
+        n = entry.request.sequences
+        leave_waiting(self, n, entry)
         entry.streaming = True
         entry.stage = 0
         entry.joined = clock
-        entry.prefilled_s = self._prefilled_s
-        n = entry.request.sequences
+        entry.prefilled_s = self.prefilled_s
         self.heard_s = now_s
         if self.streaming > 0:
             # Only then was its prefill among decode steps that are observed.
-            interval = self._interval
+            interval = self.interval
             interval.prompts += n
             interval.prompt_tokens += entry.prompt_tokens
             if not self.prefix.off:
@@ -352,7 +358,7 @@ class InstanceState:
         self.context += entry.prompt_tokens + n
         self.stages[0] += n
         self._schedule_move(entry)
-        self._set_rate()
+        set_rate(self)
         if self.stands_in and seen:
             self._learn_concurrency(entry, now_s)
         return True
@@ -367,7 +373,9 @@ class InstanceState:
         if entry.outcome is not None:
             return False
         if entry.streaming and now_s > self.read_s:
-            self._read_clock(now_s)
+            clock = read_clock(self, now_s, 0.0)
+            if self._moves and self._moves[0][0] <= clock:
+                self._move_on()
         self._outstanding.remove(entry)
         entry.outcome = outcome
         if entry.streaming:
@@ -382,21 +390,21 @@ class InstanceState:
             self._sightings.end(entry, usage)
         if entry.tracked:
             self.tracked -= 1
+            n = entry.request.sequences
             if not entry.streaming:
-                self._leave_waiting(entry)
+                leave_waiting(self, n, entry)
             else:
-                n = entry.request.sequences
                 self.streaming -= n
-                self.context -= entry.prompt_tokens + n * (1 + self._clock - entry.joined)
+                self.context -= entry.prompt_tokens + n * (1 + self.clock - entry.joined)
                 self.stages[entry.stage] -= n
                 entry.stage = -1
                 if self.streaming == 0:
                     # Exactly nothing, so that no remainder of the sums outlives a busy period.
-                    self.context = self._clock = 0.0
+                    self.context = self.clock = 0.0
                     # A clock that began anew between two observations is not set by the second.
-                    self._observed_clock = math.nan
+                    self.observed_clock = math.nan
                     self._moves.clear()
-                self._set_rate()
+                set_rate(self)
         self._load_units -= entry.units
         self.load_s = self._load_units / UNITS_PER_S
         self.kv_tokens -= entry.kv_tokens
@@ -419,7 +427,7 @@ class InstanceState:
     def own_load(self, now_s: float) -> PeerLoad:
         """What is ours on it now, as other gateways want to know it."""
         self._read_clock(now_s)
-        observed_s, modelled_s = self._estimate.sums()
+        observed_s, modelled_s = self.estimate.sums()
         return PeerLoad(
             self.load_s,
             self.kv_tokens,
@@ -450,13 +458,13 @@ class InstanceState:
             if before is not None:
                 prompts, more = self._begun(load, before, now_s)
                 sent += more - before.waiting_prefill
-            self._note_prefill(max(0.0, sent), now_s)
+            note_prefill(self, max(0.0, sent), now_s)
             if (c := self.constants) is not None and c.p1 > 0:
                 # As much as the engine can do in this time, whatever they claim.
                 most = max(already, PREFILL_OVER_S / (self.speed * c.p1))
                 self.recent_prefill = min(self.recent_prefill, most)
             if before is not None and self.streaming > 0:
-                interval = self._interval
+                interval = self.interval
                 interval.prompts += prompts
                 interval.prompt_tokens += more
                 if more > 0 and not self.prefix.off:
@@ -464,17 +472,13 @@ class InstanceState:
                     interval.untold_tokens += more
                     interval.untold_charged += more
         loads = self._peer_loads.values()
-        had_seen = self.peers is not None and self.peers.modelled_s > 0
-        if not loads:
-            self.peers = None
-        else:
-            self.peers = load if len(loads) == 1 else PeerLoad(*map(sum, zip(*loads, strict=True)))
-        has_seen = self.peers is not None and self.peers.modelled_s > 0
-        if (had_seen or has_seen) and self.constants is not None:
-            peers = self.peers or NO_PEERS
+        had_seen = self.peers.modelled_s > 0
+        self.peers = PeerLoad(*map(sum, zip(*loads, strict=True))) if loads else NO_PEERS
+        if (had_seen or self.peers.modelled_s > 0) and self.constants is not None:
+            peers = self.peers
             self.observed = self.observed or self.stands_in
-            self.speed = self._estimate.weigh(peers.observed_s, peers.modelled_s)
-        self._set_rate()
+            self.speed = weigh(self.estimate, peers.observed_s, peers.modelled_s)
+        set_rate(self)
 
     def _begun(self, load: PeerLoad, before: PeerLoad, now_s: float) -> tuple[float, float]:
         """(prompts, tokens) that a peer began in between, as far as the engine can have done so."""
@@ -492,25 +496,6 @@ class InstanceState:
         self._begun_s = left_s - share * takes_s
         return share * prompts, share * tokens
 
-    def _prefill_s(self, entry: Dispatch, new_tokens: float) -> float:
-        """The time, s, that a prefill of so many tokens of a request's adds to a decode step."""
-        c, n, prompt = self.constants, entry.request.sequences, entry.request.prompt_tokens
-        assert c is not None
-        alone_s = c.p1 * new_tokens + c.p2 * n
-        if c.p9:
-            alone_s += c.p9 * (n * attended_pairs(new_tokens / n, prompt - new_tokens / n))
-        return self.speed * alone_s
-
-    def _leave_waiting(self, entry: Dispatch) -> None:
-        self.waiting -= entry.request.sequences
-        if self.waiting == 0:
-            self._owed_s = 0.0
-            self.waiting_prompt, self.waiting_prefill, self.waiting_output = 0, 0.0, 0.0
-        else:
-            self.waiting_prompt -= entry.prompt_tokens
-            self.waiting_prefill -= entry.prefill_tokens
-            self.waiting_output -= entry.output_tokens
-
     # What is observed
 
     def observe_steps(self, steps: float, duration_s: float, now_s: float) -> StepRow | None:
@@ -518,8 +503,8 @@ class InstanceState:
 
         Sets the speed factor, and the step clock right. Returns the row that it was; None: none.
         """
-        clock = self._read_clock(now_s)
-        interval, self._interval = self._interval, Interval()
+        self._read_clock(now_s)
+        interval, self.interval = self.interval, Interval()
         streaming = self.streaming >= 1
         row = None
         if duration_s > 0 and (streaming or interval.streamed_s > 0):
@@ -527,40 +512,18 @@ class InstanceState:
                 # A prefill may be under way that counts in the next one, and is not known there.
                 interval.untold += 1
             # No step at all counts as well: that is an engine that hangs.
-            row = self._step_row(steps, duration_s, interval)
+            row = step_row(self, interval, steps, duration_s, interval.hits(None))
             if self._keeps:
                 self._sightings.keep_steps(row, interval)
             modelled_s = self._modelled_s(row, interval)
             if modelled_s is not None:
-                self._observe_speed(duration_s, modelled_s, now_s)
-                self._streams_seen_s = now_s
+                observe_speed(self, duration_s, modelled_s, now_s)
+                self.streams_seen_s = now_s
             if streaming:
-                if duration_s < interval.streamed_s / 2:
-                    steps *= interval.streamed_s / duration_s  # it saw a part only
-                true_clock = self._observed_clock + steps
-                if not math.isnan(true_clock):
-                    self._read_clock(now_s, true_clock - clock)
-        self._observed_clock = self._clock
-        self._set_rate()
+                self._read_clock(now_s, steps_missed(self, interval, steps, duration_s))
+        self.observed_clock = self.clock
+        set_rate(self)
         return row
-
-    def _step_row(self, steps: float, duration_s: float, interval: Interval) -> StepRow:
-        streamed_s, share = interval.streamed_s, 1.0
-        if streamed_s > 0:
-            sequences, context = interval.sequences / streamed_s, interval.context / streamed_s
-            share = interval.shown = min(1.0, duration_s / streamed_s)
-        else:
-            peers = self.peers or NO_PEERS
-            sequences, context = self.streaming + peers.streaming, self.context + peers.context
-        return StepRow(
-            duration_s,
-            steps,
-            sequences,
-            context / sequences,
-            share * interval.prompts,
-            share * interval.prompt_tokens,
-            share * interval.hits(None),
-        )
 
     def _modelled_s(self, row: StepRow, interval: Interval) -> float | None:
         """What the model has for a row, s; None: the row says nothing of the speed."""
@@ -605,18 +568,20 @@ class InstanceState:
             or entry.predicted_s is None
             or entry.request.sequences != 1
             or self.constants is None
-            or now_s - self._streams_seen_s < STREAMS_SAY_S
+            or now_s - self.streams_seen_s < STREAMS_SAY_S
         ):
             return
         took_s = now_s - entry.predicted_s[0]
         steps = min(max(0.0, output_tokens - 1), MOST_TOKENS)
-        clock, c, hits = self._read_clock(now_s), self.constants, None
+        clock, c, hits = read_clock(self, now_s, 0.0), self.constants, None
+        if self._moves and self._moves[0][0] <= clock:
+            self._move_on()
         if usage is not None and usage.cached_tokens is not None:
             hits = reported_hits(entry, usage)
         others_s = made = 0.0
         if entry.streaming:
             # While it streamed, the engine took others' prompts as well.
-            others_s, made = self._prefilled_s - entry.prefilled_s, clock - entry.joined
+            others_s, made = self.prefilled_s - entry.prefilled_s, clock - entry.joined
         if self.steps_per_s > 0:
             step_s = 1 / self.steps_per_s
         else:
@@ -638,36 +603,9 @@ class InstanceState:
         if took_s > 0 and predicted_s > 0:
             # One answer, whose length the engine says, is not believed beyond this.
             predicted_s = min(_MOST_MISS * took_s, max(took_s / _MOST_MISS, predicted_s))
-            self._observe_speed(share * took_s, share * predicted_s / self.speed, now_s)
+            observe_speed(self, share * took_s, share * predicted_s / self.speed, now_s)
             if self.streaming and not entry.streaming:  # or else it does as it leaves
-                self._set_rate()
-
-    def _observe_speed(self, observed_s: float, modelled_s: float, now_s: float) -> None:
-        """Set f, of all that was observed of a machine whose constants are known; others count."""
-        peers = self.peers or NO_PEERS
-        self.observed = self.observed or self.stands_in
-        self.speed = self._estimate.observe(
-            observed_s, modelled_s, now_s, peers.observed_s, peers.modelled_s
-        )
-
-    def revise_speed(self, best: float, now_s: float) -> bool:
-        """Let f be doubted, if it is far above ``best`` and was not seen; whether it is."""
-        if self.constants is None or (self.stands_in and not self.observed):
-            return False
-        doubted = self._estimate.revise(best, now_s)
-        if self.speed != self._estimate.factor:
-            self.speed = self._estimate.factor
-            self._set_rate()
-        return doubted
-
-    @property
-    def doubted(self) -> bool:
-        """f is high, and was not seen for long."""
-        return self._estimate.doubted
-
-    def unseen_s(self, now_s: float) -> float:
-        """How long nothing was observed of its speed, and no first token came or was owed."""
-        return now_s - max(self._estimate.seen_s, self.heard_s)
+                set_rate(self)
 
     # How many run at once, where nobody says
 
@@ -675,17 +613,18 @@ class InstanceState:
         c = self.constants
         if c is None:
             return
-        prefill_s = self._prefill_s(entry, entry.prefill_tokens) + self.speed * c.p4
+        n, prompt = entry.request.sequences, entry.request.prompt_tokens
+        own_s = prefill_s(self, n, prompt, entry.prefill_tokens) + self.speed * c.p4
         # Of the others, as if all were of the mean length.
         attended = (self.waiting_prompt - self.waiting_prefill / 2) / max(self.waiting, 1)
         others_s = self.speed * self.waiting_prefill * (c.p1 + c.p9 * attended)
         step_s = 1 / self.steps_per_s if self.steps_per_s > 0 else 0.0
-        running = round(self.streaming + (self.peers or NO_PEERS).streaming)
+        running = round(self.streaming + self.peers.streaming)
         self.concurrency.began(
             running,
             now_s - entry.sent_s,
             now_s - self._freed_s,
-            PATIENCE * (prefill_s + step_s) + PATIENCE_S,
+            PATIENCE * (own_s + step_s) + PATIENCE_S,
             # Others' prompts may come first, each with a step.
             PATIENCE * (others_s + self.waiting * step_s),
             now_s,
@@ -695,7 +634,7 @@ class InstanceState:
     def observe_queue(self, running: int, waiting: int, now_s: float) -> None:
         """The engine says how many run, and how many wait in its own queue."""
         if self.stands_in:
-            peers = self.peers or NO_PEERS
+            peers = self.peers
             there = self.waiting + self.streaming + round(peers.waiting + peers.streaming)
             # What streams runs, whatever the engine said a moment ago.
             running = max(running, self.streaming)
@@ -715,33 +654,15 @@ class InstanceState:
 
     def _read_clock(self, now_s: float, steps: float = 0.0) -> float:
         """The step clock now; ``steps``: beyond what the model has, as observed."""
-        elapsed_s = now_s - self.read_s
-        streaming = self.streaming
-        if elapsed_s > 0:
-            self.read_s = now_s
-            decoding_s = elapsed_s
-            if self._owed_s > 0:
-                prefilled_s = min(self._owed_s, elapsed_s)
-                self._owed_s -= prefilled_s
-                self._prefilled_s += prefilled_s
-                decoding_s -= prefilled_s
-            if streaming > 0:
-                steps += decoding_s * self.steps_per_s
-                interval = self._interval
-                interval.streamed_s += elapsed_s
-                batch: float = streaming
-                context, peers = self.context, self.peers
-                if peers is not None:
-                    batch += peers.streaming
-                    context += peers.context
-                interval.sequences += batch * elapsed_s
-                interval.context += (context + 0.5 * steps * batch) * elapsed_s
-        if steps == 0:
-            return self._clock
-        self.context += steps * streaming
-        clock = self._clock = self._clock + steps
+        clock = read_clock(self, now_s, steps)
+        if self._moves and self._moves[0][0] <= clock:
+            self._move_on()
+        return clock
+
+    def _move_on(self) -> None:
+        """The clock has passed somebody's next stage."""
         moves = self._moves
-        while moves and moves[0][0] <= clock:
+        while moves and moves[0][0] <= self.clock:
             _, _, entry = heapq.heappop(moves)
             if entry.stage >= 0:
                 n = entry.request.sequences
@@ -749,7 +670,6 @@ class InstanceState:
                 entry.stage += 1
                 self.stages[entry.stage] += n
                 self._schedule_move(entry)
-        return clock
 
     def _schedule_move(self, entry: Dispatch) -> None:
         following = entry.stage + 1
@@ -759,17 +679,130 @@ class InstanceState:
             due = entry.joined + STAGE_TOKENS[following] - 1
             heapq.heappush(self._moves, (due, self._sequence, entry))
 
-    def _set_rate(self) -> None:
-        c = self.constants
-        batch: float = self.streaming
-        if c is None or batch < 1:
-            self.steps_per_s = 0.0
-            return
-        # Eq. (4)'s step of all that stream, times f.
-        context = self.context
-        peers = self.peers
-        if peers is not None:
-            batch += peers.streaming
-            context += peers.context
-        step_s = c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
-        self.steps_per_s = 1 / max(self.speed * step_s, 1e-6)
+
+# What follows asks for a state's fields alone: the simulator's compiled loop has them in a table
+# (``sim/compiled/progress.py``). There what a stream puts on and takes off stands once more, as a
+# call of each would cost every request.
+
+
+def note_prefill(state: InstanceState, tokens: float, now_s: float) -> None:
+    """So many prompt tokens to compute were sent now."""
+    # Whoever says no time, or one that is past, says nothing of how long ago the others were.
+    now_s = max(now_s, state.recent_prefill_s)
+    since_s = state.recent_prefill_s - now_s
+    state.recent_prefill = state.recent_prefill * math.exp(since_s / PREFILL_OVER_S) + tokens
+    state.recent_prefill_s = now_s
+
+
+def leave_waiting(state: InstanceState, sequences: int, entry: Dispatch) -> None:
+    """A request of so many sequences is no longer in U."""
+    state.waiting -= sequences
+    if state.waiting == 0:
+        state.owed_s = 0.0
+        state.waiting_prompt = 0
+        state.waiting_prefill = state.waiting_output = 0.0
+    else:
+        state.waiting_prompt -= entry.prompt_tokens
+        state.waiting_prefill -= entry.prefill_tokens
+        state.waiting_output -= entry.output_tokens
+
+
+def prefill_s(state: InstanceState, sequences: int, prompt_tokens: int, new_tokens: float) -> float:
+    """The time, s, that a prefill of so many tokens of a request's adds to a decode step."""
+    c, n = state.constants, sequences
+    assert c is not None
+    alone_s = c.p1 * new_tokens + c.p2 * n
+    if c.p9:
+        alone_s += c.p9 * (n * attended_pairs(new_tokens / n, prompt_tokens - new_tokens / n))
+    return state.speed * alone_s
+
+
+def read_clock(state: InstanceState, now_s: float, steps: float) -> float:
+    """The step clock now; ``steps``: beyond what the model has, as observed.
+
+    Those whose next stage it has passed are yet to be moved on.
+    """
+    elapsed_s = now_s - state.read_s
+    streaming = state.streaming
+    if elapsed_s > 0:
+        state.read_s = now_s
+        decoding_s = elapsed_s
+        if state.owed_s > 0:
+            prefilled_s = min(state.owed_s, elapsed_s)
+            state.owed_s -= prefilled_s
+            state.prefilled_s += prefilled_s
+            decoding_s -= prefilled_s
+        if streaming > 0:
+            steps += decoding_s * state.steps_per_s
+            interval = state.interval
+            interval.streamed_s += elapsed_s
+            batch = streaming + state.peers.streaming
+            context = state.context + state.peers.context
+            interval.sequences += batch * elapsed_s
+            interval.context += (context + 0.5 * steps * batch) * elapsed_s
+    if steps != 0:
+        state.context += steps * streaming
+        state.clock += steps
+    return state.clock
+
+
+def set_rate(state: InstanceState) -> None:
+    """Set how fast the step clock goes: by Eq. (4)'s step of all that stream, times f."""
+    c = state.constants
+    if c is None or state.streaming < 1:
+        state.steps_per_s = 0.0
+        return
+    batch = state.streaming + state.peers.streaming
+    context = state.context + state.peers.context
+    step_s = c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
+    state.steps_per_s = 1 / max(state.speed * step_s, 1e-6)
+
+
+def step_row(
+    state: InstanceState, interval: Interval, steps: float, duration_s: float, hit_tokens: float
+) -> StepRow:
+    """What was seen of an interval, of whose prompts so many tokens were not prefilled."""
+    streamed_s, share = interval.streamed_s, 1.0
+    sequences = state.streaming + state.peers.streaming
+    context = state.context + state.peers.context
+    if streamed_s > 0:
+        sequences, context = interval.sequences / streamed_s, interval.context / streamed_s
+        share = interval.shown = min(1.0, duration_s / streamed_s)
+    return StepRow(
+        duration_s,
+        steps,
+        sequences,
+        context / sequences,
+        share * interval.prompts,
+        share * interval.prompt_tokens,
+        share * hit_tokens,
+    )
+
+
+def steps_missed(
+    state: InstanceState, interval: Interval, steps: float, duration_s: float
+) -> float:
+    """How far the step clock, which was read, is behind what was observed."""
+    if duration_s < interval.streamed_s / 2:
+        steps *= interval.streamed_s / duration_s  # it saw a part only
+    missed = state.observed_clock + steps - state.clock
+    return 0.0 if math.isnan(missed) else missed
+
+
+def observe_speed(state: InstanceState, observed_s: float, modelled_s: float, now_s: float) -> None:
+    """Set f, of all that was observed of a machine whose constants are known; others count."""
+    state.observed = state.observed or state.stands_in
+    peers = state.peers
+    state.speed = observe(
+        state.estimate, observed_s, modelled_s, now_s, peers.observed_s, peers.modelled_s
+    )
+
+
+def revise_speed(state: InstanceState, best: float, now_s: float) -> None:
+    """Let f be doubted, if it is far above ``best`` and was not seen."""
+    if state.constants is None or (state.stands_in and not state.observed):
+        return
+    revise(state.estimate, best, now_s)
+    if state.speed != state.estimate.factor:
+        state.speed = state.estimate.factor
+        set_rate(state)

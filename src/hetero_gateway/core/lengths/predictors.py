@@ -33,7 +33,8 @@ OTHER_MODELS = ""
 
 # How far a stream is, in powers of two: what is left of it changes with the order of magnitude.
 STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
+# Streams in a stage are on average in its middle; the last one has no end.
+_MIDDLES = (16.0, 48.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3072.0, 6144.0)
 
 # So many times the length that nine of ten answers are within is as long as one is believed to be.
 _FAR = 4.0
@@ -88,9 +89,9 @@ class ResidualLives:
         # Made only when someone asks: most policies never do.
         if finished.unseen >= REFRESH_EVERY:
             finished.unseen = 0
-            lengths = np.array(finished.lengths)
-            finished.table = residuals(lengths, self._prior_tokens, self._prior_requests)
-            finished.plain = finished.table.tolist()
+            ordered, prior = np.sort(finished.lengths), (self._prior_tokens, self._prior_requests)
+            finished.plain = [residual(ordered, i, *prior) for i in range(len(STAGE_TOKENS))]
+            finished.table = np.array(finished.plain)
         if model in self._models:
             self.plain[model] = finished.plain
         return finished
@@ -117,20 +118,21 @@ class ResidualLives:
             self.plain.pop(model, None)
 
 
-def residuals(lengths: FloatArray, prior_tokens: float, prior_requests: float) -> FloatArray:
-    """E[O − g | O > g] by stage, of these lengths, of which there is one, and the prior."""
-    # Those in a stage are on average in its middle; the last one has no end.
-    starts = np.array(STAGE_TOKENS, dtype=np.float64)
-    middles = starts + np.append(np.diff(starts), starts[-1]) / 2
-    ordered = np.sort(lengths)
+def residual(ordered: FloatArray, stage: int, prior_tokens: float, prior_requests: float) -> float:
+    """E[O − g | O > g] in a stage, of these lengths, sorted, of which there is one; and the prior.
+
+    The simulator's compiled loop runs it, too.
+    """
+    size, middle = len(ordered), _MIDDLES[stage]
     # A tenth of them may be made up: what is far beyond the others counts as the farthest.
-    ordered = np.minimum(ordered, _FAR * ordered[ordered.size * 9 // 10])
-    sums = np.append(np.cumsum(ordered[::-1])[::-1], 0.0)
-    first = np.searchsorted(ordered, middles, side="right")
-    counts = ordered.size - first
-    left = sums[first] - counts * middles
-    result: FloatArray = (left + prior_requests * prior_tokens) / (counts + prior_requests)
-    return result
+    farthest = _FAR * ordered[size * 9 // 10]
+    count, left = 0, 0.0
+    if middle < farthest:
+        first = int(np.searchsorted(ordered, middle, side="right"))
+        far = int(np.searchsorted(ordered, farthest, side="right"))
+        count = size - first
+        left = ordered[first:far].sum() + (size - far) * farthest - count * middle
+    return float((left + prior_requests * prior_tokens) / (count + prior_requests))
 
 
 class _Reports:
@@ -359,7 +361,7 @@ class NormalPredictor:
         pass
 
 
-class _RunningMean:
+class RunningMean:
     """A mean that starts at a prior and forgets slowly; far more than itself moves it little."""
 
     __slots__ = ("value", "weight")
@@ -368,10 +370,12 @@ class _RunningMean:
         self.value = prior
         self.weight = prior_weight
 
-    def add(self, value: float) -> None:
-        self.weight = min(self.weight + 1, MEMORY_REQUESTS)
-        # Of memoryless lengths 1 in 3 000 is beyond: an engine that makes them up is held back.
-        self.value += (min(value, FAR * self.value) - self.value) / self.weight
+
+def add_to(mean: RunningMean, value: float) -> None:
+    """Learn from one more value; the simulator's compiled loop runs it, too."""
+    mean.weight = min(mean.weight + 1, MEMORY_REQUESTS)
+    # Of memoryless lengths 1 in 3 000 is beyond: an engine that makes them up is held back.
+    mean.value += (min(value, FAR * mean.value) - mean.value) / mean.weight
 
 
 class BucketMeanPredictor:
@@ -389,11 +393,11 @@ class BucketMeanPredictor:
     def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
         self.prior_tokens = prior_tokens
         self.prior_requests = prior_requests
-        self._models: dict[str, _RunningMean] = {}
-        self._buckets: dict[tuple[str, int], _RunningMean] = {}
+        self._models: dict[str, RunningMean] = {}
+        self._buckets: dict[tuple[str, int], RunningMean] = {}
         # By bucket and beginning, which says the model, too; least recently used first. (A plain
         # dict walks past all that were deleted at its front.)
-        self._beginnings: OrderedDict[tuple[int, int], _RunningMean] = OrderedDict()
+        self._beginnings: OrderedDict[tuple[int, int], RunningMean] = OrderedDict()
 
     @property
     def has_learnt(self) -> bool:
@@ -419,12 +423,12 @@ class BucketMeanPredictor:
             model = bounded_model(model, self._models)
             overall = self._models.get(model)
         if overall is None:
-            overall = _RunningMean(self.prior_tokens, self.prior_requests)
+            overall = RunningMean(self.prior_tokens, self.prior_requests)
             self._models[model] = overall
         size = features.prompt_tokens.bit_length()
         bucket = self._buckets.get((model, size))
         if bucket is None:
-            bucket = _RunningMean(overall.value, self.prior_requests)
+            bucket = RunningMean(overall.value, self.prior_requests)
             self._buckets[model, size] = bucket
         if features.beginning is not None:
             means, key = self._beginnings, (size, features.beginning)
@@ -432,11 +436,11 @@ class BucketMeanPredictor:
             if mean is None:
                 if len(means) >= _MOST_BEGINNINGS:
                     means.popitem(last=False)
-                mean = means[key] = _RunningMean(bucket.value, self.prior_requests)
+                mean = means[key] = RunningMean(bucket.value, self.prior_requests)
             else:
                 means.move_to_end(key)
-            mean.add(output_tokens)
+            add_to(mean, output_tokens)
             if mean.weight >= 2 * self.prior_requests:
                 return
-        overall.add(output_tokens)
-        bucket.add(output_tokens)
+        add_to(overall, output_tokens)
+        add_to(bucket, output_tokens)

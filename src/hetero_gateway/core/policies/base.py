@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from hetero_gateway.core.costs.cost_model import workload
-from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.core.policies.member import Member
@@ -146,7 +145,7 @@ class Candidates:
         self.kv_usage: list[float] = []
         self.in_flight: list[float] = []
         for state, member in zip(view.states, view.members, strict=True):
-            peers = state.peers or NO_PEERS
+            peers = state.peers
             time_s = times_s.get(member.kind)
             if time_s is None:
                 time_s = times_s[member.kind] = n * request_time_s(member, prompt, output)

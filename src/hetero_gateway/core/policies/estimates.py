@@ -132,7 +132,7 @@ def room(
         needed: tokens that a request's prompts take of a cache as it is admitted; -inf, which fits
             everywhere, where some of it is cached: those that run may share that.
     """
-    peers = NO_PEERS if state.peers is None else state.peers
+    peers = state.peers
     waiting = state.waiting + peers.waiting
     streaming = state.streaming + peers.streaming
     there = waiting + streaming
@@ -154,7 +154,7 @@ def matched_room(
     state: InstanceState, member: Member, prefill_depth: int, now_s: float
 ) -> tuple[bool, bool]:
     """The same for one without room, where much of the request is cached."""
-    peers = state.peers or NO_PEERS
+    peers = state.peers
     waiting = state.waiting + peers.waiting
     there = waiting + state.streaming + peers.streaming
     if there >= state.seats:
@@ -269,7 +269,7 @@ def estimate(
                 remaining += count * left
                 shared += count * (left if left < output else output)
     peers = state.peers
-    if peers is not None:
+    if peers is not NO_PEERS:
         waiting += peers.waiting
         streaming += peers.streaming
         waiting_prompt += peers.waiting_prompt

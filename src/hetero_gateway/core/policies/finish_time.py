@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hetero_gateway.core.costs.cost_model import workload
-from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.base import (
     COLUMNS,
@@ -268,7 +267,7 @@ class FinishTime(PlacesAtOnce):
 
 def _sequences_for_weight(state: InstanceState, member: Member) -> float:
     """What stands for a cost where there are no constants: who would be there, per weight."""
-    peers = state.peers or NO_PEERS
+    peers = state.peers
     there = state.waiting + state.streaming + peers.waiting + peers.streaming
     return (there + 1) / member.weight
 

@@ -108,9 +108,7 @@ def violations(
     p1, p5, p6 = member[0], member[4], member[5]
     f = state.speed
     n: float = state.waiting + state.streaming
-    peers = state.peers
-    if peers is not None:
-        n += peers.waiting + peers.streaming
+    n += state.peers.waiting + state.peers.streaming
     left = 1.0 - busy(state, p1, now_s)
     if left < 1.0 - _MOST_BUSY:
         left = 1.0 - _MOST_BUSY

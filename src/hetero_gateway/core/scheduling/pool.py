@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import KV_ROOM, holds, seats
 from hetero_gateway.core.policies.estimates import request_time_s as member_request_time_s
@@ -88,7 +87,7 @@ class Eligible(NamedTuple):
                 continue
             free_seats = max(float(sequences), reserve * member.max_num_seqs)
             free_tokens = max(float(tokens), reserve * member.kv_limit_tokens)
-            peers = NO_PEERS if state.peers is None else state.peers
+            peers = state.peers
             waiting = state.waiting + peers.waiting
             prompts = state.waiting_prefill + peers.waiting_prefill
             there = waiting + state.streaming + peers.streaming

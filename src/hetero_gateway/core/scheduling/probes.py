@@ -8,9 +8,10 @@ With nobody doubted, which is the rule, a placement pays for one comparison.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from hetero_gateway.core.instances.speed import UNSEEN_S
-from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.state import InstanceState, revise_speed
 from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible
 
@@ -28,15 +29,15 @@ class Probes:
         active: the policy looks at speed factors at all.
     """
 
-    __slots__ = ("_every_s", "_members", "_placed", "_probed_s", "doubted", "next_s")
+    __slots__ = ("_members", "doubted", "every_s", "next_s", "placed", "probed_s")
 
     def __init__(self, members: Members, *, active: bool) -> None:
         self.next_s = -math.inf if active else math.inf  # when to ``revise`` again
         self._members = members
         self.doubted: list[InstanceState] = []
-        self._placed = 0  # since the last probe
-        self._probed_s = -math.inf
-        self._every_s = PROBE_EVERY_S
+        self.placed = 0  # since the last probe
+        self.probed_s = -math.inf
+        self.every_s = PROBE_EVERY_S
 
     def activate(self, active: bool) -> None:
         """Whether the policy looks at speed factors, from now on."""
@@ -51,36 +52,56 @@ class Probes:
             own = [s for s in pool.states if not s.stands_in]
             learnt = [s for s in pool.states if s.stands_in and s.observed]
             # A profile may be right: that others are faster than theirs says nothing of this one.
-            self._revise(own, 1.0, now_s)
-            self._revise(learnt, 0.0, now_s)
+            revise_among(own, 1.0, now_s)
+            revise_among(learnt, 0.0, now_s)
             for state in learnt:
                 state.let_pass(now_s)
+            self.doubted += [s for s in own + learnt if s.estimate.doubted]
         if not self.doubted:
-            self._every_s = PROBE_EVERY_S
-
-    def _revise(self, comparable: list[InstanceState], least: float, now_s: float) -> None:
-        best = max(least, min((state.speed for state in comparable), default=1.0))
-        for state in comparable:
-            if (state.speed > best or state.doubted) and state.revise_speed(best, now_s):
-                self.doubted.append(state)
+            self.every_s = PROBE_EVERY_S
 
     def due(self, eligible: Eligible, now_s: float) -> Eligible | None:
         """The one that a request is to try, alone; None: none, or not this request."""
-        self._placed += 1
-        since_s = now_s - self._probed_s
-        few = self._placed <= REQUESTS_PER_PROBE
-        if since_s < (PROBE_SELDOM_S if few else self._every_s):
+        if not is_time(self, now_s):
             return None
         for state in self.doubted:
             i = eligible.pool.position.get(state.instance_id)
-            if i is None or not eligible.has(i) or not state.doubted or state.in_flight:
-                continue
-            if state.unseen_s(now_s) >= UNSEEN_S:
+            if i is not None and eligible.has(i) and is_to_be_tried(state, now_s):
                 others = [j for j in eligible.positions() if j != i]
                 return eligible.without(others, f"{state.instance_id} is tried, unseen for long")
         return None
 
-    def sent(self, now_s: float) -> None:
-        """A request has gone where ``due`` said."""
-        self._placed, self._probed_s = 0, now_s
-        self._every_s = min(2 * self._every_s, 2 * PROBE_EVERY_S)
+
+# These ask for fields alone: the simulator's compiled loop has them in tables.
+
+
+def revise_among(comparable: Sequence[InstanceState], least: float, now_s: float) -> None:
+    """Doubt those whose factors are well above the best of them, and were not seen for long."""
+    best = math.inf
+    for state in comparable:
+        best = min(best, state.speed)
+    best = max(least, best)
+    for state in comparable:
+        if state.speed > best or state.estimate.doubted:
+            revise_speed(state, best, now_s)
+
+
+def is_time(probes: Probes, now_s: float) -> bool:
+    """Whether one more request that is placed may find out, where somebody is to be tried."""
+    probes.placed += 1
+    few = probes.placed <= REQUESTS_PER_PROBE
+    return now_s - probes.probed_s >= (PROBE_SELDOM_S if few else probes.every_s)
+
+
+def is_to_be_tried(state: InstanceState, now_s: float) -> bool:
+    """Whether it is doubted, has nothing on it, and was not heard of for long."""
+    e = state.estimate
+    if not e.doubted or state.in_flight > 0:
+        return False
+    return now_s - max(e.seen_s, state.heard_s) >= UNSEEN_S
+
+
+def sent(probes: Probes, now_s: float) -> None:
+    """A request has gone where ``due`` said."""
+    probes.placed, probes.probed_s = 0, now_s
+    probes.every_s = min(2 * probes.every_s, 2 * PROBE_EVERY_S)

@@ -29,7 +29,7 @@ from bisect import insort
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.dispatch import NO_PEERS, Dispatch
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
 from hetero_gateway.core.prefixes.caches import PrefixCaches
@@ -38,7 +38,7 @@ from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
 from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
-from hetero_gateway.core.scheduling.probes import Probes
+from hetero_gateway.core.scheduling.probes import Probes, sent
 from hetero_gateway.core.scheduling.queue import ModelQueue, QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
@@ -153,7 +153,7 @@ class Scheduler:
             or not pool.ids
             or len(pool.ids) < len(self.members.specs)
             or any(spec.profile is None or spec.max_model_len for spec in pool.specs)
-            or any(state.in_flight or state.peers for state in pool.states)
+            or any(state.in_flight or state.peers is not NO_PEERS for state in pool.states)
         ):
             return None
         by = self._decider
@@ -455,7 +455,7 @@ class Scheduler:
             elif probes.doubted and (one := probes.due(takers, now_s)) is not None:
                 decision = self._decider.decide(ticket.request, one, now_s, queue, waited_s)
                 if decision is not None:
-                    probes.sent(now_s)
+                    sent(probes, now_s)
             if decision is None:
                 decision = self._decider.decide(ticket.request, takers, now_s, queue, waited_s)
             if decision is None:

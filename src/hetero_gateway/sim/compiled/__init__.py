@@ -10,6 +10,6 @@ Every function is plain code on numbers and arrays, which also runs as it is wri
     lengths   the predictors
     loads     sums of charges, exactly
     placing   policies that place a request as it comes
-    progress  what is on the instances, for finish-time; speeds  their speed factors, and probes
+    progress  what is on the instances, for finish-time, and how fast they are
     late_binding  finish-time: its queue and its choice
 """

@@ -31,7 +31,7 @@ from hetero_gateway.core.scheduling.decider import MOST_CANDIDATES
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
-from hetero_gateway.sim.compiled.lengths import CLASSES, BucketMeans, length_classes
+from hetero_gateway.sim.compiled.lengths import BucketMeans, bucket_means, length_classes
 from hetero_gateway.sim.compiled.tables import EngineTables, PoolTable, Requests, Slowdowns
 from hetero_gateway.sim.fleet import EngineFleet
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
@@ -89,7 +89,7 @@ def covered(
     if means is None:
         if predictions is None:
             return None
-        means = BucketMeans(np.zeros((CLASSES, 2)), 1.0, 1.0, False)  # nobody asks
+        means = bucket_means(1.0, learns=False)  # nobody asks
     requests = _requests(workload, predictions, records)
     if not _bounded(fresh, requests, means):
         return None
@@ -164,14 +164,12 @@ def _world(
 
 def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:
     """The predictor as arrays; None: it is another one, or has learnt something already."""
-    table = np.zeros((CLASSES, 2))
     if type(predictor) is ConstantPredictor:
-        return BucketMeans(table, predictor.mean_tokens, 1.0, False)
+        return bucket_means(predictor.mean_tokens, learns=False)
     if type(predictor) is BucketMeanPredictor and predictor.prior_requests > 0:
         if not predictor.has_learnt:
-            return BucketMeans(
-                table, float(predictor.prior_tokens), float(predictor.prior_requests), True
-            )
+            prior = float(predictor.prior_tokens), float(predictor.prior_requests)
+            return bucket_means(*prior, learns=True)
     return None
 
 

@@ -1,7 +1,7 @@
 """Compiling a loop with all that it calls, and keeping the result.
 
 numba keeps compiled code on disk under the file and the byte code of the function that is asked
-for. What that calls may be of other files, and would stay as it was when they change: so the key
+for. What that calls may be of other files, and would stay as it was when they change: so its name
 has a digest of everything that is compiled into it.
 """
 
@@ -15,8 +15,10 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hetero_gateway.core.costs import cost_model
+from hetero_gateway.core.instances import observation, speed, state
 from hetero_gateway.core.lengths import predictors
 from hetero_gateway.core.policies import estimates, finish_time, slo
+from hetero_gateway.core.scheduling import probes
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.compiled import (
     late_binding,
@@ -24,17 +26,17 @@ from hetero_gateway.sim.compiled import (
     loads,
     placing,
     progress,
-    speeds,
     tables,
 )
 from hetero_gateway.sim.fleet import ENTRIES, compile_kernel
 
-_MODULES = (block_cache, kernel, tables, loads, lengths, placing, speeds, progress, late_binding)
+_MODULES = (block_cache, kernel, tables, loads, lengths, placing, progress, late_binding)
 # Of the core, what the loops share with it.
 _SHARED: tuple[Any, ...] = (
     cost_model.attended_pairs,
     cost_model.workload,
-    predictors.residuals,
+    predictors.residual,
+    predictors.add_to,
     estimates.busy,
     estimates.room,
     estimates.estimate,
@@ -43,6 +45,26 @@ _SHARED: tuple[Any, ...] = (
     estimates.cheapest,
     estimates.request_time_s,
     estimates.holds,
+    observation.step_terms,
+    observation.seconds,
+    speed.observe,
+    speed.observed,
+    speed.weigh,
+    speed.revise,
+    speed.lose_weight,
+    state.note_prefill,
+    state.leave_waiting,
+    state.prefill_s,
+    state.read_clock,
+    state.set_rate,
+    state.step_row,
+    state.steps_missed,
+    state.observe_speed,
+    state.revise_speed,
+    probes.revise_among,
+    probes.is_time,
+    probes.is_to_be_tried,
+    probes.sent,
     slo.violations,
     slo.surely,
     finish_time.idle_before_drain_s,
@@ -54,8 +76,6 @@ _SHARED: tuple[Any, ...] = (
 _ALLOCATING: set[Any] = {
     placing.place_all,
     tables.with_room,
-    late_binding.renew_residual,
-    predictors.residuals,
 }
 
 
@@ -64,6 +84,7 @@ def compiled(loop: Callable[..., Any]) -> Any:
     """A loop of this package, compiled by numba."""
     import numba
 
+<<<<<<< HEAD
     # numba's key has the values of a closure in it. A function around the loop would have one too,
     # and all would be optimised once more.
     digest = CellType(_digest(_register()))
@@ -71,6 +92,16 @@ def compiled(loop: Callable[..., Any]) -> Any:
     return numba.njit(cache=True)(
         FunctionType(code, loop.__globals__, loop.__name__, None, (digest,))
     )
+=======
+    functions = _register()
+    digest = _digest(functions)
+
+    # numba names its files after the function.
+    named = FunctionType(loop.__code__, loop.__globals__)
+    named.__qualname__ = f"{loop.__name__}_{digest}"
+    options: dict[str, Any] = {"_nrt": loop in _ALLOCATING, "no_cfunc_wrapper": True}
+    return numba.njit(cache=True, **options)(named)
+>>>>>>> 10740107 (state, speed, probes, predictors: rules are functions that the compiled loop runs as they are)
 
 
 @functools.cache
@@ -84,9 +115,13 @@ def _register() -> tuple[FunctionType, ...]:
     functions = list(dict.fromkeys([*functions, *_SHARED]))
     for function in functions:
         if function not in known:
+<<<<<<< HEAD
             register_jitable(
                 _nrt=function in _ALLOCATING, no_cpython_wrapper=True, no_cfunc_wrapper=True
             )(function)
+=======
+            register_jitable(_nrt=function in _ALLOCATING, no_cfunc_wrapper=True)(function)
+>>>>>>> 10740107 (state, speed, probes, predictors: rules are functions that the compiled loop runs as they are)
     return tuple(functions)
 
 

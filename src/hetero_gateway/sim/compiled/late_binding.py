@@ -14,7 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_gateway.core.costs.arrays import FloatArray
-from hetero_gateway.core.lengths.predictors import HISTORY, PRIOR_REQUESTS, REFRESH_EVERY, residuals
+from hetero_gateway.core.lengths.predictors import (
+    HISTORY,
+    PRIOR_REQUESTS,
+    REFRESH_EVERY,
+    STAGE_TOKENS,
+    residual,
+)
 from hetero_gateway.core.policies.estimates import (
     MOST_PATIENCE_S,
     cheapest,
@@ -26,12 +32,12 @@ from hetero_gateway.core.policies.estimates import (
 )
 from hetero_gateway.core.policies.finish_time import idle_before_drain_s
 from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
+from hetero_gateway.core.scheduling.probes import sent
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
 from hetero_gateway.sim.arrays import Integers
-from hetero_gateway.sim.compiled import progress, speeds
+from hetero_gateway.sim.compiled import progress
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
-from hetero_gateway.sim.compiled.progress import Progress, state_row
-from hetero_gateway.sim.compiled.speeds import FACTOR
+from hetero_gateway.sim.compiled.progress import Progress
 from hetero_gateway.sim.compiled.tables import (
     EngineTables,
     KernelTable,
@@ -122,7 +128,7 @@ def new_world(
     x = np.zeros(10)
     x[PUMPED_S] = -math.inf
     x[PRIOR_TOKENS] = prior_tokens
-    residual = np.full(p.stages.shape[1], prior_tokens)
+    residual = np.full(len(STAGE_TOKENS), prior_tokens)
     placed = np.zeros((len(r.arrival_s), 2), np.int64)
     lengths, ordered = np.zeros((2, HISTORY))
     queue = Queue(np.zeros(8, np.int64), x, lengths, ordered, residual, np.ones(size), placed)
@@ -310,16 +316,12 @@ def _start(e: EngineTables, w: World, request: int, i: int, now_s: float) -> boo
 def _place(w: World, request: int, now_s: float, rng: np.random.Generator) -> int:
     """``Scheduler._place``: where the first one goes; -1: it has to wait."""
     p = w.p
-    if speeds.revision_due(p.speeds, now_s):
-        speeds.revise(p.speeds, now_s)
-        for i in range(len(p.speeds.changed)):
-            if p.speeds.changed[i]:
-                progress.set_rate(p, i)
-    one = speeds.due(p.speeds, p.in_flight, p.heard_s, now_s)
+    progress.revise(p, now_s)
+    one = progress.due(p, now_s)
     if one >= 0:
         chosen = _choose(w, request, one, one + 1, now_s, rng)
         if chosen >= 0:
-            speeds.sent(p.speeds, now_s)
+            sent(p.probes[0], now_s)
             return chosen
     return _choose(w, request, 0, len(w.steps), now_s, rng)
 
@@ -366,7 +368,8 @@ def _refresh(w: World) -> None:
 def renew_residual(queue: Queue) -> None:
     """The table of residual lives, of the lengths that finished lately."""
     ordered = queue.ordered[: min(queue.n[SEEN], HISTORY)]
-    queue.residual[:] = residuals(ordered, queue.x[PRIOR_TOKENS], PRIOR_REQUESTS)
+    for stage in range(len(queue.residual)):
+        queue.residual[stage] = residual(ordered, stage, queue.x[PRIOR_TOKENS], PRIOR_REQUESTS)
 
 
 def _choose(
@@ -379,7 +382,7 @@ def _choose(
     there_is_room = False
     for i in range(first, last):
         s.slots[i], s.room[i] = room(
-            state_row(p, i), member_of(p.members, i), prompt, w.rules.prefill_depth, now_s
+            p.states[i], member_of(p.members, i), prompt, w.rules.prefill_depth, now_s
         )
         there_is_room |= s.room[i]
     if not there_is_room:
@@ -387,7 +390,7 @@ def _choose(
     ended = now_s - w.queue.x[LAST_ARRIVAL_S] >= idle_before_drain_s(w.queue.x[MEAN_GAP_S])
     soonest_s, soonest_ttft_s = math.inf, math.inf
     for i in range(first, last):
-        row, member = state_row(p, i), member_of(p.members, i)
+        row, member = p.states[i], member_of(p.members, i)
         one = estimate(
             row, member, prompt, None, 1.0, prompt, output, w.queue.residual,
             w.queue.typical_s[i], now_s, not ended,
@@ -429,5 +432,5 @@ def _latest_s(w: World, first: int, last: int, soonest_s: float) -> float:
     rate_per_s = 0.0
     for i in range(first, last):
         time_s = request_time_s(member_of(w.pool.members, i), prompt, output)
-        rate_per_s += 1 / (w.p.speeds.estimates[i, FACTOR] * time_s)
+        rate_per_s += 1 / (w.p.states[i].speed * time_s)
     return float(soonest_s + waiting / rate_per_s / w.rules.drain_factor)

@@ -1,31 +1,34 @@
-"""``core/lengths/predictors`` over arrays: one model's, from its first request on."""
+"""``core/lengths/predictors`` over tables: one model's, from its first request on."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray
-from hetero_gateway.core.lengths.predictors import FAR, MEMORY_REQUESTS
+from hetero_gateway.core.lengths.predictors import add_to
 from hetero_gateway.sim.arrays import Integers
 
 # More than the bits of any prompt's length.
 CLASSES = 64
-_VALUE, _WEIGHT = range(2)
 _ALL = 0  # the row of all lengths; the others are those of a length's bits, from 1 on
 
 
 class BucketMeans(NamedTuple):
-    """``BucketMeanPredictor``. ``means``: (``CLASSES``, 2), a mean and its weight; 0: none yet.
+    """``BucketMeanPredictor``. ``means``: rows of ``RunningMean``; weight 0: none yet.
 
     ``learns``: or else ``prior_tokens`` is all that is known (``ConstantPredictor``).
     """
 
-    means: FloatArray
+    means: Any
     prior_tokens: float
     prior_requests: float
     learns: bool
+
+
+def bucket_means(prior_tokens: float, prior_requests: float = 1.0, *, learns: bool) -> BucketMeans:
+    means = np.zeros(CLASSES, [("value", "f8"), ("weight", "f8")]).view(np.recarray)
+    return BucketMeans(means, prior_tokens, prior_requests, learns)
 
 
 def length_classes(prompt_tokens: Integers) -> Integers:
@@ -34,27 +37,21 @@ def length_classes(prompt_tokens: Integers) -> Integers:
 
 
 def predict(b: BucketMeans, length_class: int) -> float:
-    mean = b.prior_tokens
-    if b.means[length_class, _WEIGHT] > 0:
-        mean = b.means[length_class, _VALUE]
-    elif b.means[_ALL, _WEIGHT] > 0:
-        mean = b.means[_ALL, _VALUE]
-    return max(1.0, mean)
+    value, mean, overall = b.prior_tokens, b.means[length_class], b.means[_ALL]
+    if mean.weight > 0:
+        value = mean.value
+    elif overall.weight > 0:
+        value = overall.value
+    return max(1.0, value)
 
 
 def learn(b: BucketMeans, length_class: int, output_tokens: int) -> None:
     if not b.learns:
         return
-    if b.means[_ALL, _WEIGHT] == 0:
-        b.means[_ALL, _VALUE] = b.prior_tokens
-        b.means[_ALL, _WEIGHT] = b.prior_requests
-    if b.means[length_class, _WEIGHT] == 0:
-        b.means[length_class, _VALUE] = b.means[_ALL, _VALUE]
-        b.means[length_class, _WEIGHT] = b.prior_requests
-    _add(b.means[_ALL], output_tokens)
-    _add(b.means[length_class], output_tokens)
-
-
-def _add(mean: FloatArray, value: float) -> None:
-    mean[_WEIGHT] = min(mean[_WEIGHT] + 1, MEMORY_REQUESTS)
-    mean[_VALUE] += (min(value, FAR * mean[_VALUE]) - mean[_VALUE]) / mean[_WEIGHT]
+    mean, overall = b.means[length_class], b.means[_ALL]
+    if overall.weight == 0:
+        overall.value, overall.weight = b.prior_tokens, b.prior_requests
+    if mean.weight == 0:
+        mean.value, mean.weight = overall.value, b.prior_requests
+    add_to(overall, output_tokens)
+    add_to(mean, output_tokens)

@@ -1,7 +1,10 @@
-"""``core/instances/state.py`` over arrays: what is on each instance, and how far that is.
+"""What is on each instance, how far that is and how fast it is, as ``core/instances/state.py`` has
+it: tables with the fields of its objects, so that its own functions change them.
 
 The events are the same (dispatch, first token, settle, observe_steps), of requests of one sequence
-that stream, on instances with a profile and without a prefix cache that is known of.
+that stream, on instances with a profile and without a prefix cache that is known of. What stands
+here is what each request puts on and takes off, which ``InstanceState`` does in its methods, and
+who is to come to the next stage.
 """
 
 from __future__ import annotations
@@ -12,95 +15,115 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hetero_gateway.core.costs.arrays import FloatArray
-from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
-from hetero_gateway.core.instances.dispatch import NO_PEERS, PeerLoad
-from hetero_gateway.core.instances.state import PREFILL_OVER_S, STREAMS_SAY_S
+from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.instances.observation import seconds, step_terms
+from hetero_gateway.core.instances.speed import PRIOR_S
+from hetero_gateway.core.instances.state import (
+    SPEED_BOUNDS,
+    STREAMS_SAY_S,
+    leave_waiting,
+    note_prefill,
+    observe_speed,
+    prefill_s,
+    read_clock,
+    set_rate,
+    step_row,
+    steps_missed,
+)
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
+from hetero_gateway.core.scheduling.probes import (
+    PROBE_EVERY_S,
+    REVISE_EVERY_S,
+    is_time,
+    is_to_be_tried,
+    revise_among,
+)
 from hetero_gateway.sim.arrays import Integers
-from hetero_gateway.sim.compiled import speeds
-from hetero_gateway.sim.compiled.speeds import FACTOR, Speeds
 
 _STAGES = len(STAGE_TOKENS)
 
-# Fields of an instance's integers, and of its floats: attributes of ``InstanceState``.
-WAITING, STREAMING, WAITING_PROMPT, KV_TOKENS = range(4)
-_INTEGERS = 4
-WAITING_PREFILL, WAITING_OUTPUT, CONTEXT, CLOCK, READ_S, STEPS_PER_S, OBSERVED_CLOCK = range(7)
-# Of the interval since the last observation; and when the next stream comes to its next stage.
-STREAMED_S, SEQUENCES, CONTEXT_S, PROMPTS, PROMPT_TOKENS, NEXT_DUE = range(7, 13)
-STREAMS_SEEN_S, OWED_S, RECENT_PREFILL, RECENT_PREFILL_S = range(13, 17)
-_FLOATS = 17
+
+def _fields(kind: str, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+def _record(*fields: tuple[Any, ...]) -> np.dtype[np.void]:
+    return np.dtype([*fields], align=True)
+
+
+# Fields of ``InstanceState``, and of what it holds; and when the next stream comes to its next
+# stage. What is not set stays 0.
+_CONSTANTS = "p1 p2 p3 p4 p5 p6 p7 p8 p9"
+_STATE = _record(
+    *_fields("i8", "waiting streaming waiting_prompt kv_tokens in_flight"),
+    *_fields("f8", "waiting_prefill waiting_output context recent_prefill recent_prefill_s"),
+    *_fields("f8", "speed heard_s read_s clock steps_per_s owed_s prefilled_s"),
+    *_fields("f8", "observed_clock streams_seen_s next_due shared_tokens load_s seats"),
+    *_fields("?", "stands_in observed"),
+    ("stages", "i8", (_STAGES,)),
+    ("constants", _record(*_fields("f8", _CONSTANTS))),
+    ("peers", _record(*_fields("f8", " ".join(PeerLoad._fields)))),
+    ("interval", _record(
+        *_fields("f8", "streamed_s sequences context prompts prompt_tokens shown"),
+    )),
+    ("estimate", _record(
+        *_fields("f8", "factor own lowest highest seen_s revised_s observed_s modelled_s"),
+        *_fields("?", "doubted"),
+    )),
+)  # fmt: skip
+# Of ``Probes``; ``doubted``: how many are.
+_PROBES = _record(*_fields("i8", "placed doubted"), *_fields("f8", "next_s probed_s every_s"))
 
 
 class Progress(NamedTuple):
-    """By instance: ``n`` and ``x``, their fields; sequences by stage; constants p1..p9 and what
-    else a ``Member`` has. ``there``: the requests that stream on it, in no order.
+    """By instance: ``states``, and ``members``. ``there``: the requests that stream on it, in no
+    order. ``probes``: one row.
 
     By request: its stage, -1 where it does not stream; the step clock at its first token; its place
     in ``there``; its predicted output tokens.
     """
 
-    n: Integers
-    x: FloatArray
-    in_flight: Integers
-    heard_s: FloatArray
-    stages: Integers
+    states: Any
     members: FloatArray
     there: Integers
-    speeds: Speeds
+    probes: Any
     stage: Integers
     joined: FloatArray
     place: Integers
     predicted: FloatArray
 
 
-class StateRow(NamedTuple):
-    """What ``policies/estimates.py`` reads of an ``InstanceState``."""
+class Waiter(NamedTuple):
+    """What a ``Dispatch`` remembers for ``leave_waiting``."""
 
-    waiting: int
-    streaming: int
-    waiting_prompt: int
-    waiting_prefill: float
-    waiting_output: float
-    context: float
-    shared_tokens: float
-    speed: float
-    load_s: float
-    kv_tokens: int
-    in_flight: int
-    stages: Integers
-    peers: PeerLoad
-    read_s: float
-    steps_per_s: float
-    heard_s: float
-    seats: float
-    recent_prefill: float
-    recent_prefill_s: float
+    prompt_tokens: int
+    prefill_tokens: float
+    output_tokens: float
 
 
 def new_progress(members: FloatArray, most_streams: int, requests: int) -> Progress:
     size = len(members)
-    x = np.zeros((size, _FLOATS))
-    x[:, OBSERVED_CLOCK] = math.nan
-    x[:, NEXT_DUE] = math.inf
-    x[:, STREAMS_SEEN_S] = -math.inf
+    states, probes = (
+        np.zeros(n, kind).view(np.recarray) for n, kind in ((size, _STATE), (1, _PROBES))
+    )
+    for i, name in enumerate(_CONSTANTS.split()):
+        states["constants"][name] = members[:, i]
+    states["observed_clock"] = math.nan
+    states["next_due"] = math.inf
+    states["streams_seen_s"] = -math.inf
+    states["speed"] = 1.0
+    states["seats"] = NO_LIMIT
+    estimate = states["estimate"]
+    estimate["factor"] = estimate["own"] = 1.0
+    estimate["lowest"], estimate["highest"] = SPEED_BOUNDS
+    estimate["observed_s"] = estimate["modelled_s"] = PRIOR_S
+    probes["next_s"] = probes["probed_s"] = -math.inf
+    probes["every_s"] = PROBE_EVERY_S
     return Progress(
-        np.zeros((size, _INTEGERS), np.int64), x, np.zeros(size, np.int64), np.zeros(size),
-        np.zeros((size, _STAGES), np.int64), members, np.zeros((size, most_streams), np.int64),
-        speeds.new_speeds(size), np.full(requests, -1, np.int64), np.zeros(requests),
-        np.zeros(requests, np.int64), np.zeros(requests),
-    )  # fmt: skip
-
-
-def state_row(p: Progress, i: int) -> Any:
-    """A ``StateRow``, which stands where an ``InstanceState`` would."""
-    n, x = p.n[i], p.x[i]
-    return StateRow(
-        n[WAITING], n[STREAMING], n[WAITING_PROMPT], x[WAITING_PREFILL], x[WAITING_OUTPUT],
-        x[CONTEXT], 0.0, p.speeds.estimates[i, FACTOR], 0.0, n[KV_TOKENS], p.in_flight[i],
-        p.stages[i], NO_PEERS, x[READ_S], x[STEPS_PER_S], p.heard_s[i], NO_LIMIT,
-        x[RECENT_PREFILL], x[RECENT_PREFILL_S],
+        states, members, np.zeros((size, most_streams), np.int64), probes,
+        np.full(requests, -1, np.int64), np.zeros(requests), np.zeros(requests, np.int64),
+        np.zeros(requests),
     )  # fmt: skip
 
 
@@ -109,138 +132,91 @@ def state_row(p: Progress, i: int) -> Any:
 
 def dispatch(p: Progress, i: int, request: int, prompt: int, now_s: float) -> None:
     """It is sent there, with its prediction as in ``predicted``."""
-    n, x, predicted = p.n[i], p.x[i], p.predicted[request]
-    n[KV_TOKENS] += prompt + round(predicted)
-    p.in_flight[i] += 1
-    if n[WAITING] == 0:
-        p.heard_s[i] = now_s
-    n[WAITING] += 1
-    n[WAITING_PROMPT] += prompt
-    x[WAITING_PREFILL] += prompt
-    x[WAITING_OUTPUT] += predicted
-    since_s = x[RECENT_PREFILL_S] - now_s
-    x[RECENT_PREFILL] = x[RECENT_PREFILL] * math.exp(since_s / PREFILL_OVER_S) + prompt
-    x[RECENT_PREFILL_S] = now_s
-    if now_s - x[STREAMS_SEEN_S] >= STREAMS_SAY_S:
-        _read_clock(p, i, now_s)
-        c = p.members[i]
-        prefill_s = c[0] * prompt + c[1] + c[8] * attended_pairs(prompt, 0.0)
-        x[OWED_S] += p.speeds.estimates[i, FACTOR] * prefill_s
+    s, predicted = p.states[i], p.predicted[request]
+    s.kv_tokens += prompt + round(predicted)
+    s.in_flight += 1
+    if s.waiting == 0:
+        s.heard_s = now_s
+    s.waiting += 1
+    s.waiting_prompt += prompt
+    s.waiting_prefill += prompt
+    s.waiting_output += predicted
+    note_prefill(s, prompt, now_s)
+    if now_s - s.streams_seen_s >= STREAMS_SAY_S:
+        _read_clock(p, i, now_s, 0.0)
+        s.owed_s += prefill_s(s, 1, prompt, prompt)
 
 
 def first_token(p: Progress, i: int, request: int, prompt: int, now_s: float) -> None:
-    clock = _read_clock(p, i, now_s)
-    n, x = p.n[i], p.x[i]
-    _leave_waiting(p, i, request, prompt)
+    clock, s = _read_clock(p, i, now_s, 0.0), p.states[i]
+    leave_waiting(s, 1, _waiter(p, request, prompt))
     p.stage[request] = 0
     p.joined[request] = clock
-    p.heard_s[i] = now_s
-    if n[STREAMING] > 0:
-        x[PROMPTS] += 1
-        x[PROMPT_TOKENS] += prompt
-    p.place[request] = n[STREAMING]
-    p.there[i, n[STREAMING]] = request
-    n[STREAMING] += 1
-    x[CONTEXT] += prompt + 1
-    p.stages[i, 0] += 1
-    x[NEXT_DUE] = min(x[NEXT_DUE], clock + STAGE_TOKENS[1] - 1)
-    set_rate(p, i)
+    s.heard_s = now_s
+    if s.streaming > 0:
+        s.interval.prompts += 1
+        s.interval.prompt_tokens += prompt
+    p.place[request] = s.streaming
+    p.there[i, s.streaming] = request
+    s.streaming += 1
+    s.context += prompt + 1
+    s.stages[0] += 1
+    s.next_due = min(s.next_due, clock + STAGE_TOKENS[1] - 1)
+    set_rate(s)
 
 
 def settle(p: Progress, i: int, request: int, prompt: int, now_s: float) -> None:
-    n, x = p.n[i], p.x[i]
+    s = p.states[i]
     streams = p.stage[request] >= 0
-    clock = _read_clock(p, i, now_s) if streams else 0.0
-    n[KV_TOKENS] -= prompt + round(p.predicted[request])
-    p.in_flight[i] -= 1
+    clock = _read_clock(p, i, now_s, 0.0) if streams else 0.0
+    s.kv_tokens -= prompt + round(p.predicted[request])
+    s.in_flight -= 1
     if not streams:
-        _leave_waiting(p, i, request, prompt)
+        leave_waiting(s, 1, _waiter(p, request, prompt))
         return
-    n[STREAMING] -= 1
-    x[CONTEXT] -= prompt + (1 + clock - p.joined[request])
-    p.stages[i, p.stage[request]] -= 1
+    s.streaming -= 1
+    s.context -= prompt + (1 + clock - p.joined[request])
+    s.stages[p.stage[request]] -= 1
     p.stage[request] = -1
-    last = p.there[i, n[STREAMING]]
+    last = p.there[i, s.streaming]
     p.there[i, p.place[request]] = last
     p.place[last] = p.place[request]
-    if n[STREAMING] == 0:
-        x[CONTEXT] = 0.0
-        x[CLOCK] = 0.0
-        x[OBSERVED_CLOCK] = math.nan
-        x[NEXT_DUE] = math.inf
-    set_rate(p, i)
+    if s.streaming == 0:
+        s.context = s.clock = 0.0
+        s.observed_clock = math.nan
+        s.next_due = math.inf
+    set_rate(s)
 
 
-def _leave_waiting(p: Progress, i: int, request: int, prompt: int) -> None:
-    n, x = p.n[i], p.x[i]
-    n[WAITING] -= 1
-    if n[WAITING] == 0:
-        x[OWED_S] = 0.0
-        n[WAITING_PROMPT] = 0
-        x[WAITING_PREFILL] = 0.0
-        x[WAITING_OUTPUT] = 0.0
-    else:
-        n[WAITING_PROMPT] -= prompt
-        x[WAITING_PREFILL] -= prompt
-        x[WAITING_OUTPUT] -= p.predicted[request]
+def _waiter(p: Progress, request: int, prompt: int) -> Any:
+    return Waiter(prompt, prompt, p.predicted[request])
 
 
-# The step clock
+def _read_clock(p: Progress, i: int, now_s: float, steps: float) -> float:
+    s = p.states[i]
+    clock = read_clock(s, now_s, steps)
+    if s.next_due <= clock:
+        _move_on(p, i)
+    return clock
 
 
-def _read_clock(p: Progress, i: int, now_s: float) -> float:
-    n, x = p.n[i], p.x[i]
-    elapsed_s = now_s - x[READ_S]
-    if elapsed_s > 0:
-        x[READ_S] = now_s
-        batch, decoding_s = n[STREAMING], elapsed_s
-        if x[OWED_S] > 0:
-            prefilled_s = min(x[OWED_S], elapsed_s)
-            x[OWED_S] -= prefilled_s
-            decoding_s -= prefilled_s
-        if batch > 0:
-            steps = decoding_s * x[STEPS_PER_S]
-            x[STREAMED_S] += elapsed_s
-            x[SEQUENCES] += batch * elapsed_s
-            x[CONTEXT_S] += (x[CONTEXT] + 0.5 * steps * batch) * elapsed_s
-            _advance(p, i, steps)
-    return float(x[CLOCK])
-
-
-def _advance(p: Progress, i: int, steps: float) -> None:
-    n, x = p.n[i], p.x[i]
-    if steps == 0:
-        return
-    x[CONTEXT] += steps * n[STREAMING]
-    x[CLOCK] += steps
-    if x[NEXT_DUE] > x[CLOCK]:
-        return
-    next_due = math.inf
-    for at in range(n[STREAMING]):
+def _move_on(p: Progress, i: int) -> None:
+    """The clock has passed somebody's next stage."""
+    s, next_due = p.states[i], math.inf
+    for at in range(s.streaming):
         request = p.there[i, at]
         stage = p.stage[request]
         while stage + 1 < _STAGES:
             # The first token came before the clock's first step.
             due = p.joined[request] + STAGE_TOKENS[stage + 1] - 1
-            if due > x[CLOCK]:
+            if due > s.clock:
                 next_due = min(next_due, due)
                 break
-            p.stages[i, stage] -= 1
+            s.stages[stage] -= 1
             stage += 1
-            p.stages[i, stage] += 1
+            s.stages[stage] += 1
         p.stage[request] = stage
-    x[NEXT_DUE] = next_due
-
-
-def set_rate(p: Progress, i: int) -> None:
-    n, x, c = p.n[i], p.x[i], p.members[i]
-    batch = n[STREAMING]
-    if batch < 1:
-        x[STEPS_PER_S] = 0.0
-        return
-    context = x[CONTEXT]
-    step_s = c[4] * context + c[5] * batch + c[6] * context / batch + c[7]
-    x[STEPS_PER_S] = 1 / max(p.speeds.estimates[i, FACTOR] * step_s, 1e-6)
+    s.next_due = next_due
 
 
 # What is observed
@@ -248,40 +224,44 @@ def set_rate(p: Progress, i: int) -> None:
 
 def observe_steps(p: Progress, i: int, made: int, duration_s: float, now_s: float) -> None:
     """The engine made so many decode steps in the last ``duration_s``."""
-    clock = _read_clock(p, i, now_s)
-    n, x = p.n[i], p.x[i]
-    streamed_s = x[STREAMED_S]
-    if duration_s > 0 and (n[STREAMING] >= 1 or streamed_s > 0):
-        modelled_s = _modelled_s(p, i, made, duration_s)
-        speeds.observe(p.speeds, i, duration_s, modelled_s, now_s)
-        x[STREAMS_SEEN_S] = now_s
-        if n[STREAMING] >= 1:
-            steps = float(made)
-            if duration_s < streamed_s / 2:
-                steps *= streamed_s / duration_s
-            true_clock = x[OBSERVED_CLOCK] + steps
-            if not math.isnan(true_clock):
-                _advance(p, i, true_clock - clock)
-    x[STREAMED_S : PROMPT_TOKENS + 1] = 0.0
-    x[OBSERVED_CLOCK] = x[CLOCK]
-    set_rate(p, i)
+    _read_clock(p, i, now_s, 0.0)
+    s = p.states[i]
+    interval = s.interval
+    if duration_s > 0 and (s.streaming >= 1 or interval.streamed_s > 0):
+        row = step_row(s, interval, made, duration_s, 0.0)
+        prefilled_s, decoded_s = seconds(step_terms(row), s.constants)
+        observe_speed(s, duration_s, prefilled_s + decoded_s, now_s)
+        s.streams_seen_s = now_s
+        if s.streaming >= 1:
+            _read_clock(p, i, now_s, steps_missed(s, interval, made, duration_s))
+    interval.streamed_s = interval.sequences = interval.context = 0.0
+    interval.prompts = interval.prompt_tokens = 0.0
+    s.observed_clock = s.clock
+    set_rate(s)
 
 
-def _modelled_s(p: Progress, i: int, made: int, duration_s: float) -> float:
-    """``StepRow`` of the interval, and ``observation.seconds`` of it."""
-    n, x, c = p.n[i], p.x[i], p.members[i]
-    share = 1.0
-    if x[STREAMED_S] > 0:
-        sequences, context = x[SEQUENCES] / x[STREAMED_S], x[CONTEXT_S] / x[STREAMED_S]
-        share = min(1.0, duration_s / x[STREAMED_S])
-    else:
-        sequences, context = float(n[STREAMING]), x[CONTEXT]
-    cached = context / sequences
-    prompts, tokens = share * x[PROMPTS], share * x[PROMPT_TOKENS]
-    attended = 0.0
-    if prompts != 0:
-        attended = prompts * attended_pairs(tokens / prompts, 0.0)
-    prefill_s = c[0] * tokens + c[1] * prompts + c[8] * attended
-    at_once = made * sequences
-    decode_s = c[4] * (at_once * cached) + c[5] * at_once + c[6] * (made * cached) + c[7] * made
-    return float(prefill_s + decode_s)
+# Whose speed is doubted
+
+
+def revise(p: Progress, now_s: float) -> None:
+    """``Probes.revise``, when it is due."""
+    probes = p.probes[0]
+    if now_s < probes.next_s:
+        return
+    probes.next_s = now_s + REVISE_EVERY_S
+    revise_among(p.states, 1.0, now_s)
+    probes.doubted = 0
+    for state in p.states:
+        probes.doubted += state.estimate.doubted
+    if probes.doubted == 0:
+        probes.every_s = PROBE_EVERY_S
+
+
+def due(p: Progress, now_s: float) -> int:
+    """The instance that a request is to try, alone; -1: none, or not this request."""
+    probes = p.probes[0]
+    if probes.doubted > 0 and is_time(probes, now_s):
+        for i in range(len(p.states)):
+            if is_to_be_tried(p.states[i], now_s):
+                return i
+    return -1
