@@ -43,11 +43,7 @@ def compile_kernel() -> tuple[Any, ...]:
     functions = [*vars(block_cache).values(), *vars(kernel).values()]
     for function in dict.fromkeys(f for f in functions if isinstance(f, FunctionType)):
         if function not in ENTRIES:
-<<<<<<< HEAD
             register_jitable(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-=======
-            register_jitable(_nrt=False, no_cfunc_wrapper=True)(function)
->>>>>>> 10740107 (state, speed, probes, predictors: rules are functions that the compiled loop runs as they are)
     return tuple(jit(function, allocates=False) for function in ENTRIES)
 
 

@@ -84,7 +84,6 @@ def compiled(loop: Callable[..., Any]) -> Any:
     """A loop of this package, compiled by numba."""
     import numba
 
-<<<<<<< HEAD
     # numba's key has the values of a closure in it. A function around the loop would have one too,
     # and all would be optimised once more.
     digest = CellType(_digest(_register()))
@@ -92,16 +91,6 @@ def compiled(loop: Callable[..., Any]) -> Any:
     return numba.njit(cache=True)(
         FunctionType(code, loop.__globals__, loop.__name__, None, (digest,))
     )
-=======
-    functions = _register()
-    digest = _digest(functions)
-
-    # numba names its files after the function.
-    named = FunctionType(loop.__code__, loop.__globals__)
-    named.__qualname__ = f"{loop.__name__}_{digest}"
-    options: dict[str, Any] = {"_nrt": loop in _ALLOCATING, "no_cfunc_wrapper": True}
-    return numba.njit(cache=True, **options)(named)
->>>>>>> 10740107 (state, speed, probes, predictors: rules are functions that the compiled loop runs as they are)
 
 
 @functools.cache
@@ -115,13 +104,9 @@ def _register() -> tuple[FunctionType, ...]:
     functions = list(dict.fromkeys([*functions, *_SHARED]))
     for function in functions:
         if function not in known:
-<<<<<<< HEAD
             register_jitable(
                 _nrt=function in _ALLOCATING, no_cpython_wrapper=True, no_cfunc_wrapper=True
             )(function)
-=======
-            register_jitable(_nrt=function in _ALLOCATING, no_cfunc_wrapper=True)(function)
->>>>>>> 10740107 (state, speed, probes, predictors: rules are functions that the compiled loop runs as they are)
     return tuple(functions)
 
 
