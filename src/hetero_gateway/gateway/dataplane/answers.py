@@ -15,6 +15,7 @@ from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.headers import Headers
 
 _RETRY_AFTER_S = 2
 # OpenAI's clients try again after 408, 409, 429 and every 5xx, unless they are told not to.
@@ -93,6 +94,20 @@ def shutting_down() -> Refusal:
     return _unavailable("shutting_down", "The gateway is shutting down.")
 
 
+def whole_answer(error: Refusal, path: str, request_id: bytes) -> tuple[Headers, bytes]:
+    """Header fields and body of an error."""
+    body = error_body(error, path)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", request_id),
+        *error.headers,
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return headers, body
+
+
 def answer(
     downstream: Downstream,
     error: Refusal,
@@ -106,17 +121,9 @@ def answer(
     if downstream.started:
         downstream.cut()  # a second head would be taken for a part of the body
         return
-    body = error_body(error, path)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", request_id),
-    ]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    headers, body = whole_answer(error, path, request_id)
     if error.spent:
         headers.append(NO_RETRY)
-    headers += error.headers
     headers += extra
     # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
     # unread bytes would reset it, and the client might never see the answer.

@@ -53,7 +53,7 @@ from hetero_gateway.gateway.dataplane.dispatcher import (
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.dataplane.records import Recorder, SettledAttempt, context_of
-from hetero_gateway.gateway.dataplane.responses import Response, Responses
+from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch
 from hetero_gateway.gateway.dataplane.waits import QueueWait, WakingWait
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
@@ -426,7 +426,7 @@ class LocalDispatcher:
         intake, placement, recorder, outcomes, metrics, decisions, limiter: of the gateway.
     """
 
-    _intake: Intake
+    intake: Intake
     placement: Placement
     _recorder: Recorder
     _outcomes: OutcomeWatch
@@ -437,21 +437,20 @@ class LocalDispatcher:
     engine_calls: EngineCalls | None = None
 
     def describe(
-        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+        self,
+        inbound: Inbound,
+        client: Client,
+        parsed: ParsedRequest,
+        counted: int | None,
+        *,
+        adopts: bool = False,
     ) -> Job:
-        job = self._intake.describe(inbound, client, parsed, counted)
+        """``adopts``: the request is being served already, and so it has no limits."""
+        job = self.intake.describe(inbound, client, parsed, counted)
         if client.accounts:
-            charge = job.charge = self._limiter.charge(client, job.estimated_tokens)
-            job.standing = charge.standing
-        return job
-
-    def adopt(
-        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
-    ) -> Job:
-        """As ``describe``, for a request that is being served already: it is not refused."""
-        job = self._intake.describe(inbound, client, parsed, counted)
-        if client.accounts:
-            job.charge = self._limiter.adopt(client, job.estimated_tokens)
+            charge = self._limiter.adopt if adopts else self._limiter.charge
+            job.charge = charge(client, job.estimated_tokens)
+            job.standing = job.charge.standing
         return job
 
     def submit(
@@ -518,12 +517,7 @@ class LocalDispatcher:
             self._limiter.extend(job.client, job.charge, tokens)
 
     def made(self, job: Job, place: Place, name: bytes) -> None:
-        self._intake.note_response(job, place.instance.id, name)
-
-    @property
-    def responses(self) -> Responses:
-        """Those that others may continue."""
-        return self._intake.responses
+        self.intake.note_response(job, place.instance.id, name)
 
     def settle(
         self, job: Job, place: Placed, seen: ObservedResponse, outcome: Outcome, *, final: bool
@@ -562,7 +556,7 @@ class LocalDispatcher:
         if prompt_tokens is None or output_tokens is None:
             return
         # A prompt that cannot be so long is somebody's invention, and so is an answer.
-        self._intake.responses.complete(
+        self.intake.responses.complete(
             response, min(prompt_tokens, most_tokens), min(output_tokens, most_tokens)
         )
         if response.keys is not None:

@@ -37,7 +37,7 @@ from websockets.exceptions import ConnectionClosed
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Usage
 from hetero_gateway.engines.vllm import Work
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.answers import refusal_of, rejection
+from hetero_gateway.gateway.dataplane.answers import refusal_of, rejection, whole_answer
 from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.instance_websocket import (
@@ -55,7 +55,6 @@ from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.http.clients import acknowledged_bytes
 from hetero_gateway.http.cors import Cors
 from hetero_gateway.http.downstream import Receive, Scope, Send
-from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.headers import Headers, named_by_connection
 from hetero_gateway.http.heads import Inbound
@@ -447,15 +446,7 @@ def _closing(code: int | None, reason: str) -> dict[str, Any]:
 
 async def _refuse(send: Send, inbound: Inbound, refusal: Refusal) -> None:
     """An HTTP answer in place of a session."""
-    body = error_body(refusal, inbound.path)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", inbound.request_id),
-        *refusal.headers,
-    ]
-    if refusal.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % refusal.retry_after_s))
+    headers, body = whole_answer(refusal, inbound.path, inbound.request_id)
     start = {"type": "websocket.http.response.start", "status": refusal.status, "headers": headers}
     await send(start)
     await send({"type": "websocket.http.response.body", "body": body})

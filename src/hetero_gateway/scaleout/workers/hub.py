@@ -72,7 +72,7 @@ class WorkerSession(RequestSession):
                 self.channel.send(message)
 
     def _known(self, said: messages.Known) -> None:
-        now_s, responses = time.monotonic(), self.dispatcher.responses
+        now_s, responses = time.monotonic(), self.dispatcher.intake.responses
         for name, instance_id, tokens, model, owner in said.responses:
             if responses.find(name, now_s) is None:
                 responses.note(Response(name, instance_id, tokens, None, 0, model, owner), now_s)

@@ -545,7 +545,7 @@ class RemoteDispatcher:
             self._fleet.scheduler.members.table[instance_id].set_peer(_OTHERS, None)
         if self.ready.is_set():
             _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
-            latest = self._local.responses.latest(_MOST_KNOWN)
+            latest = self._local.intake.responses.latest(_MOST_KNOWN)
             responses = [(r.name, r.instance_id, r.tokens, r.model, r.owner) for r in latest]
             channel.send(messages.Known(responses))
         self._ask_anew()

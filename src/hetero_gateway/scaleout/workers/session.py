@@ -16,16 +16,13 @@ from typing import Any
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.engines.vllm import REALTIME, Work, work_of_path
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.admission.clients import Admission, Client
+from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.dispatcher import Placed, Waiting, report_to
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
-from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.workers import messages
-
-_Describe = Callable[[Inbound, Client, ParsedRequest, int | None], Job]
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +160,7 @@ class RequestSession:
             except Exception:
                 _log.exception("a request of %s cannot be settled", self.name)
 
-    def _job_of(self, facts: messages.Facts, describe: _Describe) -> Job:
+    def _job_of(self, facts: messages.Facts, *, adopts: bool) -> Job:
         """Raises Refusal."""
         work = work_of_path(facts.path)
         if work is None:
@@ -173,14 +170,15 @@ class RequestSession:
         inbound.received_s = facts.received_s
         inbound.body = facts.body
         client = self._admission.named(facts.client)
-        job = describe(inbound, client, facts.parsed, facts.counted)
+        describe = self.dispatcher.describe
+        job = describe(inbound, client, facts.parsed, facts.counted, adopts=adopts)
         if facts.path == REALTIME:
             job.features = None  # as ``Realtime`` has it: nothing is learnt of a session's length
         return job
 
     def _outstanding(self, said: messages.Outstanding) -> None:
         for carried in said.requests:
-            job = self._job_of(carried.facts, self.dispatcher.adopt)
+            job = self._job_of(carried.facts, adopts=True)
             request = _Request(self, carried.key, job, carried.facts.deadline_s)
             self._requests[carried.key] = request
             if not carried.instance:
@@ -196,7 +194,7 @@ class RequestSession:
 
     def _submit(self, said: messages.Submit) -> None:
         try:
-            job = self._job_of(said.facts, self.dispatcher.describe)
+            job = self._job_of(said.facts, adopts=False)
         except Refusal as refusal:
             self.dispatcher.note(None, "rejected")
             self.send(messages.Refused.of(said.key, refusal))

@@ -17,7 +17,7 @@ from typing import Protocol
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.scaleout.picker.http2 import commons
-from hetero_gateway.scaleout.picker.http2.commons import Commons
+from hetero_gateway.scaleout.picker.http2.commons import Commons, Occupant
 from hetero_gateway.scaleout.picker.http2.frames import ProtocolError
 
 # What is read and waits for its turn; above that the socket is not read.
@@ -128,7 +128,7 @@ class Carried(Protocol):
         """Send what waits, as far as the windows go."""
 
 
-class Carrier(asyncio.Protocol):
+class Carrier(Occupant, asyncio.Protocol):
     """What carries calls, and waits for its turns.
 
     Args:
@@ -144,8 +144,6 @@ class Carrier(asyncio.Protocol):
         self.reports = False
         self.stray_until_s = 0.0
         self.share = Share(server, calls)
-        self.address = ""
-        self.heard = False  # a message, in this tick
         self.credits = CREDITS
         # The peer's windows, for what is sent: the connection's, each call's at its beginning.
         self.window = self.initial_window = DEFAULT_WINDOW_BYTES

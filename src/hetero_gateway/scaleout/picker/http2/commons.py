@@ -52,7 +52,7 @@ _LOG_EVERY_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Occupant(Protocol):
+class Occupant:
     """A connection, or the beginning of one.
 
     Attributes:
@@ -63,26 +63,31 @@ class Occupant(Protocol):
         spoke_tick: the server's tick in which the last one came, or it was made.
     """
 
-    address: str
-    at_work: bool
-    heard: bool
-    has_spoken: bool
+    address = ""
+    at_work = False
+    heard = False
+    has_spoken = False
     spoke_tick: int
 
     def works(self) -> bool:
         """Look whether it is at work."""
+        return False
 
     def make_room(self) -> None:
         """Be gone, now."""
+        raise NotImplementedError
 
     def drain(self) -> None:
         """Take nothing new, and be gone when what is open is done."""
+        self.make_room()
 
     def close(self) -> None:
         """Be gone, whatever is open."""
+        self.make_room()
 
     def look(self, tick: int) -> int:
         """Once in a tick: what is late. Returns how many calls were looked at."""
+        return 0
 
 
 def address_of(transport: asyncio.BaseTransport) -> str:

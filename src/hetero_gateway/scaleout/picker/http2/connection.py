@@ -124,8 +124,6 @@ class DataPlaneConnection(Carrier):
         super().__init__(server, self.calls)
         self._methods = methods
         self._handshake = handshake
-        self.at_work = False
-        self.has_spoken = False
         self.spoke_tick = server.tick
         self._room = WINDOW_BYTES  # ours
         self._blocks = HeaderBlocks(server.known_blocks)

@@ -21,7 +21,7 @@ _CLOSE_S = 1.0
 HANDSHAKE_S = 10.0
 
 
-class Handshake(asyncio.Protocol):
+class Handshake(Occupant, asyncio.Protocol):
     """TLS in front of a connection: an ``Occupant`` of the register from the first byte on.
 
     A server of asyncio's own would keep a handshake that stalls out of everybody's sight, for a
@@ -29,10 +29,6 @@ class Handshake(asyncio.Protocol):
     """
 
     def __init__(self, server: GrpcServer, tls: ssl.SSLContext) -> None:
-        self.address = ""
-        self.at_work = False
-        self.heard = False
-        self.has_spoken = False
         self.spoke_tick = server.tick
         self._server = server
         self._tls = tls
@@ -62,19 +58,11 @@ class Handshake(asyncio.Protocol):
         finally:
             self._server.discard(self)
 
-    def works(self) -> bool:
-        return False
-
     def make_room(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer was faster
-
-    drain = close = make_room
-
-    def look(self, tick: int) -> int:
-        return 0
 
 
 class GrpcServer(Commons):
