@@ -134,11 +134,12 @@ class Stream(RequestReader):
     # A Receiver
 
     def message(self, data: bytes) -> None:
-        if len(data) > MOST_PLAIN_BYTES:
-            self._hear_long(data)
-            return
+        body = b""  # of a long message: it is taken out before the rest is read
         try:
-            message = ProcessingRequest.FromString(data)
+            if len(data) > MOST_PLAIN_BYTES:
+                message, body = read_long(data)
+            else:
+                message = ProcessingRequest.FromString(data)
         except DecodeError:
             self._call.finish(Status.INVALID_ARGUMENT, "this is no ProcessingRequest")
             self.lost()
@@ -149,6 +150,8 @@ class Stream(RequestReader):
             # The data plane has refused the request itself, before it asked.
             self._state = state = _ANSWERING
         if state is _ANSWERING:
+            if body and kind == "response_body":
+                message.response_body.body = body
             self._attend(kind, message)
             return
         try:
@@ -160,7 +163,7 @@ class Stream(RequestReader):
                 self._begin(message)
             elif state is _BODY:
                 if kind == "request_body":
-                    self._take_body(message.request_body)
+                    self._take_body(message.request_body, body)
                 else:
                     self._ended = False
                     self._take_whole()
@@ -224,26 +227,8 @@ class Stream(RequestReader):
         self._state = _BODY
         self._call.expect(_BODY_PART_S)
 
-    def _hear_long(self, data: bytes) -> None:
-        """A message of which nearly all is a body: that is taken out before the rest is read."""
-        try:
-            message, body = read_long(data)
-        except DecodeError:
-            self._call.finish(Status.INVALID_ARGUMENT, "this is no ProcessingRequest")
-            self.lost()
-            return
-        kind = message.WhichOneof("request")
-        try:
-            if self._state is _BODY and kind == "request_body":
-                self._take_body(message.request_body, body)
-            elif self._state is _ANSWERING and kind == "response_body":
-                message.response_body.body = body
-                self._attend(kind, message)
-        except Refusal as refusal:
-            self._refuse(refusal)
-
-    def _take_body(self, part: HttpBody, long: bytes = b"") -> None:
-        """A part of the body, or all of it. Raises Refusal."""
+    def _take_body(self, part: HttpBody, long: bytes) -> None:
+        """A part of the body, or all of it; ``long``: of a long message. Raises Refusal."""
         buffer, body = self._buffer, long or part.body
         assert buffer is not None
         buffer.add(body)

@@ -212,17 +212,7 @@ class Call:
         if self._partial is None and len(data) >= MESSAGE_HEAD_BYTES:
             compressed, size = MESSAGE_HEAD.unpack_from(data)
             if size == len(data) - MESSAGE_HEAD_BYTES and not compressed and not self._dropping:
-                # As _deliver does, which nearly every message would come to.
-                connection = self._connection
-                connection.heard = True
-                if connection.credits < CREDITS:
-                    connection.credits += CREDITS_PER_MESSAGE
-                if not self.finished:
-                    self._message_tick = _NEVER
-                    try:
-                        self.receiver.message(data[MESSAGE_HEAD_BYTES:])
-                    except Exception:
-                        self._broke()
+                self._deliver(data[MESSAGE_HEAD_BYTES:])
                 return
         if not self._dropping and not self.finished:
             self._gather(data)
