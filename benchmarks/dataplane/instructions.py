@@ -39,6 +39,7 @@ from hetero_gateway.files.client_keys import new_key
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.http.upstream import UpstreamConnection
+from hetero_gateway.serve.server import freeze_what_start_made
 
 HERE = Path(__file__).resolve().parent
 # Of the default, thousands of instructions; and of a key with limits, and of 16 KB, above it.
@@ -212,6 +213,7 @@ async def count(feature: str, requests: int, folder: Path, callgrind: Any) -> No
     found = {name: rest for name, *rest in path.features(folder, key)}
     sections, prompt_bytes = found[feature]
     async with path.serving(folder, sections) as (server, _):
+        freeze_what_start_made()  # as a gateway does that has a process of its own
         rig = Rig(server, key, prompt_bytes)
         await rig.ask(rig.made(WARM_UP))
         await rig.stream(rig.made(AT_ONCE, streams=True), CHUNKS[1])

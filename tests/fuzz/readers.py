@@ -142,7 +142,7 @@ class _Listener:
     def begin(self, body: bytes) -> None:
         inbound = self._inbound
         self._read.append(Read(inbound.method, _plain(inbound.target), inbound.headers, body))
-        self._downstream.start(200, [(b"content-length", b"0")], chunked=False)
+        self._downstream.start(200, b"content-length: 0\r\n", chunked=False)
         self._downstream.finish()
 
     def refuse(self, refusal: Refusal) -> None:

@@ -485,8 +485,9 @@ def _credentials(rng: random.Random) -> ShortWay:
 
     def differs(headers: list[tuple[bytes, bytes]]) -> tuple[bool, str]:
         cold.set_keys(cold.keys)  # type: ignore[arg-type]  # what was right is forgotten
-        inbound = Inbound("/v1/completions", b"/v1/completions", Work.GENERATE, headers)
-        known, unknown = _client(warm, inbound), _client(cold, inbound)
+        target = b"/v1/completions"
+        inbound = Inbound("/v1/completions", target, Work.GENERATE, headers, dict(headers))
+        known, unknown = _client(warm, headers, inbound.authorization), _client(cold, headers)
         if known != unknown:
             return True, f"known {known}, unknown {unknown}"
         return known is not None, ""
@@ -494,9 +495,11 @@ def _credentials(rng: random.Random) -> ShortWay:
     return ShortWay(draw, differs)
 
 
-def _client(admission: Admission, inbound: Inbound) -> str | None:
+def _client(
+    admission: Admission, headers: list[tuple[bytes, bytes]], authorization: bytes = b""
+) -> str | None:
     try:
-        return admission.client_of(inbound.headers).name
+        return admission.client_of(headers, authorization).name
     except Refusal:
         return None
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from hetero_gateway.gateway.admission import clients
 from hetero_gateway.gateway.request import prompts
 from hetero_gateway.http import chunks, upstream
+from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.protocol import EngineProtocol
 from tests.fuzz.short_ways import SHORT_WAYS
 
@@ -43,7 +44,13 @@ def _signed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _known_key_first(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if each request had one.
-    monkeypatch.setattr(clients, "_name_of", lambda pair: pair[0].replace(b"x-api-key", b""))
+    begin = Inbound.__init__
+
+    def init(self: Inbound, *described: Any) -> None:
+        begin(self, *described)
+        self.authorization = dict(self.headers).get(b"authorization", b"")
+
+    monkeypatch.setattr(Inbound, "__init__", init)
 
 
 def _whole_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:

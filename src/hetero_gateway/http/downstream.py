@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.http.bodies import BodyBuffer, BodyLimits
-from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.headers import fields_in
 from hetero_gateway.http.heads import Inbound
 
 Scope = MutableMapping[str, Any]
@@ -57,10 +57,12 @@ class Downstream(Protocol):
     def passes_framing(self) -> bool:
         """Whether chunk framing can be written as it is (else bodies are passed decoded)."""
 
-    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
+    def start(self, status: int, fields: bytes, *, chunked: bool) -> bytes:
         """Begin the response; returns bytes to write ahead of the body, in one write with it.
 
-        ``chunked``: the body has no content-length header.
+        Args:
+            fields: of its head, as ``lines_of`` writes them.
+            chunked: the body has no content-length header.
         """
 
     def finish(self) -> None:
@@ -113,8 +115,9 @@ class AsgiDownstream:
     def write_paused(self) -> bool:
         return self._queued_bytes > _HIGH_WATER_BYTES
 
-    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
+    def start(self, status: int, fields: bytes, *, chunked: bool) -> bytes:
         self.started = True
+        headers = fields_in(fields)
         self._queue({"type": "http.response.start", "status": status, "headers": headers})
         return b""
 

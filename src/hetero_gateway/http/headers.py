@@ -12,6 +12,18 @@ from hetero_gateway.engines.vllm import is_guarded_header
 
 Headers = list[tuple[bytes, bytes]]
 
+
+def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Fields as they are written, each with its line end."""
+    return b"".join([b"%b: %b\r\n" % pair for pair in headers])
+
+
+def fields_in(lines: bytes) -> Headers:
+    """What ``lines_of`` has written."""
+    pairs = (line.partition(b": ") for line in lines.split(b"\r\n")[:-1])
+    return [(name, value) for name, _, value in pairs]
+
+
 _HOP_BY_HOP = frozenset(
     (
         b"connection",

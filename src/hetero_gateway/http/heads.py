@@ -290,6 +290,7 @@ class Inbound:
         dropped: names of fields that its Connection names: they end here.
         content_type: "" where there is none.
         content_length: in bytes, as announced; 0 where it is not.
+        authorization: what its client proves itself with, where that is this field alone; else b"".
         came_through: the gateways that it has come through, as ``hops`` has them; "" for none.
         asked_id: the client's own x-request-id, "" without one.
         request_id: by which the gateway names it; set by who opens it.
@@ -300,6 +301,7 @@ class Inbound:
 
     __slots__ = (
         "asked_id",
+        "authorization",
         "body",
         "buffer",
         "came_through",
@@ -324,14 +326,21 @@ class Inbound:
         by_name: Mapping[bytes, bytes] | None = None,
         method: bytes = b"POST",
     ) -> None:
-        """``by_name``: the last of each name among the headers, where that is known already."""
+        """``by_name``: each name among the headers with its value, where it is known that none of
+        those that are looked at is there twice.
+        """
         self.method = method
         self.path = path
         self.target = target
         self.work = work
         self.headers = headers
         self.dropped: Collection[bytes] = ()
-        field = (dict(headers) if by_name is None else by_name).get
+        self.authorization = b""
+        if by_name is None:
+            by_name = dict(headers)
+        elif b"x-api-key" not in by_name:
+            self.authorization = by_name.get(b"authorization", b"")
+        field = by_name.get
         self.content_type = field(b"content-type", b"")
         self.content_length = int(field(b"content-length", 0))
         self.came_through = field(HOPS, b"")

@@ -49,7 +49,7 @@ from hetero_gateway.http.chunks import ChunkDecoder
 from hetero_gateway.http.clients import Phase, Watch, Watched
 from hetero_gateway.http.downstream import Downstream, Flow, Listener
 from hetero_gateway.http.errors import error_body
-from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.headers import fields_in
 from hetero_gateway.http.heads import Inbound, RequestHead, head_size, read_head
 
 _REALTIME = REALTIME.encode()
@@ -177,10 +177,8 @@ class EngineCycle:
     def gone(self) -> bool:
         return self.disconnected
 
-    def start(self, status: int, headers: Headers, *, chunked: bool) -> bytes:
-        parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        for name, value in headers:
-            parts += (name, b": ", value, b"\r\n")
+    def start(self, status: int, fields: bytes, *, chunked: bool) -> bytes:
+        parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, fields]
         if chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
         if self.waits_for_100:
@@ -188,7 +186,7 @@ class EngineCycle:
             # next could be that or a request.
             self.keep_alive = False
         if not self.passes_framing and self.keep_alive:
-            self.keep_alive = any(name == b"content-length" for name, _ in headers)
+            self.keep_alive = any(name == b"content-length" for name, _ in fields_in(fields))
             if self.keep_alive:
                 parts.append(b"connection: keep-alive\r\n")
         if not self.keep_alive:

@@ -30,7 +30,7 @@ import functools
 import re
 from dataclasses import dataclass, field
 
-from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.headers import NOT_TO_CLIENTS, Headers, lines_of
 
 # Of all heads of an answer together.
 MOST_HEAD_BYTES = 1 << 16
@@ -98,6 +98,8 @@ class ResponseHead:
         keep_alive: whether the connection may serve another request after it.
 
     ``ends_at_close``: the body has no framing of its own and ends when the connection does.
+    ``passed``: the fields that the client gets, as they are written. ``streams``: the body is of
+    server-sent events.
     """
 
     status: int
@@ -107,9 +109,14 @@ class ResponseHead:
     keep_alive: bool = field(default=True, kw_only=True)
 
     ends_at_close: bool = field(init=False)
+    passed: bytes = field(init=False)
+    streams: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.ends_at_close = not self.chunked and self.content_length is None
+        self.passed = lines_of([pair for pair in self.headers if pair[0] not in NOT_TO_CLIENTS])
+        content_type = dict(self.headers).get(b"content-type", b"")
+        self.streams = content_type.startswith(b"text/event-stream")
 
 
 def parse_head(head: bytes) -> ResponseHead:

@@ -2,11 +2,13 @@
 
 import json
 import time
+from typing import Any
 
 import pytest
 
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.request.openai import parse_body, prompt_text
+from hetero_gateway.gateway.request.openai import parse_body, parse_in_steps, prompt_text
+from hetero_gateway.gateway.turns import finish
 from hetero_gateway.http.errors import error_body, sse_error_event
 
 
@@ -70,6 +72,43 @@ def test_bytes_of_messages_tools_and_system_count() -> None:
     both = parse_body(json.dumps({"messages": messages, "tools": tools}).encode(), b"")
     assert alone.text_bytes == len(json.dumps(messages))
     assert both.text_bytes == alone.text_bytes + len(json.dumps(tools))
+
+
+_SAID = [
+    {"role": "system", "content": 'Sei höflich und "kurz" [1]'},
+    {"role": "user", "content": "why? " * 40},
+]
+_SHOWN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]
+
+
+@pytest.mark.parametrize("style", [{}, {"separators": (",", ":")}, {"indent": 1}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": _SAID},
+        {"messages": _SAID[1:]},
+        {"stop": ["]"], "messages": _SAID, "tools": [{"type": "function"}], "n": 1},
+        {"metadata": {"messages": _SAID}, "messages": _SAID},
+        {"messages": _SAID, "metadata": {"messages": _SAID}},
+        {"messages": _SAID * 3},
+        {"messages": _SHOWN},
+        {"tools": [{"type": "image"}], "messages": _SAID + _SHOWN * 2},
+        {"messages": [{}] * 2000},
+        {"messages": []},
+        {"messages": ["said"]},
+        {"messages": [[1], {}]},
+        {"messages": "said"},
+        {"messages": None},
+    ],
+)
+def test_messages_that_are_split_at_once_are_read_as_a_long_body_is(
+    fields: dict[str, object], style: dict[str, Any]
+) -> None:
+    path = "/v1/chat/completions"
+    body = json.dumps({"model": "m", **fields}, **style).encode()
+    for spaced in (body, body.replace(b"[", b" [ ")):
+        in_steps = finish(parse_in_steps(spaced, b"", path, 7))
+        assert parse_body(spaced, b"", path, 7) == in_steps
 
 
 def test_escapes_count_as_the_characters_that_they_are() -> None:

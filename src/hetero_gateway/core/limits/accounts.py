@@ -173,61 +173,52 @@ def admit(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge | De
         limit = window.limit
         if limit is not None and tokens > limit:
             tokens = limit
+    # ``Account.denial``, ``standing`` and ``Window.use``, written out: this is done for every
+    # request, and what it reads has to be fetched from memory.
+    requests_limit = tokens_limit = None
+    requests_left = tokens_left = 0
     for account in accounts:
-        # Whether there is no room: ``Account.denial`` says why.
-        requests, window, most = account.requests, account.tokens, account.concurrency
-        if (
-            (most is not None and account.in_flight + account.others_in_flight >= most)
-            or (requests.limit is not None and requests.used + requests.others >= requests.limit)
-            or (window.limit is not None and window.used + window.others + tokens > window.limit)
-        ):
+        most = account.concurrency
+        if most is not None and account.in_flight + account.others_in_flight >= most:
             return account.denial(tokens, now_s)
-    return _taken(accounts, tokens, second)
+        window = account.requests
+        limit = window.limit
+        if limit is not None:
+            left = limit - window.used - window.others - 1
+            if left < 0:
+                return account.denial(tokens, now_s)
+            if requests_limit is None or left < requests_left:
+                requests_limit, requests_left = limit, left
+        window = account.tokens
+        limit = window.limit
+        if limit is not None:
+            left = limit - window.used - window.others - tokens
+            if left < 0:
+                return account.denial(tokens, now_s)
+            if tokens_limit is None or left < tokens_left:
+                tokens_limit, tokens_left = limit, left
+    slot = second % SLOTS
+    for account in accounts:
+        window = account.requests
+        window.slots[slot] += 1
+        window.used += 1
+        window = account.tokens
+        window.slots[slot] += tokens
+        window.used += tokens
+        account.in_flight += 1
+    stands = (requests_limit, requests_left, tokens_limit, tokens_left)
+    return Charge(accounts, tokens, second, _new_standing(LimitStanding, stands))
 
 
 def adopt(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge:
     """Charge a request that is being served already, whatever the limits are."""
     second = int(now_s)
     for account in accounts:
-        account.requests.advance(second)
-        account.tokens.advance(second)
-    return _taken(accounts, tokens, second)
-
-
-def _taken(accounts: Sequence[Account], tokens: int, second: int) -> Charge:
-    # ``Window.use`` and ``standing``, written out: this is done for every request, and what it
-    # reads has to be fetched from memory.
-    slot = second % SLOTS
-    requests_limit = tokens_limit = None
-    left_requests = left_tokens = 0
-    for account in accounts:
-        window = account.requests
-        window.slots[slot] += 1
-        window.used = used = window.used + 1
-        limit = window.limit
-        if limit is not None:
-            left = limit - used - window.others
-            if requests_limit is None or left < left_requests:
-                requests_limit, left_requests = limit, left
-        window = account.tokens
-        window.slots[slot] += tokens
-        window.used = used = window.used + tokens
-        limit = window.limit
-        if limit is not None:
-            left = limit - used - window.others
-            if tokens_limit is None or left < left_tokens:
-                tokens_limit, left_tokens = limit, left
+        for window, amount in ((account.requests, 1), (account.tokens, tokens)):
+            window.advance(second)
+            window.use(amount)
         account.in_flight += 1
-    standing = _new_standing(
-        LimitStanding,
-        (
-            requests_limit,
-            left_requests if left_requests > 0 else 0,
-            tokens_limit,
-            left_tokens if left_tokens > 0 else 0,
-        ),
-    )
-    return Charge(accounts, tokens, second, standing)
+    return Charge(accounts, tokens, second, standing(accounts))
 
 
 def standing(accounts: Sequence[Account]) -> LimitStanding:

@@ -127,7 +127,7 @@ _KEY_BYTES = 32
 class _Member:
     """What one instance has: its keys with their sizes, least recently used first."""
 
-    __slots__ = ("bit", "capacity", "evicted", "running", "shared_bytes", "sizes", "slot", "used")
+    __slots__ = ("bit", "capacity", "running", "shared_bytes", "sizes", "slot", "used")
 
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
@@ -135,7 +135,6 @@ class _Member:
         self.capacity = capacity
         self.sizes: dict[int, int] = {}
         self.used = 0
-        self.evicted = 0
         # Of what is there now: requests by key, and bytes of text that are not the first of their
         # kind. Along a text the counts only fall.
         self.running: dict[int, int] = {}
@@ -218,7 +217,7 @@ class PrefixIndex:
             if size:
                 known += 1
             else:
-                size = (ends[i] - (ends[i - 1] if i else 0)) // _UNIT_BYTES or 1
+                size = (ends[i] - ends[i - 1] if i else ends[0]) // _UNIT_BYTES or 1
                 member.used += size
                 mask = masks.get(key)
                 # The bit itself is one object for all keys that only this instance has.
@@ -288,15 +287,21 @@ class PrefixIndex:
     def _evict(self, member: _Member) -> None:
         if member.used <= member.capacity:
             return
-        sizes, aim = member.sizes, member.capacity - member.capacity // _EVICTED_SHARE
+        sizes, masks, bit = member.sizes, self._masks, member.bit
+        used, aim = member.used, member.capacity - member.capacity // _EVICTED_SHARE
         batch = max(16, len(sizes) // _EVICTED_SHARE)
-        while member.used > aim:
+        while used > aim:
             for key in list(islice(sizes, batch)):
-                member.used -= sizes.pop(key)
-                member.evicted += 1
-                self._clear(key, member.bit)
-                if member.used <= aim:
+                used -= sizes.pop(key)
+                # ``_clear``, written out: as many keys go as come.
+                mask = masks[key]
+                if mask == bit:
+                    del masks[key]
+                else:
+                    masks[key] = mask ^ bit
+                if used <= aim:
                     break
+        member.used = used
 
     def _clear(self, key: int, bit: int) -> None:
         mask = self._masks[key] ^ bit

@@ -91,15 +91,18 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
         size, begin = len(part), 0
         if in_piece + size >= piece_bytes:
             view = memoryview(part)
-            while (stop := begin + piece_bytes - in_piece) <= size:
+            stop = piece_bytes - in_piece
+            in_piece = 0
+            while stop <= size:
                 value = digest(view[begin:stop], value)
-                at += stop - begin
-                begin, in_piece = stop, 0
                 hashes.append(value >> _DROPPED_BITS)
-                ends.append(at)
+                ends.append(at + stop)
                 if len(hashes) == cut_at:
                     cut_at += PIECES_PER_LENGTH
                     piece_bytes *= 2
+                begin = stop
+                stop += piece_bytes
+            at += begin
             part = view[begin:]
         if begin < size:
             value = digest(part, value)

@@ -13,7 +13,7 @@ from hetero_gateway.core.limits.window import SLOTS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.usage import ClientUsage
-from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.headers import fields_in
 
 # One of the client's own has to end first, and nobody knows when.
 _CONCURRENCY_RETRY_S = 1
@@ -78,31 +78,26 @@ class Limiter:
         return _refusal(denial, accounts.standing(client.accounts))
 
 
-def rate_limit_headers(standing: LimitStanding) -> Headers:
-    """``x-ratelimit-*`` as OpenAI has them; of what has no limit there is none.
+def rate_limit_fields(standing: LimitStanding) -> bytes:
+    """``x-ratelimit-*`` as OpenAI has them, as they are written; of what has no limit, none.
 
     ``reset``: until all is free again, if nothing more is asked; what was asked last is new.
     """
     requests, requests_left, tokens, tokens_left = standing
-    headers = [*_fixed_fields(requests, tokens)]
-    if requests is not None:
-        headers.append((b"x-ratelimit-remaining-requests", b"%d" % requests_left))
-    if tokens is not None:
-        headers.append((b"x-ratelimit-remaining-tokens", b"%d" % tokens_left))
-    return headers
+    return _fields(requests, tokens) % {b"requests": requests_left, b"tokens": tokens_left}
 
 
 @lru_cache(256)
-def _fixed_fields(requests: int | None, tokens: int | None) -> Headers:
-    """What is the same for all requests under these limits; not to be changed."""
-    headers: Headers = []
-    for of, limit in ((b"requests", requests), (b"tokens", tokens)):
-        if limit is not None:
-            headers += [
-                (b"x-ratelimit-limit-" + of, b"%d" % limit),
-                (b"x-ratelimit-reset-" + of, b"%ds" % SLOTS),
-            ]
-    return headers
+def _fields(requests: int | None, tokens: int | None) -> bytes:
+    """Those under these limits, with a place for what remains of each."""
+    limits = [(b"requests", requests), (b"tokens", tokens)]
+    given = [(of, limit) for of, limit in limits if limit is not None]
+    lines = [
+        b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-reset-%b: %ds\r\n" % (of, limit, of, SLOTS)
+        for of, limit in given
+    ]
+    lines += [b"x-ratelimit-remaining-%b: %%(%b)d\r\n" % (of, of) for of, _ in given]
+    return b"".join(lines)
 
 
 def _refusal(denial: Denial, standing: LimitStanding) -> Refusal:
@@ -118,5 +113,5 @@ def _refusal(denial: Denial, standing: LimitStanding) -> Refusal:
         message,
         kind="rate_limit_error",
         retry_after_s=after_s,
-        headers=rate_limit_headers(standing),
+        headers=fields_in(rate_limit_fields(standing)),
     )

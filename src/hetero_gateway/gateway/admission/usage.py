@@ -69,11 +69,14 @@ class ClientUsage:
             day = int(now_s // _DAY_S)
             self._until_s = (day + 1.0) * _DAY_S
             self._today = self._rows_of(day)
-        key = client, model
-        if key not in self._today and len(self._today) >= _MOST_ROWS:
-            key = client, OTHER
-        requests, before, cached_before, output_before = self._today.get(key, NO_AMOUNTS)
-        self._today[key] = (
+        today, key = self._today, (client, model)
+        amounts = today.get(key)
+        if amounts is None:
+            if len(today) >= _MOST_ROWS:
+                key = client, OTHER
+            amounts = today.get(key, NO_AMOUNTS)
+        requests, before, cached_before, output_before = amounts
+        today[key] = (
             requests + 1,
             before + input_tokens,
             cached_before + cached_tokens,

@@ -15,7 +15,7 @@ from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.http.failures import Failure, InstanceError
-from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.headers import Headers, lines_of
 
 _RETRY_AFTER_S = 2
 # OpenAI's clients try again after 408, 409, 429 and every 5xx, unless they are told not to.
@@ -127,5 +127,5 @@ def answer(
     headers += extra
     # After a 413 the connection stays open: uvicorn discards the rest of the body. Closing with
     # unread bytes would reset it, and the client might never see the answer.
-    downstream.write(downstream.start(error.status, headers, chunked=False) + body)
+    downstream.write(downstream.start(error.status, lines_of(headers), chunked=False) + body)
     downstream.finish()

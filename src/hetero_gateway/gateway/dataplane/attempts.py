@@ -45,7 +45,7 @@ from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, Re
 from hetero_gateway.engines.vllm import Work, response_id_in
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import EVERYBODY, Client
-from hetero_gateway.gateway.admission.limits import rate_limit_headers
+from hetero_gateway.gateway.admission.limits import rate_limit_fields
 from hetero_gateway.gateway.dataplane.answers import (
     NO_RETRY,
     answer,
@@ -64,6 +64,7 @@ from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
 from hetero_gateway.http.downstream import Downstream
 from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.headers import lines_of
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.hops import LOOP_DETECTED
 from hetero_gateway.http.upstream import UpstreamConnection, head_to_instance, head_to_outside
@@ -142,7 +143,8 @@ class Attempts(RequestReader):
             admission = rooms.admission
             self._client = EVERYBODY
             if admission.has_key:
-                self._client = admission.client_of(self._inbound.headers)
+                inbound = self._inbound
+                self._client = admission.client_of(inbound.headers, inbound.authorization)
             limits = rooms.intake.limits
             if self._inbound.content_length > limits.small_bytes:
                 limits.check(self._inbound.content_length)
@@ -261,21 +263,21 @@ class Attempts(RequestReader):
 
     def _send(self, placed: Place | OutsidePlace) -> None:
         inbound, rooms, instance = self._inbound, self._rooms, placed.instance
-        headers = [
-            (b"x-request-id", inbound.request_id),
-            (b"x-hetero-gateway-instance", instance.id.encode()),
-        ]
-        exchange = self._exchange = Exchange(
-            self._downstream, inbound.path, headers, self._deadline_s, self, placed
+        fields = b"x-request-id: %b\r\nx-hetero-gateway-instance: %b\r\n" % (
+            inbound.request_id,
+            instance.id.encode(),
         )
         if self._fallen is not None:
             label = self._fallen[1].encode("ascii", "backslashreplace")
-            headers.append((b"x-hetero-gateway-fallback", label))
+            fields += b"x-hetero-gateway-fallback: %b\r\n" % label
         if rooms.cors is not None:
-            headers += rooms.cors.headers(inbound.headers)
+            fields += lines_of(rooms.cors.headers(inbound.headers))
         assert self._job is not None
         if self._job.standing is not None:
-            headers += rate_limit_headers(self._job.standing)
+            fields += rate_limit_fields(self._job.standing)
+        exchange = self._exchange = Exchange(
+            self._downstream, inbound.path, fields, self._deadline_s, self, placed
+        )
         exchange.frees_body = inbound.buffer is not None
         rooms.deadlines.exchanges.add(exchange)
         if not rooms.deadlines.watches:
@@ -504,7 +506,7 @@ class Attempts(RequestReader):
             # Those of engines that are busy stay as they are: to come back later is right, and
             # meanwhile the gateway spares them, so that it costs one attempt and not several.
             spent = len(self._tried) > 1 and exchange.status in (500, 502)
-            exchange.let_pass([NO_RETRY] if spent else None)
+            exchange.let_pass(lines_of((NO_RETRY,)) if spent else b"")
             self._status = exchange.status
         self._end()
 

@@ -207,7 +207,7 @@ class Intake:
         parsed = parse_body(inbound.body, inbound.content_type, inbound.path, seed, self.readers)
         if (
             parsed.model
-            and not (parsed.form or parsed.previous or self._owned)
+            and not (parsed.form or parsed.previous or (self._owned and inbound.path == RESPONSES))
             and self._tenants is None
             and not self.routes.by_name
         ):

@@ -175,8 +175,9 @@ class Recorder:
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             if final and job.client.name:
+                usage = usage or exchange.usage()
                 told = self._believed(job, context_of(instance), exchange, usage)
-                self._bill(job, told, exchange, outcome, time.monotonic())
+                self._bill(job, told, usage, outcome, time.monotonic())
             return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
         if outcome is COMPLETED and exchange.error is None and exchange.status < 400:
@@ -233,9 +234,10 @@ class Recorder:
         job, placed, exchange, outcome, now_s, usage = attempt
         metrics, instance = self._metrics, placed.instance
         context = instance.max_model_len or _MOST_CONTEXT_TOKENS
+        usage = usage or exchange.usage()
         told = self._believed(job, context, exchange, usage)
         if job.client.name:
-            self._bill(job, told, exchange, outcome, now_s)
+            self._bill(job, told, usage, outcome, now_s)
         if self._fleet.instances.get(instance.id) is not instance:
             return
         series = metrics.every_series.get((job.request.model, instance.id))
@@ -256,8 +258,9 @@ class Recorder:
     def count_outside(self, job: Job, exchange: ObservedResponse, outcome: Outcome) -> None:
         """A request is over that a service elsewhere had: nothing is learnt from it."""
         if job.client.name:
-            told = self._believed(job, _MOST_CONTEXT_TOKENS, exchange)
-            self._bill(job, told, exchange, outcome, time.monotonic())
+            usage = exchange.usage()
+            told = self._believed(job, _MOST_CONTEXT_TOKENS, exchange, usage)
+            self._bill(job, told, usage, outcome, time.monotonic())
         series = self._metrics.counts(job.request.model, OUTSIDE)
         series.outcomes[label_of(outcome, exchange)] += 1
 
@@ -265,7 +268,7 @@ class Recorder:
         self,
         job: Job,
         told: tuple[int | None, int] | None,
-        exchange: ObservedResponse,
+        usage: Usage,
         outcome: Outcome,
         now_s: float,
     ) -> None:
@@ -275,14 +278,14 @@ class Recorder:
         time, before an answer has cost it the prompt.
 
         Args:
-            told: what is believed of the answer.
+            told: what is believed of the answer, and of its ``usage``.
         """
         prompt = cached = 0
         told_prompt, output = told or (None, 0)
         if job.inbound.work is not _LIGHT and (told is not None or outcome in _COSTS_A_PROMPT):
             request = job.request
             prompt = told_prompt or request.prompt_tokens * job.parsed.prompt_count
-            cached = min(exchange.usage().cached_tokens or 0, prompt) if told is not None else 0
+            cached = min(usage.cached_tokens or 0, prompt) if told is not None else 0
         if job.charge is not None:
             job.charge.settle(prompt + output, now_s)
         self._usage.count(job.client.name, job.request.model, prompt, cached, output)

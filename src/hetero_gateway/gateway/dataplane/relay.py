@@ -25,7 +25,6 @@ from hetero_gateway.gateway.dataplane.routes import OutsidePlace
 from hetero_gateway.http.downstream import Downstream, Flow
 from hetero_gateway.http.errors import sse_error_event
 from hetero_gateway.http.failures import Failure, InstanceError
-from hetero_gateway.http.headers import NOT_TO_CLIENTS, Headers
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import UpstreamConnection
 
@@ -100,7 +99,7 @@ class Exchange:
     Args:
         downstream: where the response goes.
         path: the request's; errors look different on some.
-        extra_headers: added to the response's.
+        extra_fields: added to the response's, as ``lines_of`` writes them.
         total_deadline_s: monotonic.
         owner: hears of its events.
         place: where it is.
@@ -108,7 +107,7 @@ class Exchange:
 
     _downstream: Downstream
     _path: str
-    _extra_headers: Headers
+    _extra_fields: bytes
     total_deadline_s: float
     _owner: ExchangeOwner
     place: Place | OutsidePlace
@@ -159,17 +158,10 @@ class Exchange:
         return self._decode or self._rechunk
 
     def _begin_answer(self, head: ResponseHead) -> None:
-        headers: Headers = []
-        for pair in head.headers:
-            name = pair[0]
-            if name == b"content-type":
-                self.streams = pair[1].startswith(b"text/event-stream")
-            elif name in NOT_TO_CLIENTS:
-                continue
-            headers.append(pair)
-        headers += self._extra_headers
+        self.streams = head.streams
+        fields = head.passed + self._extra_fields
         chunked = not self._decode and (head.chunked or head.ends_at_close)
-        self._pending = self._downstream.start(head.status, headers, chunked=chunked)
+        self._pending = self._downstream.start(head.status, fields, chunked=chunked)
         self.head_sent = True
         if self.frees_body:
             self._owner.answer_began(self)
@@ -239,12 +231,11 @@ class Exchange:
         """Forget an error that came of a connection which was stale: nothing has happened."""
         self.error = self.connection = None
 
-    def let_pass(self, extra_headers: Headers | None = None) -> None:
+    def let_pass(self, extra_fields: bytes = b"") -> None:
         """Write what was held back, as it came; the client must still be there."""
         held, self.held = self.held, None
         assert held is not None
-        if extra_headers:
-            self._extra_headers = self._extra_headers + extra_headers
+        self._extra_fields += extra_fields
         self._begin_answer(held.head)
         if held.parts:
             self.first_body_at_s = time.monotonic()

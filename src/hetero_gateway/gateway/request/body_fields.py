@@ -98,6 +98,7 @@ class BodyReader(NamedTuple):
     Args:
         shape: where its prompts are.
         make, decode: an object with the fields; one of a body, or an error of ``DECODE_ERRORS``.
+        split: as ``decode``, with the items of ``messages`` in a list, where a chat may be.
         nested: names of those that stay raw.
         guarded: names of those that must say nothing; of some, within ``sampling_params``.
     """
@@ -105,6 +106,7 @@ class BodyReader(NamedTuple):
     shape: Prompts
     make: Callable[[], Any]
     decode: Callable[[bytes | bytearray], Any]
+    split: Callable[[bytes | bytearray], Any]
     nested: tuple[str, ...]
     guarded: frozenset[str]
 
@@ -141,7 +143,11 @@ def _reader_of(path: str, allowed: frozenset[str]) -> BodyReader:
         fields.append((SAMPLING, sampling | None, None))
     make = msgspec.defstruct("PathBody", fields, bases=(BodyFields,))
     nested = (*BodyFields.__struct_fields__[len(_PLAIN) :], *extra)
-    return BodyReader(shape, make, msgspec.json.Decoder(make).decode, nested, guarded)
+    decode = split = msgspec.json.Decoder(make).decode
+    if shape is Prompts.TEXT:
+        messages = ("messages", list[msgspec.Raw], NOTHING)
+        split = msgspec.json.Decoder(msgspec.defstruct("Chat", [messages], bases=(make,))).decode
+    return BodyReader(shape, make, decode, split, nested, guarded)
 
 
 Found = tuple[Any, Callable[[msgspec.Raw], Extent]]

@@ -55,6 +55,7 @@ from hetero_gateway.gateway.request.prompts import (
     keys_of_fields,
     keys_of_long,
     measure,
+    measure_items,
     measure_prompt,
 )
 from hetero_gateway.gateway.turns import Steps, finish
@@ -135,14 +136,19 @@ def parse_body(
     if len(body) < LEAST_BYTES:
         reader = readers[path]
         try:
-            fields = reader.decode(body)
+            fields = reader.split(body)
+            conversation = None
+            if type(fields.messages) is list:
+                conversation = measure_items(body, fields.messages)
+                if conversation is None:
+                    fields = reader.decode(body)
         except DECODE_ERRORS:
             pass  # what the engine would read may be there all the same
         else:
             measured = None
             if reader.shape is not _TEXT:
                 measured = measure_body(reader.shape, fields, itself)
-            parsed = _describe(fields, itself, path, measured)
+            parsed = _describe(fields, itself, path, measured, conversation)
             if path in _STORING:
                 _continue(parsed, fields, itself, seed)
             if seed is not None and fields.truncate_prompt_tokens is None:
@@ -218,9 +224,9 @@ def _response_id(value: bytes) -> bytes:
 _SPEECH_PIECE_S = 30.0
 
 
-# Where the text of a prompt may be, beside ``prompt``.
+# Where the text of a prompt may be, beside ``prompt`` and ``messages``.
 _texts_of = attrgetter(
-    "messages", "input", "system", "instructions", "tools", "documents", "previous_input_messages"
+    "input", "system", "instructions", "tools", "documents", "previous_input_messages"
 )
 
 
@@ -229,8 +235,11 @@ def _describe(
     extent: Callable[[msgspec.Raw], Extent],
     path: str,
     measured: PromptSize | None,
+    conversation: tuple[int, int] | None = None,
 ) -> ParsedRequest:
-    """``measured``: its prompts; None: they are one text, or ``prompt``."""
+    """``measured``: its prompts; None: they are one text, or ``prompt``. ``conversation``: what
+    ``measure`` says of its messages, where that is known.
+    """
     model = fields.model
     if model is not None and len(model) > MOST_MODEL_BYTES:
         raise no_model(len(model))
@@ -240,7 +249,13 @@ def _describe(
         data: bytes | bytearray
         if fields.prompt:
             tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
-        for field in _texts_of(fields):
+        texts = _texts_of(fields)
+        if conversation is None:
+            texts = (fields.messages, *texts)
+        else:
+            media_parts, size = conversation
+            text_bytes += size
+        for field in texts:
             if field is NOTHING:
                 continue
             # As for most: without a call.

@@ -58,6 +58,8 @@ _JSON_STRINGS = re.compile(rb'\[%b"' % _SPACE)
 _ABOVE_NUMBERS = b":"[0]
 _ABOVE_SPACES = b"!"[0]
 _QUOTE, _COMMA, _OPENING = b'",['
+# What a part of the text begins with where each item of an array is one.
+_KEYED = b"[{"
 # Of this many parts the types are looked at, and what follows is taken to be alike.
 _MOST_PARTS = 4096
 
@@ -117,7 +119,9 @@ def count_strings(data: bytes | bytearray, start: int, end: int) -> int:
 def measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
     """(media parts, text bytes) of a field that may have both."""
     if end - start < LEAST_BYTES:
-        found = len(_MEDIA_PART.findall(data, start, end))
+        # Most have none, and a search for plain bytes passes over text in long strides.
+        first = data.find(_TYPE, start, end)
+        found = 0 if first < 0 else len(_MEDIA_PART.findall(data, first, end))
     else:
         parts = places(data, start, end, _TYPE, _MOST_PARTS)
         found = sum(_MEDIA_PART.match(data, at, end) is not None for at in parts)
@@ -127,6 +131,42 @@ def measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
     if found:
         text_bytes -= _base64_bytes(data, start, end)
     return found, text_bytes
+
+
+# Enough of a message to find where it begins or ends: its role, and some of its text.
+_FOUND_BY_BYTES = 64
+
+
+def measure_items(data: bytes | bytearray, items: Sequence[msgspec.Raw]) -> tuple[int, int] | None:
+    """``measure`` for the messages of a short body, by its items, which are keyed as they are.
+
+    None where the array has to be looked at: it is empty, has thousands of items, begins with
+    something else than a message, or has more white space in it than writers of JSON leave.
+    """
+    place = _place_of(data, items) if 0 < len(items) <= _MOST_KEYED_PARTS else None
+    if place is None or data[place[0] + 1] not in _KEYED:
+        return None
+    start, end = place
+    if data.find(b"[", start + 1, end) < 0:  # as all have it whose messages have parts
+        return 0, _text_bytes(data, start, end)
+    return measure(data, start, end)
+
+
+def _place_of(data: bytes | bytearray, items: Sequence[msgspec.Raw]) -> tuple[int, int] | None:
+    """Where an array stands in what it was read from. None: it is not to be seen at once."""
+    gaps = len(items) - 1
+    size = sum(map(len, items)) + len("[]") + gaps
+    # Brackets or items may stand elsewhere, too, but not as far from each other.
+    start, end = data.find(b"["), data.rfind(b"]") + 1
+    if end - start not in (size, size + gaps):
+        first, last = (memoryview(items[i]) for i in (0, -1))
+        start = data.find(first[:_FOUND_BY_BYTES]) - 1
+        end = data.rfind(last[-_FOUND_BY_BYTES:]) + min(len(last), _FOUND_BY_BYTES) + 1
+        if end - start not in (size, size + gaps):
+            return None
+        if data[start] != _OPENING or not data.startswith(b"]", end - 1):
+            return None
+    return start, end
 
 
 def _text_bytes(data: bytes | bytearray, start: int, end: int) -> int:
@@ -217,16 +257,20 @@ def keys_after(fields: PromptFields, head: int, previous: bytes) -> PrefixKeys:
 
 
 def keys_of_fields(fields: PromptFields, seed: int) -> PrefixKeys:
-    """Of a short body; ``seed``: of whoever's namespace it is."""
+    """Of a short body; ``seed``: of whoever's namespace it is.
+
+    ``messages`` may be a list of them.
+    """
     parts: list[Buffer] = []
-    for raw in _text(fields):
-        if raw:
-            parts += _short_parts(raw)
+    for raw in filter(None, _text(fields)):
+        parts += cast(list[Buffer], raw) if type(raw) is list else _short_parts(raw)
     start = namespace(seed, (fields.model or "").encode())
-    for place, raw in enumerate(_identity(fields)):
-        if raw:
-            data = bytes(raw)
-            start = namespace(start, *_excerpt(place, data, 0, len(data)))
+    identity = _identity(fields)
+    if any(identity):
+        for place, raw in enumerate(identity):
+            if raw:
+                data = bytes(raw)
+                start = namespace(start, *_excerpt(place, data, 0, len(data)))
     return keys_of(parts, start)
 
 
