@@ -98,7 +98,7 @@ class BodyReader(NamedTuple):
     Args:
         shape: where its prompts are.
         make, decode: an object with the fields; one of a body, or an error of ``DECODE_ERRORS``.
-        split: as ``decode``, with the items of ``messages`` in a list, where a chat may be.
+            Where a chat may be, ``messages`` of a body are a list.
         nested: names of those that stay raw.
         guarded: names of those that must say nothing; of some, within ``sampling_params``.
     """
@@ -106,7 +106,6 @@ class BodyReader(NamedTuple):
     shape: Prompts
     make: Callable[[], Any]
     decode: Callable[[bytes | bytearray], Any]
-    split: Callable[[bytes | bytearray], Any]
     nested: tuple[str, ...]
     guarded: frozenset[str]
 
@@ -143,11 +142,12 @@ def _reader_of(path: str, allowed: frozenset[str]) -> BodyReader:
         fields.append((SAMPLING, sampling | None, None))
     make = msgspec.defstruct("PathBody", fields, bases=(BodyFields,))
     nested = (*BodyFields.__struct_fields__[len(_PLAIN) :], *extra)
-    decode = split = msgspec.json.Decoder(make).decode
+    decoded = make
     if shape is Prompts.TEXT:
-        messages = ("messages", list[msgspec.Raw], NOTHING)
-        split = msgspec.json.Decoder(msgspec.defstruct("Chat", [messages], bases=(make,))).decode
-    return BodyReader(shape, make, decode, split, nested, guarded)
+        decoded = msgspec.defstruct(
+            "Chat", [("messages", list[msgspec.Raw], NOTHING)], bases=(make,)
+        )
+    return BodyReader(shape, make, msgspec.json.Decoder(decoded).decode, nested, guarded)
 
 
 Found = tuple[Any, Callable[[msgspec.Raw], Extent]]

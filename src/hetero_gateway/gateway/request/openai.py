@@ -57,6 +57,7 @@ from hetero_gateway.gateway.request.prompts import (
     measure,
     measure_items,
     measure_prompt,
+    messages_of,
 )
 from hetero_gateway.gateway.turns import Steps, finish
 
@@ -136,19 +137,14 @@ def parse_body(
     if len(body) < LEAST_BYTES:
         reader = readers[path]
         try:
-            fields = reader.split(body)
-            conversation = None
-            if type(fields.messages) is list:
-                conversation = measure_items(body, fields.messages)
-                if conversation is None:
-                    fields = reader.decode(body)
+            fields = reader.decode(body)
         except DECODE_ERRORS:
             pass  # what the engine would read may be there all the same
         else:
             measured = None
             if reader.shape is not _TEXT:
                 measured = measure_body(reader.shape, fields, itself)
-            parsed = _describe(fields, itself, path, measured, conversation)
+            parsed = _describe(fields, itself, path, measured, body)
             if path in _STORING:
                 _continue(parsed, fields, itself, seed)
             if seed is not None and fields.truncate_prompt_tokens is None:
@@ -235,10 +231,10 @@ def _describe(
     extent: Callable[[msgspec.Raw], Extent],
     path: str,
     measured: PromptSize | None,
-    conversation: tuple[int, int] | None = None,
+    body: bytes | bytearray = b"",
 ) -> ParsedRequest:
-    """``measured``: its prompts; None: they are one text, or ``prompt``. ``conversation``: what
-    ``measure`` says of its messages, where that is known.
+    """``measured``: its prompts; None: they are one text, or ``prompt``. ``body``: of which the
+    messages are a list, unless they have to be looked at as they are written.
     """
     model = fields.model
     if model is not None and len(model) > MOST_MODEL_BYTES:
@@ -250,11 +246,14 @@ def _describe(
         if fields.prompt:
             tokens, prompts, text_bytes = measure_prompt(*extent(fields.prompt))
         texts = _texts_of(fields)
-        if conversation is None:
+        if type(fields.messages) is not list:
             texts = (fields.messages, *texts)
-        else:
+        elif (conversation := measure_items(body, fields.messages)) is not None:
             media_parts, size = conversation
             text_bytes += size
+        else:
+            fields.messages = messages_of(body)
+            texts = (fields.messages, *texts)
         for field in texts:
             if field is NOTHING:
                 continue
@@ -381,13 +380,14 @@ def prompt_field(body: bytes | bytearray) -> bytes:
 
 def _counts(fields: Any, path: str) -> tuple[int, int | None]:
     """(``n``, the most output tokens that the client wants) as a path's engine reads them."""
-    takes_n, limits = limits_of(path, chats=bool(fields.messages))
+    chats = fields.messages is not NOTHING
+    takes_n, limits = limits_of(path, chats=chats)
     within = ""
     if path == GENERATE:
         fields, within = fields.sampling_params, SAMPLING + "."
         if fields is None:
             return 1, None
-    elif path == INVOCATIONS and not (fields.messages or fields.prompt):
+    elif path == INVOCATIONS and not (chats or fields.prompt):
         return 1, 1  # of a pooling model, as which it is a prefill
     n = limit = None
     if takes_n and fields.n is not None:
