@@ -25,15 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_gateway.cli.predictor import length_samples, predict_held_out
-from hetero_gateway.core.lengths.length_model import (
-    LengthModel,
-    LengthSamples,
-    TrainedPredictor,
-    error_of,
-    fit_length_model,
-    leaf_count,
-    replay,
-)
+from hetero_gateway.core.lengths.length_model import LengthModel, TrainedPredictor, leaf_count
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
     ConstantPredictor,
@@ -41,6 +33,7 @@ from hetero_gateway.core.lengths.predictors import (
     NormalPredictor,
     OutputLengthPredictor,
 )
+from hetero_gateway.core.lengths.training import LengthSamples, error_of, fit_length_model, replay
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.files.trace import read_trace

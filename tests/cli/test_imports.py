@@ -73,9 +73,12 @@ def test_a_gateway_imports_nothing_that_it_does_not_need(tmp_path):
     assert (statuses.split(), refused) == (["200", "503", "200", "200", "200", "404"], "401")
     modules = modules_of(before)
     assert "fastapi" in modules_of(after)  # with the first look at /admin
-    unwanted = {"scipy", "numba", "rich", "pygments", "fastapi", *DRAWING}
-    ours = {"sim", "planner", "lab", "deploy"}
-    assert not modules & (unwanted | {f"hetero_gateway.{name}" for name in ours})
+    unwanted = {"numpy", "scipy", "numba", "rich", "pygments", "fastapi", "httpx", "websockets"}
+    unwanted |= {"ctypes", *DRAWING}
+    ours = {"sim", "planner", "lab", "deploy", "core.sharing", "scaleout.sharing"}
+    assert not modules & unwanted
+    loaded = before.split()
+    assert not {f"hetero_gateway.{name}" for name in ours} & set(loaded)
     assert "hetero_gateway.cli.reports" not in after
 
 

@@ -22,10 +22,12 @@ from fastapi.dependencies import models
 from hetero_gateway.cli.made_key import dashboard_address
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import describe_clients
+from hetero_gateway.gateway.request import byte_scans
 from hetero_gateway.http.protocol import Service
 from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.app import App, create_app
+from hetero_gateway.serve.control import api
 from hetero_gateway.serve.processes.worker import Worker
 from hetero_gateway.serve.server import BACKLOG, GatewayServer
 from hetero_gateway.serve.wiring.gateway import Gateway, Parts
@@ -36,6 +38,8 @@ FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
 
 
+# Loaded when they are needed first, which takes time: no test is to wait for that.
+_LOADED = api, byte_scans
 _FASTAPIS_CACHES = [each for each in vars(models).values() if hasattr(each, "cache_clear")]
 
 

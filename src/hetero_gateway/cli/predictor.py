@@ -13,19 +13,17 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.cli.reports.report import print_table
-from hetero_gateway.core.lengths.length_model import (
+from hetero_gateway.core.lengths.length_model import LengthModel, TrainedPredictor, leaf_count
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
+from hetero_gateway.core.lengths.training import (
     ERROR_BUCKETS,
     MIN_ROWS,
-    LengthModel,
     LengthSamples,
-    TrainedPredictor,
     error_of,
     errors_by_prompt,
     fit_length_model,
-    leaf_count,
     replay,
 )
-from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, ConstantPredictor
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.length_model_file import write_length_model
 from hetero_gateway.files.trace import TraceRequest, parse_trace, read_trace

@@ -20,6 +20,7 @@ from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.discovery_config import SourceConfig
 from hetero_gateway.files.following_config import FollowingConfig, followed_profiles
 from hetero_gateway.files.instance_config import InstanceConfig, ModelConfig, check_reachable
+from hetero_gateway.files.length_model_file import read_length_model
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.own_address import check_not_own
@@ -223,9 +224,6 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     except ConfigError as error:
         problems.add(("clients",), str(error))
     if (file := config.scheduler.predictor.file) is not None:
-        # Imported here: few have one, and all who only validate are spared numpy.
-        from hetero_gateway.files.length_model_file import read_length_model
-
         try:
             read_length_model(path.parent / file)
         except ConfigError as error:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import importlib
 import re
 import socket
+import sys
 from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -139,7 +141,8 @@ async def route(
         pass  # nobody is left to answer
 
 
-# What FastAPI serves.
+# What FastAPI serves, and by which module.
+_API_MODULE = "hetero_gateway.serve.control.api"
 _API = re.compile(r"/(?:admin|dashboard|docs|openapi\.json)(?:/|\Z)")
 
 
@@ -154,18 +157,19 @@ class Control:
         self._gateway = gateway
         self.paths = [*public_paths(gateway), _metrics_path(gateway)]
         self._plain = plain_app(gateway, self.paths, lifespan)
-        self._api: ASGIApp | None = None
-        self._making = asyncio.Lock()
+        self._api: Starlette | None = None
+        self._loading = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or not _API.match(scope["path"]):
             await self._plain(scope, receive, send)
             return
         if self._api is None:
-            async with self._making:
-                if self._api is None:
-                    # In a thread: it takes as long as hundreds of chunks, and streams go on.
-                    self._api = await asyncio.to_thread(self.make_api)
+            async with self._loading:
+                if _API_MODULE not in sys.modules:
+                    # It takes as long as hundreds of chunks, and streams go on.
+                    await asyncio.to_thread(importlib.import_module, _API_MODULE)
+                self._api = self._api or self.make_api()
         await self._api(scope, receive, send)
 
     def make_api(self) -> Starlette:

@@ -209,14 +209,14 @@ def test_residual_lives_of_a_constant_length_fall_as_it_streams() -> None:
     lives = ResidualLives(prior_tokens=100.0, prior_requests=1e-9)
     for _ in range(64):
         lives.observe("m", 300.0)
-    table = lives.table("m")
+    table = lives.of("m").plain
     assert table[0] == pytest.approx(300 - 16)
     assert table[3] == pytest.approx(300 - 192)
-    assert lives.table("another").tolist() == [100.0] * len(STAGE_TOKENS)
+    assert lives.of("another").plain == [100.0] * len(STAGE_TOKENS)
 
 
 def test_residual_lives_of_a_memoryless_length_stay() -> None:
     lives = ResidualLives(prior_tokens=1.0)
     for length in np.random.default_rng(0).exponential(200, 2048):
         lives.observe("m", float(length))
-    assert lives.table("m")[:5] == pytest.approx(np.full(5, 200), rel=0.25)
+    assert lives.of("m").plain[:5] == pytest.approx(np.full(5, 200), rel=0.25)

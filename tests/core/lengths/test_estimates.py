@@ -134,18 +134,18 @@ def test_models_beyond_the_bound_learn_and_use_one_shared_table() -> None:
         for _ in range(64):
             lives.observe(f"m{i}", 50 if i < MAX_MODELS else 1000)
     assert len(lives) == MAX_MODELS + 1
-    late = lives.table(f"m{2 * MAX_MODELS - 1}")
+    late = lives.of(f"m{2 * MAX_MODELS - 1}").plain
     # In a stage of 32 tokens, its middle is 16: of 1000, 984 are left.
     assert late[0] == pytest.approx(984, rel=0.01)
-    assert late.tolist() == lives.table("never seen").tolist()
-    assert lives.table("m0")[0] < 100
+    assert late == lives.of("never seen").plain
+    assert lives.of("m0").plain[0] < 100
 
 
 def test_with_room_for_its_name_a_model_that_was_never_seen_has_the_prior() -> None:
     lives = ResidualLives(prior_tokens=100.0)
     for _ in range(64):
         lives.observe("m", 10)
-    assert lives.table("another").tolist() == [100.0] * len(STAGE_TOKENS)
+    assert lives.of("another").plain == [100.0] * len(STAGE_TOKENS)
 
 
 def test_lengths_that_are_made_up_do_not_move_what_a_stream_has_still_to_come() -> None:
@@ -156,5 +156,5 @@ def test_lengths_that_are_made_up_do_not_move_what_a_stream_has_still_to_come() 
             lives.observe("m", 1 + tokens)
         if i % 20 == 0:
             deceived.observe("m", 10.0**15)
-    assert deceived.table("m")[0] < 2 * honest.table("m")[0]
-    assert deceived.table("m").max() < 8000
+    assert deceived.of("m").plain[0] < 2 * honest.of("m").plain[0]
+    assert max(deceived.of("m").plain) < 8000

@@ -14,24 +14,26 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.lengths.length_model import (
     ANY_MODEL,
-    MIN_MODEL_ROWS,
     Leaf,
     LengthModel,
-    LengthSamples,
     Split,
     TrainedPredictor,
-    error_of,
-    errors_by_prompt,
-    fit_length_model,
     from_document,
     leaf_count,
-    replay,
     to_document,
 )
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
     ConstantPredictor,
     LengthFeatures,
+)
+from hetero_gateway.core.lengths.training import (
+    MIN_MODEL_ROWS,
+    LengthSamples,
+    error_of,
+    errors_by_prompt,
+    fit_length_model,
+    replay,
 )
 
 

@@ -33,11 +33,11 @@ def test_now_forgets_what_fifteen_minutes_remember() -> None:
     metrics = Metrics("min-max", list)
     trend = Trend(metrics)
     count(metrics, 60)
-    trend.step(queued=7, in_flight=1)
+    trend.step(queued=7)
     for _ in range(NOW_STEPS):
         count(metrics, 6)
         count(metrics, 2, outcome="upstream_error")
-        trend.step(queued=2, in_flight=1)
+        trend.step(queued=2)
     now, all_of_it = trend.figures(NOW_STEPS), trend.figures(STEPS)
     assert now["requests_per_s"] == pytest.approx(8 / STEP_S)
     assert now["output_tokens_per_s"] == pytest.approx(800 / STEP_S)
@@ -49,7 +49,7 @@ def test_now_forgets_what_fifteen_minutes_remember() -> None:
     assert now["ttft_s"][0] == pytest.approx(0.375)
     assert now["tpot_s"] is None
     for _ in range(STEPS):
-        trend.step(queued=0, in_flight=0)
+        trend.step(queued=0)
     assert trend.figures(STEPS)["requests_per_s"] == 0
     assert trend.figures(STEPS)["ttft_s"] is None
 
@@ -59,26 +59,26 @@ def test_its_memory_is_bounded_and_a_forgotten_instance_leaves_it() -> None:
     trend = Trend(metrics)
     for turn in range(3 * MOST_MODELS):
         count(metrics, 1, model=f"m{turn}")
-        trend.step(0, 0)
+        trend.step(0)
     assert len(trend.models()) == MOST_MODELS
     assert len(trend.points(10_000)) == 3 * MOST_MODELS
     assert trend.of_instance("i0")[0] > 0
     metrics.forget("i0")
-    trend.step(0, 0)
+    trend.step(0)
     assert trend.of_instance("i0") == (0, 0, 0)
     # It comes back and counts anew: nothing is negative.
     count(metrics, 1)
-    trend.step(0, 0)
+    trend.step(0)
     assert trend.points(1)[0][0] == pytest.approx(1 / STEP_S)
 
 
 def test_a_queue_that_grows_is_told_from_one_that_is_long() -> None:
     trend = Trend(Metrics("min-max", list))
     for depth in [50] * 40:
-        trend.step(queued=depth, in_flight=0)
+        trend.step(queued=depth)
     assert not trend.queue_grows()
     for depth in range(50, 50 + 20 * NOW_STEPS, 10):
-        trend.step(queued=depth, in_flight=0)
+        trend.step(queued=depth)
     assert trend.queue_grows()
 
 

@@ -1,48 +1,31 @@
 """Output lengths learnt offline: a small regression tree per model, and the predictor that uses it.
 
 A tree splits by prompt length and by the client's limit (``max_tokens``; none counts as no limit)
-where that lowers the squared error most, and says the mean of each leaf. The squared error, because
-a placement's cost is close to linear in the output length, for which the mean is what is needed.
-How many leaves: by the error on the last quarter of the rows, so that a trace whose lengths depend
-on nothing gets one leaf. docs/evidence/predictors.md has the errors, and why not log2 buckets.
+and says the mean of each leaf. ``training`` makes them; here are the document that they are kept
+in, and what predicts by them.
 
-Files are the shell's work (``files/length_model_file.py``); here is the document in them.
+Files are the shell's work (``files/length_model_file.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hetero_gateway.core.costs.arrays import FloatArray
-from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.lengths.predictors import LengthFeatures
 
 FORMAT = "hetero-gateway length model"
 VERSION = 1
 # Of all requests, and of a model that the file does not name.
 ANY_MODEL = ""
 FEATURES = ("prompt_tokens", "max_tokens")
-MIN_ROWS = 50
-# Below this a model of its own says less than what all of them say together.
-MIN_MODEL_ROWS = 500
-_LEAVES = (1, 2, 4, 8, 16, 32)
-# A leaf has at least this many requests, and at least this share of them.
-_MIN_LEAF, _MIN_LEAF_SHARE = 20, 0.005
-# A part's mean is drawn to that of what it was split from as if it had this many more requests.
-_SHRINKAGE = 4.0
-_VALIDATION_SHARE = 0.25
 # Online, a leaf starts with the weight of at most 200 requests, so that it follows what has
 # changed since it was trained, and remembers about the last thousand (as ``core.length`` does).
 _MOST_PRIOR_REQUESTS, _MEMORY_REQUESTS = 200.0, 1000.0
 _MAX_DEPTH = 64
 _MAX_TOKENS = 1e9
-
-Features = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,142 +54,6 @@ class LengthModel:
     """One tree per model name; ANY_MODEL is always there."""
 
     trees: Mapping[str, Node]
-
-
-@dataclass(frozen=True, slots=True)
-class LengthSamples:
-    """Finished requests, in the order of their arrival; all (N,).
-
-    ``max_tokens`` is infinite where the client gave no limit; ``models`` is "" where unknown.
-    """
-
-    prompt_tokens: FloatArray
-    max_tokens: FloatArray
-    output_tokens: FloatArray
-    models: Sequence[str]
-
-    def __len__(self) -> int:
-        return int(self.output_tokens.size)
-
-    def part(self, start: int, stop: int) -> LengthSamples:
-        """The requests from ``start`` up to ``stop``."""
-        numbers = self.prompt_tokens, self.max_tokens, self.output_tokens
-        prompt, limit, output = (column[start:stop] for column in numbers)
-        return LengthSamples(prompt, limit, output, self.models[start:stop])
-
-    def features(self) -> Iterator[tuple[LengthFeatures, float]]:
-        """Each request as a predictor sees it, and its true output tokens."""
-        for model, prompt, limit, output in zip(
-            self.models, self.prompt_tokens, self.max_tokens, self.output_tokens, strict=True
-        ):
-            limit_tokens = int(limit) if math.isfinite(limit) else None
-            yield LengthFeatures(model, int(prompt), limit_tokens), float(output)
-
-
-# Training
-
-
-def fit_length_model(samples: LengthSamples) -> LengthModel:
-    """A tree for all requests, and one for each model with ``MIN_MODEL_ROWS`` of them.
-
-    Raises:
-        ValueError: fewer than ``MIN_ROWS`` requests.
-    """
-    if len(samples) < MIN_ROWS:
-        raise ValueError(f"{len(samples)} requests are too few: at least {MIN_ROWS} are needed")
-    columns = np.stack([samples.prompt_tokens, samples.max_tokens])
-    trees = {ANY_MODEL: _fit_tree(columns, samples.output_tokens)}
-    names = np.array(samples.models, dtype=object)
-    for name in sorted(set(samples.models) - {ANY_MODEL}):
-        own = names == name
-        if own.sum() >= MIN_MODEL_ROWS:
-            trees[name] = _fit_tree(columns[:, own], samples.output_tokens[own])
-    return LengthModel(trees)
-
-
-def _fit_tree(columns: Features, output: FloatArray) -> Node:
-    earlier = round(output.size * (1 - _VALIDATION_SHARE))
-    errors = []
-    for leaves in _LEAVES:
-        tree = _grow(columns[:, :earlier], output[:earlier], leaves)
-        guess = np.array([_leaf(tree, row).tokens for row in columns[:, earlier:].T])
-        errors.append(float(np.mean((guess - output[earlier:]) ** 2)))
-    # Within 1 % of the best the smaller tree: the rest is chance, and it is easier to read.
-    enough = next(i for i, error in enumerate(errors) if error <= 1.01 * min(errors))
-    return _grow(columns, output, _LEAVES[enough])
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """Requests of a tree's leaf to be, and the best way to split them (gain 0: none)."""
-
-    rows: NDArray[np.intp]
-    gain: float
-    feature: int
-    at: float
-    below: _Part | None = None
-    above: _Part | None = None
-
-
-def _grow(columns: Features, output: FloatArray, leaves: int) -> Node:
-    """Best first: the split that lowers the squared error most, until there are enough leaves."""
-    smallest = max(_MIN_LEAF, math.ceil(_MIN_LEAF_SHARE * output.size))
-
-    def part(rows: NDArray[np.intp]) -> _Part:
-        candidates = [
-            (*_best_split(columns[i][rows], output[rows], smallest), i) for i in range(len(columns))
-        ]
-        gain, at, feature = max(candidates)
-        return _Part(rows, gain, feature, at)
-
-    root = part(np.arange(output.size))
-    open_parts = [root]
-    while len(open_parts) < leaves:
-        widest = max(open_parts, key=lambda candidate: candidate.gain)
-        if widest.gain <= 0:
-            break
-        below = columns[widest.feature][widest.rows] <= widest.at
-        widest.below, widest.above = part(widest.rows[below]), part(widest.rows[~below])
-        open_parts.remove(widest)
-        open_parts += (widest.below, widest.above)
-    return _node(root, output, float(output.mean()))
-
-
-def _best_split(values: FloatArray, output: FloatArray, smallest: int) -> tuple[float, float]:
-    """(gain in squared error, threshold); the gain is 0 where no split is allowed."""
-    count = output.size
-    if count < 2 * smallest:
-        return 0.0, 0.0
-    order = np.argsort(values, kind="stable")
-    values = values[order]
-    sums = np.cumsum(output[order])
-    below = np.arange(1, count)
-    gain = (
-        sums[:-1] ** 2 / below
-        + (sums[-1] - sums[:-1]) ** 2 / (count - below)
-        - sums[-1] ** 2 / count
-    )
-    allowed = (values[1:] > values[:-1]) & (below >= smallest) & (below <= count - smallest)
-    gain = np.where(allowed, gain, 0.0)
-    best = int(gain.argmax())
-    # At the lower value itself: half way to "no limit" would be no number.
-    return float(gain[best]), float(values[best])
-
-
-def _node(part: _Part, output: FloatArray, around: float) -> Node:
-    """What was grown, as it is kept; ``around`` is the mean of what this was split from."""
-    own = output[part.rows]
-    mean = (float(own.sum()) + _SHRINKAGE * around) / (own.size + _SHRINKAGE)
-    if part.below is None or part.above is None:
-        return Leaf(max(1.0, round(mean, 2)), int(own.size))
-    below, above = _node(part.below, output, mean), _node(part.above, output, mean)
-    return Split(FEATURES[part.feature], part.at, below, above)
-
-
-def _leaf(node: Node, row: FloatArray) -> Leaf:
-    while isinstance(node, Split):
-        node = node.below if row[FEATURES.index(node.by)] <= node.at else node.above
-    return node
 
 
 def leaf_count(node: Node) -> int:
@@ -287,55 +134,6 @@ class TrainedPredictor:
         weight = tree.weight[leaf] = min(tree.weight[leaf] + 1, _MEMORY_REQUESTS)
         mean = tree.tokens[leaf]
         tree.tokens[leaf] = max(1.0, mean + (output_tokens - mean) / weight)
-
-
-# Errors
-
-# Upper ends, in prompt tokens, of the buckets that errors are reported by.
-ERROR_BUCKETS = (64, 256, 1024, 4096, 16384)
-
-
-@dataclass(frozen=True, slots=True)
-class LengthError:
-    """Of predicted minus true output tokens, over ``requests`` requests."""
-
-    requests: int
-    mae_tokens: float
-    bias_tokens: float
-    rmse_tokens: float
-
-
-def replay(predictor: OutputLengthPredictor, samples: LengthSamples) -> FloatArray:
-    """What a predictor says of each request, capped by its limit, learning from each after it."""
-    result = np.empty(len(samples))
-    for i, (features, output_tokens) in enumerate(samples.features()):
-        tokens = predictor.predict(features)
-        limit = features.max_output_tokens
-        result[i] = tokens if limit is None else min(tokens, limit)
-        predictor.observe(features, output_tokens)
-    return result
-
-
-def error_of(predicted: FloatArray, samples: LengthSamples) -> LengthError:
-    """The error over all of the requests, of which there is at least one."""
-    return _error(predicted - samples.output_tokens)
-
-
-def errors_by_prompt(predicted: FloatArray, samples: LengthSamples) -> list[LengthError | None]:
-    """The error by prompt length: up to each of ERROR_BUCKETS, and above; None: no request."""
-    buckets = np.searchsorted(np.array(ERROR_BUCKETS), samples.prompt_tokens)
-    residuals = predicted - samples.output_tokens
-    parts = [residuals[buckets == i] for i in range(len(ERROR_BUCKETS) + 1)]
-    return [_error(part) if part.size else None for part in parts]
-
-
-def _error(residuals: FloatArray) -> LengthError:
-    return LengthError(
-        int(residuals.size),
-        float(np.abs(residuals).mean()),
-        float(residuals.mean()),
-        float(np.sqrt((residuals**2).mean())),
-    )
 
 
 # The document

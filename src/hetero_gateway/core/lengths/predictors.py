@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from hetero_gateway.core.costs.arrays import FloatArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_MODELS = 256
 # The name of the entry that all further models share.
@@ -34,10 +36,10 @@ OTHER_MODELS = ""
 # How far a stream is, in powers of two: what is left of it changes with the order of magnitude.
 STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Streams in a stage are on average in its middle; the last one has no end.
-_MIDDLES = (16.0, 48.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3072.0, 6144.0)
+STAGE_MIDDLES = (16.0, 48.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3072.0, 6144.0)
 
 # So many times the length that nine of ten answers are within is as long as one is believed to be.
-_FAR = 4.0
+FARTHEST = 4.0
 # Of residual lives: lengths that are kept, how many finish until a table is made of them (which
 # costs as much as a few decisions), and how many requests the prior counts as.
 HISTORY = 2048
@@ -46,18 +48,17 @@ PRIOR_REQUESTS = 8.0
 
 
 class _Finished:
-    """The last finished lengths of one model, as plain numbers, and the ``table`` that was made of
-    them, ``plain`` as a list; ``unseen``: how many have finished since.
+    """The last finished lengths of one model, as they came and in ``ordered``; the table that was
+    made of them; ``unseen``: how many have finished since.
     """
 
-    __slots__ = ("lengths", "oldest", "plain", "table", "unseen")
+    __slots__ = ("lengths", "ordered", "plain", "unseen")
 
-    def __init__(self, table: FloatArray) -> None:
-        self.lengths = array("d")
-        self.oldest = 0  # its place, once all are taken
+    def __init__(self, table: list[float]) -> None:
+        self.lengths: deque[float] = deque()
+        self.ordered: list[float] = []
         self.unseen = 0
-        self.table = table
-        self.plain: list[float] = table.tolist()
+        self.plain = table
 
 
 class ResidualLives:
@@ -73,25 +74,21 @@ class ResidualLives:
         self._models: dict[str, _Finished] = {}
         # What ``of`` has as ``plain`` for models that need not be made anew.
         self.plain: dict[str, list[float]] = {}
-        self._unknown = _Finished(np.full(len(STAGE_TOKENS), prior_tokens))
+        self._unknown = _Finished([prior_tokens] * len(STAGE_TOKENS))
 
     def __len__(self) -> int:
         """Entries that are kept, the shared one among them."""
         return len(self._models)
 
-    def table(self, model: str) -> FloatArray:
-        """Expected further output tokens of one sequence, by stage; do not write to it."""
-        return self.of(model).table
-
     def of(self, model: str) -> _Finished:
-        """A model's entry, whose ``table`` and ``plain`` are made anew where that is due."""
+        """A model's entry; ``plain`` has the expected further output tokens of one sequence, by
+        stage, made anew where that is due: do not write to it.
+        """
         finished = self._models.get(model) or self._models.get(OTHER_MODELS) or self._unknown
         # Made only when someone asks: most policies never do.
         if finished.unseen >= REFRESH_EVERY:
             finished.unseen = 0
-            ordered, prior = np.sort(finished.lengths), (self._prior_tokens, self._prior_requests)
-            finished.plain = [residual(ordered, i, *prior) for i in range(len(STAGE_TOKENS))]
-            finished.table = np.array(finished.plain)
+            finished.plain = residuals(finished.ordered, self._prior_tokens, self._prior_requests)
         if model in self._models:
             self.plain[model] = finished.plain
         return finished
@@ -106,33 +103,55 @@ class ResidualLives:
         finished = self._models.get(model)
         if finished is None:
             model = bounded_model(model, self._models)
-            finished = self._models.setdefault(model, _Finished(self._unknown.table))
-        lengths = finished.lengths
-        if len(lengths) < HISTORY:
-            lengths.append(output_tokens)
-        else:
-            lengths[finished.oldest] = output_tokens
-            finished.oldest = (finished.oldest + 1) % HISTORY
+            finished = self._models.setdefault(model, _Finished(self._unknown.plain))
+        lengths, ordered = finished.lengths, finished.ordered
+        if len(lengths) == HISTORY:
+            del ordered[bisect_left(ordered, lengths.popleft())]
+        lengths.append(output_tokens)
+        insort(ordered, output_tokens)
         finished.unseen += 1
         if finished.unseen == REFRESH_EVERY:
             self.plain.pop(model, None)
 
 
-def residual(ordered: FloatArray, stage: int, prior_tokens: float, prior_requests: float) -> float:
-    """E[O − g | O > g] in a stage, of these lengths, sorted, of which there is one; and the prior.
-
-    The simulator's compiled loop runs it, too.
-    """
-    size, middle = len(ordered), _MIDDLES[stage]
+def residuals(ordered: Sequence[float], prior_tokens: float, prior_requests: float) -> list[float]:
+    """``residual`` by stage, of these lengths, of which there is one, and the prior."""
+    size = len(ordered)
     # A tenth of them may be made up: what is far beyond the others counts as the farthest.
-    farthest = _FAR * ordered[size * 9 // 10]
-    count, left = 0, 0.0
-    if middle < farthest:
-        first = int(np.searchsorted(ordered, middle, side="right"))
-        far = int(np.searchsorted(ordered, farthest, side="right"))
-        count = size - first
-        left = ordered[first:far].sum() + (size - far) * farthest - count * middle
-    return float((left + prior_requests * prior_tokens) / (count + prior_requests))
+    farthest = FARTHEST * ordered[size * 9 // 10]
+    far = end = bisect_right(ordered, farthest)
+    result, tokens = [], 0.0
+    for middle in reversed(STAGE_MIDDLES):
+        first = min(bisect_right(ordered, middle), far)
+        tokens += sum(ordered[first:end])
+        end = first
+        longer = size - first, size - far
+        result.append(residual(middle, *longer, tokens, farthest, prior_tokens, prior_requests))
+    return result[::-1]
+
+
+def residual(
+    middle: float,
+    longer: int,
+    farther: int,
+    tokens: float,
+    farthest: float,
+    prior_tokens: float,
+    prior_requests: float,
+) -> float:
+    """E[O − g | O > g] in a stage, and the prior. The simulator's compiled loop runs it, too.
+
+    Args:
+        middle: of the stage.
+        longer: how many lengths are, of which so many are ``farther`` than the ``farthest``, and
+            count as that.
+        tokens: of the others that are longer.
+    """
+    if middle >= farthest:
+        longer, left = 0, 0.0
+    else:
+        left = tokens + farther * farthest - longer * middle
+    return (left + prior_requests * prior_tokens) / (longer + prior_requests)
 
 
 class _Reports:
@@ -208,23 +227,24 @@ class BytesPerToken:
         reports.unseen += 1
         if reports.unseen >= min(self._REFRESH_EVERY, len(ratios)) or model not in self._ratios:
             reports.unseen = 0
-            ratio = self._ratios[model] = self._work_out(np.array(ratios), np.array(sizes_bytes))
+            ratio = self._ratios[model] = self._work_out(ratios, sizes_bytes)
             if model == OTHER_MODELS:
                 self._ratio_of_others = ratio
 
-    def _work_out(self, ratios: FloatArray, sizes_bytes: FloatArray) -> float:
+    def _work_out(self, ratios: array[float], sizes_bytes: array[float]) -> float:
         total_bytes = total_tokens = 0.0
-        known, weights = ratios, sizes_bytes
-        if ratios.size < self._HISTORY:
+        known = list(zip(ratios, sizes_bytes, strict=True))
+        if len(known) < self._HISTORY:
             # As one report more, until there are enough.
             total_bytes, total_tokens = self._prior * self._prior_tokens, self._prior_tokens
-            known, weights = np.append(known, self._prior), np.append(weights, total_bytes)
-        order = known.argsort()
-        up_to = weights[order].cumsum()
-        middle = known[order[up_to.searchsorted(up_to[-1] / 2)]]
-        believed = np.minimum(np.maximum(ratios, middle / self._FACTOR), middle * self._FACTOR)
-        total_bytes += float(sizes_bytes.sum())
-        total_tokens += float((sizes_bytes / believed).sum())
+            known.append((self._prior, total_bytes))
+        known.sort()
+        up_to = list(accumulate([size for _, size in known]))
+        middle = known[bisect_left(up_to, up_to[-1] / 2)][0]
+        low, high = middle / self._FACTOR, middle * self._FACTOR
+        total_bytes += sum(sizes_bytes)
+        for ratio, size in zip(ratios, sizes_bytes, strict=True):
+            total_tokens += size / min(max(ratio, low), high)
         least, most = self._BOUNDS
         return min(max(total_bytes / total_tokens, least), most)
 
@@ -352,10 +372,10 @@ class NormalPredictor:
     def predict(self, features: LengthFeatures) -> float:
         return max(1.0, self._rng.normal(self._mean_tokens, self._sd_tokens))
 
-    def next_predictions(self, count: int) -> FloatArray:
+    def next_predictions(self, count: int) -> NDArray[np.float64]:
         """What it would say this many times from now on."""
         rng = copy.deepcopy(self._rng)
-        return np.maximum(1.0, rng.normal(self._mean_tokens, self._sd_tokens, count))
+        return rng.normal(self._mean_tokens, self._sd_tokens, count).clip(1.0)
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
         pass

@@ -124,7 +124,7 @@ class LongBodies:
 
     def begin(self, steps: Steps[ParsedRequest], size_bytes: int) -> ParsedRequest | None:
         """The first step; None: there are more. Raises Refusal."""
-        if size_bytes >= LEAST_SCANNED_BYTES and not scans_are_loaded():
+        if size_bytes >= LEAST_SCANNED_BYTES and (self._loads or not scans_are_loaded()):
             self._loads = True
             return None
         return advance(steps, _STEP_S)

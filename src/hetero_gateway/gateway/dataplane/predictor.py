@@ -16,8 +16,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hetero_gateway.core.lengths.length_model import TrainedPredictor
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
@@ -130,6 +128,8 @@ def make_predictor(
     if kind == "constant":
         return ConstantPredictor(settings.mean_tokens)
     if kind == "normal":
+        import numpy as np  # which nobody else here needs: 13 MB
+
         rng = np.random.default_rng([seed, 1])
         return NormalPredictor(settings.mean_tokens, settings.sd_tokens, rng)
     if kind == "trained":

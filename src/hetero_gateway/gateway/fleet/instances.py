@@ -10,13 +10,12 @@ import asyncio
 import dataclasses
 import logging
 import math
+import random
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.ejections import Ejections
@@ -172,7 +171,7 @@ class Fleet:
         self._base_dir = base_dir
         self.contexts = ClientContexts(base_dir)
         scheduling = config.scheduler
-        rng = np.random.default_rng(scheduling.seed)
+        rng = random.Random(scheduling.seed)
         policy = _policy_of(scheduling)
         self.queues = policy.queues
         # Called after every change that may make room: set by who drives the queue.

@@ -127,8 +127,7 @@ class Board:
         fleet = self._gateway.fleet
         if self.trend.steps % MINUTE_STEPS == 0:  # it is seen which models are gone
             self._gateway.metrics.forget_unserved(fleet.serves, time.monotonic())
-        in_flight = sum(fleet.scheduler.members.table[i].in_flight for i in fleet.instances)
-        self.trend.step(fleet.scheduler.queued, in_flight)
+        self.trend.step(fleet.scheduler.queued)
 
     # Looking
 

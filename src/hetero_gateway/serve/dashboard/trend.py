@@ -1,18 +1,20 @@
 """The last fifteen minutes, in steps of five seconds: rates, first tokens, errors, the queue.
 
 Nothing is added to a request's way: each step reads the counts that ``metrics`` keeps and remembers
-what has come to them. Memory is bounded: a ring of counts and histograms for all requests and one
+what has come to them. Memory is bounded: counts and histograms of each step, for all requests and
 for each of the first models (some 70 KB each), and a minute of plain counts for each instance.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, islice
+from operator import add, sub
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from hetero_gateway.gateway.records.metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Metrics, Series
 
@@ -31,8 +33,36 @@ _REQUESTS, _FAILURES, _IN, _OUT, _CACHED = range(5)
 _TTFT = slice(5, 5 + len(TTFT_BOUNDS_S) + 1)
 _TPOT = slice(_TTFT.stop, _TTFT.stop + len(TPOT_BOUNDS_S) + 1)
 _WIDTH = _TPOT.stop
+# More tokens are not counted: sums over all instances stay within 64 bits.
+_MOST_TOKENS = 1 << 48
 
-_Counts = npt.NDArray[np.int64]
+# The columns of a step, or of several.
+_Columns = Sequence[int]
+
+
+class _Ring:
+    """The last steps, and all of them together."""
+
+    __slots__ = ("rows", "total")
+
+    def __init__(self) -> None:
+        self.rows: deque[_Columns] = deque()
+        self.total: _Columns = _NOTHING
+
+    def push(self, row: _Columns) -> None:
+        if len(self.rows) == STEPS and (oldest := self.rows.popleft()) is not _NOTHING:
+            self.total = list(map(sub, self.total, oldest))
+        self.rows.append(row)
+        if row is not _NOTHING:
+            self.total = list(map(add, self.total, row))
+
+    def last(self, steps: int) -> _Columns:
+        if steps >= len(self.rows):
+            return self.total
+        return [sum(column) for column in zip(*islice(reversed(self.rows), steps), strict=True)]
+
+
+_NOTHING: _Columns = array("q", bytes(8 * _WIDTH))
 
 
 class Trend:
@@ -44,85 +74,84 @@ class Trend:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._before: dict[tuple[str, str], tuple[Series, _Counts]] = {}
-        self._all = np.zeros((STEPS, _WIDTH), dtype=np.int64)
-        self._models: dict[str, npt.NDArray[np.int64]] = {}
+        self._before: dict[tuple[str, str], tuple[Series, _Columns]] = {}
+        self._all = _Ring()
+        self._models: dict[str, _Ring] = {}
         # Of an instance, by step of the last minute: requests, failed, output tokens.
-        self._instances: dict[str, npt.NDArray[np.int64]] = {}
-        self._queue = np.zeros(STEPS, dtype=np.int64)
-        self._in_flight = np.zeros(STEPS, dtype=np.int64)
+        self._instances: dict[str, deque[tuple[int, int, int]]] = {}
+        self._queue: deque[int] = deque(maxlen=STEPS)
         self.steps = 0  # that ever came
 
-    def step(self, queued: int, in_flight: int) -> None:
-        """Remember what has come since the last time. ``queued``, ``in_flight``: now."""
+    def step(self, queued: int) -> None:
+        """Remember what has come since the last time. ``queued``: now."""
         self._metrics.catch_up()
-        place, minute = self.steps % STEPS, self.steps % MINUTE_STEPS
-        self._all[place] = 0
-        for ring in self._models.values():
-            ring[place] = 0
-        for counts in self._instances.values():
-            counts[minute] = 0
         series = self._metrics.every_series
         for key in [key for key in self._before if key not in series]:
             del self._before[key]
-        served = {model for model, _ in series}
-        for gone in [model for model in self._models if model not in served]:
+        served, known = {model for model, _ in series}, {instance for _, instance in series}
+        for gone in self._models.keys() - served:
             del self._models[gone]
-        known = {instance_id for _, instance_id in series}
-        for gone in [name for name in self._instances if name not in known]:
+        for gone in self._instances.keys() - known:
             del self._instances[gone]
+        everything = _NOTHING
+        of_models: dict[str, _Columns] = {}
+        of_instances: dict[str, _Columns] = {}
         for (model, instance_id), each in series.items():
-            self._add(place, minute, model, instance_id, each)
-        self._queue[place] = queued
-        self._in_flight[place] = in_flight
+            came = self._came(model, instance_id, each)
+            if came is None:
+                continue
+            everything = _sum(everything, came)
+            if instance_id or model in of_models or model in self._models:
+                of_models[model] = _sum(of_models.get(model, _NOTHING), came)
+            if instance_id:
+                of_instances[instance_id] = _sum(of_instances.get(instance_id, _NOTHING), came)
+        self._all.push(everything)
+        for model in of_models:
+            if model not in self._models and len(self._models) < MOST_MODELS:
+                self._models[model] = _Ring()
+        for model, ring in self._models.items():
+            ring.push(of_models.get(model, _NOTHING))
+        for instance_id in of_instances:
+            self._instances.setdefault(instance_id, deque(maxlen=MINUTE_STEPS))
+        for instance_id, minute in self._instances.items():
+            row = of_instances.get(instance_id, _NOTHING)
+            minute.append((row[_REQUESTS], row[_FAILURES], row[_OUT]))
+        self._queue.append(queued)
         self.steps += 1
 
-    def _add(self, place: int, minute: int, model: str, instance_id: str, series: Series) -> None:
+    def _came(self, model: str, instance_id: str, series: Series) -> _Columns | None:
+        """What has come to a series since the last step; None: nothing."""
         key = (model, instance_id)
         before = self._before.get(key)
         requests = sum(series.outcomes.values())
-        if before is not None and before[0] is series and before[1][_REQUESTS] == requests:
-            return  # nothing has come to it
+        # What one began with, it may have had when the gateway first looked.
+        known = before is not None and before[0] is series
+        if before is not None and known and before[1][_REQUESTS] == requests:
+            return None
         counts = _counts_of(series, requests, model)
         self._before[key] = series, counts
-        # What one began with, it may have had when the gateway first looked.
-        came = counts if before is None or before[0] is not series else counts - before[1]
-        if not came.any():
-            return
-        self._all[place] += came
-        ring = self._models.get(model)
-        if ring is None and instance_id and len(self._models) < MOST_MODELS:
-            ring = self._models[model] = np.zeros((STEPS, _WIDTH), dtype=np.int64)
-        if ring is not None:
-            ring[place] += came
-        if instance_id:
-            of_one = self._instances.get(instance_id)
-            if of_one is None:
-                of_one = self._instances[instance_id] = np.zeros((MINUTE_STEPS, 3), np.int64)
-            of_one[minute] += came[[_REQUESTS, _FAILURES, _OUT]]
+        came = counts if before is None or not known else array("q", map(sub, counts, before[1]))
+        return came if any(came) else None
 
     def figures(self, steps: int, model: str | None = None) -> dict[str, Any]:
         """Rates, percentiles and errors over the last ``steps``; of all models, or one."""
         ring = self._all if model is None else self._models.get(model)
         had = max(1, min(steps, self.steps))
-        total = np.zeros(_WIDTH, np.int64) if ring is None else ring[self._last(had)].sum(axis=0)
-        span_s, requests = had * STEP_S, int(total[_REQUESTS])
+        total = _NOTHING if ring is None else ring.last(had)
+        span_s, requests = had * STEP_S, total[_REQUESTS]
         found: dict[str, Any] = {
             "requests_per_s": short(requests / span_s),
             "input_tokens_per_s": short(total[_IN] / span_s),
             "output_tokens_per_s": short(total[_OUT] / span_s),
             "errors": short(total[_FAILURES] / requests) if requests else None,
-            "failed": int(total[_FAILURES]),
+            "failed": total[_FAILURES],
             "cached": short(total[_CACHED] / total[_IN]) if total[_IN] else None,
             "ttft_s": _percentiles(total[_TTFT], TTFT_BOUNDS_S),
             "tpot_s": _percentiles(total[_TPOT], TPOT_BOUNDS_S),
         }
         if model is None:
-            last = self._last(had)
-            found["queue"] = {
-                "now": int(self._queue[last[-1]]) if self.steps else 0,
-                "most": int(self._queue[last].max()),
-            }
+            queue = list(self._queue)[-had:] or [0]
+            found["queue"] = {"now": queue[-1], "most": max(queue)}
         return found
 
     def models(self) -> list[str]:
@@ -132,29 +161,15 @@ class Trend:
     def points(self, number: int = STEPS) -> list[list[float | int | None]]:
         """The last steps, oldest first: requests/s, output tokens/s, TTFT p50 and p99, TPOT p50
         and p99, share of errors, queue."""
-        had = min(number, self.steps)
-        return [self._point(place) for place in (self._last(had) if had else ())]
-
-    def _point(self, place: int) -> list[float | int | None]:
-        row = self._all[place]
-        requests = int(row[_REQUESTS])
-        ttft = _percentiles(row[_TTFT], TTFT_BOUNDS_S)
-        tpot = _percentiles(row[_TPOT], TPOT_BOUNDS_S)
-        return [
-            short(requests / STEP_S),
-            short(row[_OUT] / STEP_S),
-            *(ttft or (None, None)),
-            *(tpot or (None, None)),
-            short(row[_FAILURES] / requests) if requests else None,
-            int(self._queue[place]),
-        ]
+        steps = list(zip(self._all.rows, self._queue, strict=True))
+        return [_point(row, queued) for row, queued in steps[-number:]]
 
     def of_instance(self, instance_id: str) -> tuple[float, float, float]:
         """(requests/s, output tokens/s, share of them that failed) over the last minute."""
-        counts = self._instances.get(instance_id)
-        if counts is None:
+        minute = self._instances.get(instance_id)
+        if minute is None:
             return 0.0, 0.0, 0.0
-        requests, failed, tokens = counts.sum(axis=0)
+        requests, failed, tokens = map(sum, zip(*minute, strict=True))
         span_s = STEP_S * max(1, min(MINUTE_STEPS, self.steps))
         return requests / span_s, tokens / span_s, failed / requests if requests else 0.0
 
@@ -162,48 +177,53 @@ class Trend:
         """Requests wait, and clearly more than half a minute ago."""
         if self.steps < 2 * NOW_STEPS:
             return False
-        places = self._last(2 * NOW_STEPS)
-        earlier = float(self._queue[places[:NOW_STEPS]].mean())
-        now = self._queue[places[NOW_STEPS:]]
-        return bool(now.min() > 0 and now.mean() > max(1.0, 1.25 * earlier))
-
-    def _last(self, number: int) -> npt.NDArray[np.intp]:
-        """Places of the last steps, oldest first."""
-        return (self.steps - number + np.arange(number)) % STEPS
+        last = list(self._queue)[-2 * NOW_STEPS :]
+        earlier, now = sum(last[:NOW_STEPS]) / NOW_STEPS, last[NOW_STEPS:]
+        return min(now) > 0 and sum(now) / NOW_STEPS > max(1.0, 1.25 * earlier)
 
 
-def _counts_of(series: Series, requests: int, model: str) -> _Counts:
-    counts = np.zeros(_WIDTH, dtype=np.int64)
-    counts[_REQUESTS] = requests
+def _point(row: _Columns, queued: int) -> list[float | int | None]:
+    requests = row[_REQUESTS]
+    ttft = _percentiles(row[_TTFT], TTFT_BOUNDS_S)
+    tpot = _percentiles(row[_TPOT], TPOT_BOUNDS_S)
+    return [
+        short(requests / STEP_S),
+        short(row[_OUT] / STEP_S),
+        *(ttft or (None, None)),
+        *(tpot or (None, None)),
+        short(row[_FAILURES] / requests) if requests else None,
+        queued,
+    ]
+
+
+def _sum(one: _Columns, other: _Columns) -> _Columns:
+    return other if one is _NOTHING else array("q", map(add, one, other))
+
+
+def _counts_of(series: Series, requests: int, model: str) -> _Columns:
+    failed = 0
     if model != _NOT_OURS:
-        counts[_FAILURES] = sum(series.outcomes.get(name, 0) for name in _FAILED)
-    counts[_IN] = _bounded(series.input_tokens)
-    counts[_OUT] = _bounded(series.output_tokens)
-    counts[_CACHED] = _bounded(series.cached_tokens)
-    counts[_TTFT] = series.ttft.counts
-    counts[_TPOT] = series.tpot.counts
-    return counts
+        failed = sum(series.outcomes.get(name, 0) for name in _FAILED)
+    tokens = series.input_tokens, series.output_tokens, series.cached_tokens
+    bounded = [int(min(each, _MOST_TOKENS)) for each in tokens]
+    return array("q", [requests, failed, *bounded, *series.ttft.counts, *series.tpot.counts])
 
 
-def _bounded(tokens: float) -> int:
-    return int(min(tokens, 2**62))
-
-
-def _percentiles(counts: npt.NDArray[Any], bounds: Sequence[float]) -> tuple[float, float] | None:
+def _percentiles(counts: _Columns, bounds: Sequence[float]) -> tuple[float, float] | None:
     """(p50, p99), as Prometheus' histogram_quantile reads them; None: there is none."""
-    total = int(counts.sum())
+    cumulative = list(accumulate(counts))
+    total = cumulative[-1]
     if not total:
         return None
-    edges = np.concatenate(([0.0], bounds))
-    cumulative = np.cumsum(counts)
+    edges = (0.0, *bounds)
     found = []
     for share in (0.5, 0.99):
-        place = int(np.searchsorted(cumulative, share * total))
+        place = bisect_left(cumulative, share * total)
         if place >= len(bounds):
             found.append(float(bounds[-1]))
             continue
-        below = int(cumulative[place - 1]) if place else 0
-        part = (share * total - below) / int(counts[place])
+        below = cumulative[place - 1] if place else 0
+        part = (share * total - below) / counts[place]
         found.append(short(edges[place] + part * (edges[place + 1] - edges[place])))
     return found[0], found[1]
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.lengths.predictors import (
+    FARTHEST,
     HISTORY,
     PRIOR_REQUESTS,
     REFRESH_EVERY,
-    STAGE_TOKENS,
+    STAGE_MIDDLES,
     residual,
 )
 from hetero_gateway.core.policies.estimates import (
@@ -128,7 +129,7 @@ def new_world(
     x = np.zeros(10)
     x[PUMPED_S] = -math.inf
     x[PRIOR_TOKENS] = prior_tokens
-    residual = np.full(len(STAGE_TOKENS), prior_tokens)
+    residual = np.full(len(STAGE_MIDDLES), prior_tokens)
     placed = np.zeros((len(r.arrival_s), 2), np.int64)
     lengths, ordered = np.zeros((2, HISTORY))
     queue = Queue(np.zeros(8, np.int64), x, lengths, ordered, residual, np.ones(size), placed)
@@ -367,9 +368,17 @@ def _refresh(w: World) -> None:
 
 def renew_residual(queue: Queue) -> None:
     """The table of residual lives, of the lengths that finished lately."""
-    ordered = queue.ordered[: min(queue.n[SEEN], HISTORY)]
+    size = min(queue.n[SEEN], HISTORY)
+    ordered, prior = queue.ordered[:size], queue.x[PRIOR_TOKENS]
+    farthest = FARTHEST * ordered[size * 9 // 10]
+    far = np.searchsorted(ordered, farthest, side="right")
     for stage in range(len(queue.residual)):
-        queue.residual[stage] = residual(ordered, stage, queue.x[PRIOR_TOKENS], PRIOR_REQUESTS)
+        middle = STAGE_MIDDLES[stage]
+        first = min(np.searchsorted(ordered, middle, side="right"), far)
+        queue.residual[stage] = residual(
+            middle, size - first, size - far, ordered[first:far].sum(), farthest, prior,
+            PRIOR_REQUESTS,
+        )  # fmt: skip
 
 
 def _choose(
