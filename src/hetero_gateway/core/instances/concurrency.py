@@ -90,7 +90,7 @@ class Concurrency:
     def let_pass(self, now_s: float) -> None:
         """Time goes by: perhaps more is to be tried."""
         if self.learnt is not None and now_s >= self._try_s:
-            self.most = self.learnt + self._more
+            self.most = float(self.learnt + self._more)
             self._try_s = now_s + self._every_s
 
     def _is_full(self, running: int, now_s: float) -> None:
@@ -99,7 +99,7 @@ class Concurrency:
             self.learnt = running
         self._every_s = min(_TRY_SELDOM_S, 2 * self._every_s) if tried else self._every_s
         self._more, self._evidence, self._peak = 1, 0, 0
-        self.most = self.learnt
+        self.most = float(self.learnt)
         self._try_s = now_s + self._every_s
 
     def _runs_more(self, running: int, now_s: float) -> None:

@@ -254,13 +254,11 @@ def estimate(
         expects_prompts: further ones are to be reckoned with.
     """
     p1, p2, _, p4, p5, p6, p7, p8, p9, kv, _, max_num_seqs, _, _, _, _ = member
-    waiting: float = state.waiting
-    streaming: float = state.streaming
-    waiting_prompt: float = state.waiting_prompt
+    waiting, streaming = float(state.waiting), float(state.streaming)
+    waiting_prompt = float(state.waiting_prompt)
     waiting_prefill, waiting_output = state.waiting_prefill, state.waiting_output
     f, load_s = state.speed, state.load_s
-    kv_tokens: float = state.kv_tokens
-    in_flight: float = state.in_flight
+    kv_tokens, in_flight = float(state.kv_tokens), float(state.in_flight)
     context = state.context
     remaining = shared = 0.0
     if streaming:

@@ -71,7 +71,7 @@ class Views:
             waited_s: since the request arrived.
             keep: a decision is made of it, not only an explanation.
         """
-        pool, kept, _ = eligible
+        pool, kept = eligible.pool, eligible.kept
         ids, states, members = pool.ids, pool.states, pool.members
         if kept is not None:
             ids = tuple([ids[i] for i in kept])
@@ -97,7 +97,7 @@ class Views:
         waited_s: float,
         keep: bool,
     ) -> Backlog:
-        pool, kept, _ = eligible
+        pool, kept = eligible.pool, eligible.kept
         prompt_tokens, output_tokens = self._reference
         queued, idle_s, gap_s, mean_times = 0, 0.0, math.inf, None
         if queue is not None:

@@ -11,7 +11,6 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
@@ -42,15 +41,23 @@ _MOST_PROMPT_TOKENS = 512
 _FASTEST = 8
 
 
-class Eligible(NamedTuple):
+class Eligible:
     """Who may get a request: a judgement that holds while its pool does.
 
     ``kept``: positions in the pool, ascending; None: all. ``excluded``: the others, and why.
     """
 
-    pool: Pool
-    kept: list[int] | None
-    excluded: tuple[tuple[InstanceSpec, str], ...]
+    __slots__ = ("excluded", "kept", "pool")
+
+    def __init__(
+        self,
+        pool: Pool,
+        kept: list[int] | None,
+        excluded: tuple[tuple[InstanceSpec, str], ...],
+    ) -> None:
+        self.pool = pool
+        self.kept = kept
+        self.excluded = excluded
 
     def positions(self) -> Sequence[int]:
         """Who may get it, as positions in the pool."""
@@ -65,12 +72,12 @@ class Eligible(NamedTuple):
 
     def without(self, reserved: Collection[int], why: str) -> Eligible | None:
         """The same but for these; None: nobody is left."""
-        pool, _, excluded = self
+        pool = self.pool
         kept = [i for i in self.positions() if i not in reserved]
         if not kept:
             return None
         left_out = tuple((pool.specs[i], why) for i in self.positions() if i in reserved)
-        return Eligible(pool, kept, excluded + left_out)
+        return Eligible(pool, kept, self.excluded + left_out)
 
     def roomy(self, request: Request, reserve: float) -> Eligible | None:
         """Those that would have room for others after it; None: nobody.

@@ -339,7 +339,7 @@ class ModelQueue:
         self.output_tokens += output_tokens
 
     def _line_of(self, ticket: Ticket) -> LineName:
-        pool, kept, _ = ticket.eligible
+        pool, kept = ticket.eligible.pool, ticket.eligible.kept
         sequences = ticket.request.sequences
         crowd = sequences > 1 and sequences > pool.most_sequences
         row = self._discipline.line(ticket.request)
