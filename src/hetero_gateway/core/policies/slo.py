@@ -107,7 +107,7 @@ def violations(
         return 0.0
     p1, p5, p6 = member[0], member[4], member[5]
     f = state.speed
-    n: float = state.waiting + state.streaming
+    n = float(state.waiting + state.streaming)
     n += state.peers.waiting + state.peers.streaming
     left = 1.0 - busy(state, p1, now_s)
     if left < 1.0 - _MOST_BUSY:
