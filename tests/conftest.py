@@ -86,7 +86,6 @@ TOGETHER = {
     "tests/cli/reports/test_plan_table.py": "compiled",
     "tests/sim/compiled/test_loops.py::test_by_numba": "compiled",
     "tests/sim/test_block_cache.py::test_the_compiled": "compiled",
-    "tests/sim/test_cluster.py::test_a_single_server": "compiled",
     "tests/sim/test_cluster.py::test_compiled": "compiled",
     "tests/sim/test_fleet.py": "compiled",
     "tests/sim/test_prefixes.py::test_compiled": "compiled",

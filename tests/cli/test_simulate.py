@@ -94,7 +94,7 @@ def test_the_tables_go_to_stdout_and_the_progress_to_stderr(cluster, run):
 def test_the_load_that_is_held_is_printed_where_it_is_asked_for(
     cluster, monkeypatch, run, document
 ):
-    monkeypatch.setattr("hetero_gateway.sim.fleet.can_compile", lambda: False)
+    monkeypatch.setattr("hetero_gateway.cli.simulate.can_compile", lambda: False)
     flags = ("--policy", "finish-time,round-robin", "--load", "0.5", "--seeds", "1")
     flags += ("--slo-tpot", "0.03")
     told = document(cluster, *flags, "--heed-slo", "--held")

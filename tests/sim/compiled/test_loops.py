@@ -22,7 +22,7 @@ from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.sim import cluster
+from hetero_gateway.sim import cluster, fleet
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
@@ -122,6 +122,7 @@ def check_interpreted(profiles, load, policy, options: PolicyOptions, predictor,
     interpreted = Interpreted()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "jit_loop", interpreted)
+        patch.setattr(fleet, "compile_kernel", lambda: fleet.ENTRIES)
         found = run(profiles, load, policy, options, predictor, compiled=True, **others)
     expected = run(profiles, load, policy, options, predictor, compiled=False, **others)
     assert_same(expected, found)
