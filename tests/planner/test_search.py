@@ -295,7 +295,7 @@ def test_the_order_of_machines_changes_nothing(order, seed):
         assert one.why_not == other.why_not
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.floats(0.2, 1.0),
     st.sets(st.sampled_from([f"p{i}" for i in range(1, 9)]), min_size=1),
@@ -311,7 +311,7 @@ def test_a_faster_accelerator_never_lowers_the_best_throughput(factor, which, se
     assert after.simulated.tokens_per_s >= (1 - NOISE) * before.simulated.tokens_per_s
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.floats(1.0, 4.0), st.integers(0, 100))
 def test_more_kv_never_lowers_the_best_throughput(factor, seed):
     rng = np.random.default_rng(seed)
