@@ -120,7 +120,7 @@ async def test_a_good_health_alone_brings_nobody_back_and_one_request_does() -> 
     async with rig(2, profiles=EQUAL, scheduler=scheduler) as (running, _, fakes):
         fakes[0].fault = FAULTS["500"]
         clients = Clients(running)
-        await clients.send(40, **WORKS)
+        await clients.send(24, **WORKS)  # less than 2 s
         failed = fakes[0].requests
         assert await standing(running, "i0") == "ejected"
         fakes[0].fault = {}
@@ -173,7 +173,7 @@ async def test_when_the_other_one_goes_down_an_ejected_one_is_asked_again() -> N
     async with rig(2, profiles=EQUAL) as (running, _, fakes):
         fakes[0].fault = FAULTS["500"]
         clients = Clients(running)
-        await clients.send(40, **WORKS)
+        await clients.send(24, **WORKS)  # less than 2 s
         assert await standing(running, "i0") == "ejected"
         fakes[0].fault = {}
         await fakes[1].kill()
