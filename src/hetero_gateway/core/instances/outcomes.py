@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import enum
 import math
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from hetero_gateway.core.types import Outcome
@@ -175,6 +176,7 @@ class _Grounds:
         return self.run >= rules.consecutive_failures or by_ratio
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Outcomes:
     """One instance's.
 
@@ -187,40 +189,21 @@ class Outcomes:
         ring: the last ten seconds.
     """
 
-    __slots__ = (
-        "_busy_run",
-        "_ended_s",
-        "_first_requests",
-        "_good_s",
-        "_grounds",
-        "_run",
-        "_run_began_s",
-        "_since_s",
-        "breaker",
-        "ejections",
-        "reason",
-        "ring",
-        "rules",
-        "trial",
-        "until_s",
-    )
-
-    def __init__(self, rules: EjectionRules) -> None:
-        self.rules = rules
-        self.breaker = BreakerState.CLOSED
-        self.until_s = math.inf
-        self.reason = ""
-        self.ejections = 0
-        self.trial: Sent | None = None
-        self.ring = OutcomeRing()
-        self._run = 0  # failures in a row
-        self._run_began_s = 0.0
-        self._busy_run = 0
-        self._good_s = -math.inf  # the last success
-        self._ended_s = -math.inf  # of the last ejection
-        self._grounds: _Grounds | None = None
-        self._since_s = 0.0  # slow start: since when, and with how many
-        self._first_requests: int | None = None
+    rules: EjectionRules
+    breaker: BreakerState = BreakerState.CLOSED
+    until_s: float = math.inf
+    reason: str = ""
+    ejections: int = 0
+    trial: Sent | None = None
+    ring: OutcomeRing = field(default_factory=OutcomeRing)
+    _run: int = 0  # failures in a row
+    _run_began_s: float = 0.0
+    _busy_run: int = 0
+    _good_s: float = -math.inf  # the last success
+    _ended_s: float = -math.inf  # of the last ejection
+    _grounds: _Grounds | None = None
+    _since_s: float = 0.0  # slow start: since when, and with how many
+    _first_requests: int | None = None
 
     def __repr__(self) -> str:
         return f"<Outcomes {self.breaker.value}: {self.ring!r}, {self._run} failed in a row>"

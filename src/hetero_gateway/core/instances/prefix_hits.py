@@ -31,6 +31,7 @@ Prompts of other gateways (``PeerLoad``) are known by the counters alone.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_gateway.core.instances.observation import StepRow
@@ -208,6 +209,7 @@ class PrefixHits:
         return max(0.0, entry.prompt_tokens - self.ratio * entry.prefill_tokens)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Interval:
     """What happened between two looks at an instance, for its row of steps.
 
@@ -218,41 +220,22 @@ class Interval:
     ``shown``: the part of it that its row covers.
     """
 
-    __slots__ = (
-        "context",
-        "hit_tokens",
-        "number",
-        "open",
-        "prompt_tokens",
-        "prompts",
-        "ratio",
-        "row",
-        "scraped_s",
-        "sequences",
-        "shown",
-        "streamed_s",
-        "untold",
-        "untold_charged",
-        "untold_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.streamed_s = 0.0  # time in which anything streamed
-        self.sequences = 0.0  # ∫ of streaming sequences, and of their context, over that time
-        self.context = 0.0
-        # Whose prefill came between the decode steps.
-        self.prompts = 0.0
-        self.prompt_tokens = 0.0
-        self.hit_tokens = 0.0  # as reported
-        self.open = 0
-        self.untold = 0
-        self.untold_tokens = 0.0
-        self.untold_charged = 0.0
-        self.ratio: float | None = None
-        self.scraped_s = 0.0
-        self.row: StepRow | None = None
-        self.number = -1
-        self.shown = 1.0
+    streamed_s: float = 0.0  # time in which anything streamed
+    sequences: float = 0.0  # ∫ of streaming sequences, and of their context, over that time
+    context: float = 0.0
+    # Whose prefill came between the decode steps.
+    prompts: float = 0.0
+    prompt_tokens: float = 0.0
+    hit_tokens: float = 0.0  # as reported
+    open: int = 0
+    untold: int = 0
+    untold_tokens: float = 0.0
+    untold_charged: float = 0.0
+    ratio: float | None = None
+    scraped_s: float = 0.0
+    row: StepRow | None = None
+    number: int = -1
+    shown: float = 1.0
 
     def hits(self, ratio: float | None) -> float:
         """Cached tokens of all its prompts, where those untold have this ratio; NaN: unknown."""
