@@ -35,29 +35,29 @@ def can_compile() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+# Without its counting of references, which would take half of the time: wherever a tuple of arrays
+# is taken apart, each of them is counted. What is compiled so can neither make an array nor return
+# one that it was not given; numba says so where it would. Nobody calls it through a wrapper.
+OPTIONS: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True}
+
+
 @functools.cache
 def compile_kernel() -> tuple[Any, ...]:
-    """What a fleet calls of the kernel, compiled; numba caches the result on disk."""
+    """What a fleet calls of the kernel, compiled."""
     from numba.extending import register_jitable
 
     functions = [*vars(block_cache).values(), *vars(kernel).values()]
     for function in dict.fromkeys(f for f in functions if isinstance(f, FunctionType)):
         if function not in ENTRIES:
-            register_jitable(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-    return tuple(jit(function, allocates=False) for function in ENTRIES)
+            register_jitable(**OPTIONS)(function)
+    return tuple(jit(function) for function in ENTRIES)
 
 
-@functools.cache
-def jit(function: Any, *, allocates: bool = True) -> Any:
-    """A function compiled; numba caches the result on disk.
-
-    ``allocates``: it makes arrays. Without, numba counts no references, which takes much of the
-    time where little is done with each array.
-    """
+def jit(function: Any) -> Any:
+    """A function compiled; numba caches the result on disk."""
     import numba
 
-    options: dict[str, Any] = {"cache": True, "_nrt": allocates}
-    return numba.njit(**options)(function)
+    return numba.njit(cache=True, **OPTIONS)(function)
 
 
 class EngineFleet:

@@ -32,7 +32,13 @@ from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
 from hetero_gateway.sim.compiled.lengths import BucketMeans, bucket_means, length_classes
-from hetero_gateway.sim.compiled.tables import EngineTables, PoolTable, Requests, Slowdowns
+from hetero_gateway.sim.compiled.tables import (
+    EngineTables,
+    PoolTable,
+    Requests,
+    Slowdowns,
+    with_room,
+)
 from hetero_gateway.sim.fleet import EngineFleet
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
@@ -111,8 +117,10 @@ def covered(
     pool = pool_of(fresh)
 
     def run(compiled: Callable[[Any], Any]) -> None:
-        loop = compiled(placing.place_all)
-        loop(engines_of(fleet, 0), requests, pool, rule, means, slowdowns, fresh.rng)
+        world = placing.new_placing(requests, pool, rule, means, slowdowns)
+        loop, engines = compiled(placing.place_all), engines_of(fleet, 0)
+        while not loop(engines, world, fresh.rng):
+            engines = with_room(engines)
 
     return run
 

@@ -28,7 +28,7 @@ from hetero_gateway.sim.compiled import (
     progress,
     tables,
 )
-from hetero_gateway.sim.fleet import ENTRIES, compile_kernel
+from hetero_gateway.sim.fleet import ENTRIES, OPTIONS, compile_kernel, jit
 
 _MODULES = (block_cache, kernel, tables, loads, lengths, placing, progress, late_binding)
 # Of the core, what the loops share with it.
@@ -70,27 +70,15 @@ _SHARED: tuple[Any, ...] = (
     finish_time.idle_before_drain_s,
 )
 
-# What makes arrays. All else is compiled without numba's counting of references, which would
-# take half of the time: wherever a tuple of arrays is taken apart, each of them is counted. It
-# can neither make an array nor return one that it was not given; numba says so where it would.
-_ALLOCATING: set[Any] = {
-    placing.place_all,
-    tables.with_room,
-}
-
 
 @functools.cache
 def compiled(loop: Callable[..., Any]) -> Any:
     """A loop of this package, compiled by numba."""
-    import numba
-
     # numba's key has the values of a closure in it. A function around the loop would have one too,
     # and all would be optimised once more.
     digest = CellType(_digest(_register()))
     code = loop.__code__.replace(co_freevars=("digest",))
-    return numba.njit(cache=True)(
-        FunctionType(code, loop.__globals__, loop.__name__, None, (digest,))
-    )
+    return jit(FunctionType(code, loop.__globals__, loop.__name__, None, (digest,)))
 
 
 @functools.cache
@@ -104,9 +92,7 @@ def _register() -> tuple[FunctionType, ...]:
     functions = list(dict.fromkeys([*functions, *_SHARED]))
     for function in functions:
         if function not in known:
-            register_jitable(
-                _nrt=function in _ALLOCATING, no_cpython_wrapper=True, no_cfunc_wrapper=True
-            )(function)
+            register_jitable(**OPTIONS)(function)
     return tuple(functions)
 
 
@@ -120,7 +106,6 @@ def _digest(functions: Iterable[FunctionType]) -> str:
     parts: list[str] = []
     for function in functions:
         _add_code(parts, function.__code__)
-        parts.append(f"allocates={function in _ALLOCATING}")
         constants = function.__globals__
         for name in function.__code__.co_names:
             if isinstance(constants.get(name), int | float | tuple):

@@ -169,7 +169,10 @@ def run_all(e: EngineTables, w: World, slowdowns: Slowdowns, rng: np.random.Gene
             return
         complete = advance(e.q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, until_s, queued)
         if e.log[0] > 0:
-            _tell(e, w, rng)
+            _tell(e, w)
+            if queued:
+                x[NOW_S] = e.log_s[e.log[0]]
+                _pump(e, w, rng)
         if not complete:
             continue
         x[NOW_S] = until_s
@@ -188,7 +191,7 @@ def run_all(e: EngineTables, w: World, slowdowns: Slowdowns, rng: np.random.Gene
             _observe_steps(e, w)
 
 
-def _tell(e: EngineTables, w: World, rng: np.random.Generator) -> None:
+def _tell(e: EngineTables, w: World) -> None:
     """Pass on what the engines have logged."""
     r, n = w.r, w.queue.n
     for at in range(1, 1 + e.log[0]):
@@ -207,9 +210,6 @@ def _tell(e: EngineTables, w: World, rng: np.random.Generator) -> None:
             progress.settle(w.p, i, request, prompt, at_s)
             n[STARTED] -= 1
             give_back(e, slot)
-    if n[TAIL] > n[HEAD]:
-        w.queue.x[NOW_S] = e.log_s[e.log[0]]
-        _pump(e, w, rng)
 
 
 def _observe_steps(e: EngineTables, w: World) -> None:

@@ -32,7 +32,6 @@ from hetero_gateway.sim.compiled.tables import (
     least,
     member_of,
     take_slot,
-    with_room,
 )
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED, advance, change_slowdown, submit
 
@@ -67,7 +66,8 @@ class Loads(NamedTuple):
 class Placing(NamedTuple):
     """All of a simulation but the engines, whose tables grow.
 
-    ``takes``: who can have a request; ``scores``: room for two numbers per instance.
+    ``takes``: who can have a request; ``scores``: room for two numbers per instance. ``done``: the
+    requests and the slowdowns that came already.
     """
 
     r: Requests
@@ -78,43 +78,44 @@ class Placing(NamedTuple):
     slowdowns: Slowdowns
     takes: Flags
     scores: FloatArray
+    done: Integers
 
 
-def place_all(
-    e: EngineTables,
-    r: Requests,
-    pool: PoolTable,
-    rule: Rule,
-    means: BucketMeans,
-    slowdowns: Slowdowns,
-    rng: np.random.Generator,
-) -> None:
-    """Run the workload to its end."""
+def new_placing(
+    r: Requests, pool: PoolTable, rule: Rule, means: BucketMeans, slowdowns: Slowdowns
+) -> Placing:
     size = len(pool.members)
     there = Loads(
         np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size),
         np.zeros((size, loads.DIGITS), np.int64), np.zeros(size),
     )  # fmt: skip
-    takes, scores = np.ones(size, np.bool_), np.zeros((2, size))
-    w = Placing(r, pool, rule, there, means, slowdowns, takes, scores)
-    request, slowed = _place_until_full(e, w, 0, 0, rng)
-    while request < len(r.arrival_s):
-        e = with_room(e)
-        request, slowed = _place_until_full(e, w, request, slowed, rng)
+    takes, scores, done = np.ones(size, np.bool_), np.zeros((2, size)), np.zeros(2, np.int64)
+    return Placing(r, pool, rule, there, means, slowdowns, takes, scores, done)
 
 
-def _place_until_full(
-    e: EngineTables, w: Placing, first: int, slowed: int, rng: np.random.Generator
-) -> tuple[int, int]:
-    """Go on from request ``first`` to the end, or to one without a slot: where to go on."""
-    r, takes, slowdowns = w.r, w.takes, w.slowdowns
+def place_all(e: EngineTables, w: Placing, rng: np.random.Generator) -> bool:
+    """Run the workload to its end; False: to a request for which there is no slot."""
+    r, takes, slowdowns, done = w.r, w.takes, w.slowdowns, w.done
     size, smallest_tokens = len(takes), least(w.pool.members[:, KV_LIMIT_TOKENS])
-    for request in range(first, len(r.arrival_s)):
-        now_s = r.arrival_s[request]
-        while slowed < len(slowdowns.at_s) and slowdowns.at_s[slowed] <= now_s:
-            _slow_down(e, w, slowed)
-            slowed += 1
-        _work_until(e, w, now_s)
+    while True:
+        request, slowed = done[0], done[1]
+        arrival_s = slowed_s = math.inf
+        if request < len(r.arrival_s):
+            arrival_s = r.arrival_s[request]
+        if slowed < len(slowdowns.at_s):
+            slowed_s = slowdowns.at_s[slowed]
+        now_s = min(arrival_s, slowed_s)
+        complete = advance(e.q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, now_s, False)
+        _tell(e, w)
+        if not complete:
+            continue
+        if now_s == math.inf:
+            return True
+        if slowed_s <= arrival_s:
+            i, factor = slowdowns.instance[slowed], slowdowns.factor[slowed]
+            change_slowdown(e.n, e.x, e.first, i, factor, now_s)
+            done[1] += 1
+            continue
         output_tokens = predict(w.means, r.length_class[request])
         if len(r.predictions) > 0:
             output_tokens = r.predictions[request]
@@ -125,17 +126,12 @@ def _place_until_full(
             takes[:] = True
         else:
             count = candidates(w.pool, tokens, takes)
-        if count == 0:
-            continue
-        if e.free[0] == 0:
-            return request, slowed
-        i, charge_s = choose(w, prompt_tokens, output_tokens, count, rng)
-        _start(e, w, request, i, charge_s, output_tokens)
-    while slowed < len(slowdowns.at_s):
-        _slow_down(e, w, slowed)
-        slowed += 1
-    _work_until(e, w, math.inf)
-    return len(r.arrival_s), slowed
+        if count > 0:
+            if e.free[0] == 0:
+                return False
+            i, charge_s = choose(w, prompt_tokens, output_tokens, count, rng)
+            _start(e, w, request, i, charge_s, output_tokens)
+        done[0] += 1
 
 
 # What happens on the instances
@@ -163,29 +159,21 @@ def _start(
     submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
 
 
-def _slow_down(e: EngineTables, w: Placing, at: int) -> None:
-    i, now_s = w.slowdowns.instance[at], w.slowdowns.at_s[at]
-    _work_until(e, w, now_s)
-    change_slowdown(e.n, e.x, e.first, i, w.slowdowns.factor[at], now_s)
-
-
-def _work_until(e: EngineTables, w: Placing, until_s: float) -> None:
-    """Let the engines work, and hear what they did."""
-    r, complete = w.r, False
-    while not complete:
-        complete = advance(e.q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, until_s, False)
-        for at in range(1, 1 + e.log[0]):
-            slot, kind = e.log[at] // 4, e.log[at] % 4
-            request = e.request[slot]
-            if kind == FIRST:
-                r.first_token_s[request] = e.log_s[at]
-            elif kind == PREEMPTED:
-                r.preemptions[request] += 1
-            elif kind == FINISHED:
-                r.finish_s[request] = e.log_s[at]
-                learn(w.means, r.length_class[request], r.output_tokens[request])
-                _settle(e, w.there, r.instance[request], slot)
-                give_back(e, slot)
+def _tell(e: EngineTables, w: Placing) -> None:
+    """Pass on what the engines have logged."""
+    r = w.r
+    for at in range(1, 1 + e.log[0]):
+        slot, kind = e.log[at] // 4, e.log[at] % 4
+        request = e.request[slot]
+        if kind == FIRST:
+            r.first_token_s[request] = e.log_s[at]
+        elif kind == PREEMPTED:
+            r.preemptions[request] += 1
+        elif kind == FINISHED:
+            r.finish_s[request] = e.log_s[at]
+            learn(w.means, r.length_class[request], r.output_tokens[request])
+            _settle(e, w.there, r.instance[request], slot)
+            give_back(e, slot)
 
 
 def _settle(e: EngineTables, there: Loads, i: int, slot: int) -> None:

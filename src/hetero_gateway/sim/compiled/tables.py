@@ -120,21 +120,15 @@ def give_back(e: EngineTables, slot: int) -> None:
 def with_room(e: EngineTables) -> EngineTables:
     """The same, with twice the slots; somebody has each of those that there are."""
     size = len(e.q)
-    q = np.zeros((2 * size, e.q.shape[1]), np.int64)
-    request = np.full(2 * size, -1, np.int64)
-    tokens = np.zeros(2 * size, np.int64)
-    units = np.zeros((2 * size, e.charged_units.shape[1]), np.int64)
-    free = np.zeros(2 * size + 1, np.int64)
-    free[0] = size
-    # Number by number: slices that are assigned take numba seconds, for the words of their errors.
-    for i in range(size):
-        for field in range(q.shape[1]):
-            q[i, field] = e.q[i, field]
-        request[i], tokens[i] = e.request[i], e.charged_tokens[i]
-        for digit in range(units.shape[1]):
-            units[i, digit] = e.charged_units[i, digit]
-        free[1 + i] = 2 * size - 1 - i
-    return EngineTables(
-        q, e.n, e.x, e.c, e.k, e.first, e.log, e.log_s, request, free, e.capacity_tokens, tokens,
-        units,
-    )  # fmt: skip
+
+    def twice(table: Any) -> Any:
+        return np.concatenate((table, np.zeros_like(table)))
+
+    free = np.concatenate(([size], np.arange(2 * size - 1, size - 1, -1), np.zeros(size, np.int64)))
+    return e._replace(
+        q=twice(e.q),
+        request=twice(e.request),
+        free=free,
+        charged_tokens=twice(e.charged_tokens),
+        charged_units=twice(e.charged_units),
+    )
