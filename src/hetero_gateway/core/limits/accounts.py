@@ -88,8 +88,8 @@ class Account:
 
     def set_limits(self, limits: Limits) -> None:
         """Other limits from now on; what was used stays so."""
-        self.requests.limit = limits.requests_per_minute
-        self.tokens.limit = limits.tokens_per_minute
+        self.requests.set_limit(limits.requests_per_minute)
+        self.tokens.set_limit(limits.tokens_per_minute)
         self.concurrency = limits.concurrency
 
     def denial(self, tokens: int, now_s: float) -> Denial:
@@ -97,12 +97,10 @@ class Account:
         most = self.concurrency
         if most is not None and self.in_flight + self.others_in_flight >= most:
             return Denial(self.name, Limit.CONCURRENCY, most, None)
-        window = self.requests
-        most = window.limit
-        if most is not None and window.used + window.others >= most:
-            return Denial(self.name, Limit.REQUESTS, most, window.wait_s(1, now_s))
-        window = self.tokens
-        return Denial(self.name, Limit.TOKENS, window.limit or 0, window.wait_s(tokens, now_s))
+        which, window, amount = Limit.REQUESTS, self.requests, 1
+        if window.remaining():
+            which, window, amount = Limit.TOKENS, self.tokens, tokens
+        return Denial(self.name, which, window.limit or 0, window.wait_s(amount, now_s))
 
 
 class Charge:
@@ -129,9 +127,9 @@ class Charge:
         for account in self._accounts:
             window = account.tokens
             window.advance(second)
-            limit = window.limit
-            if limit is not None and window.used + window.others + tokens > limit:
-                return Denial(account.name, Limit.TOKENS, limit, window.wait_s(tokens, now_s))
+            if window.used + tokens > window.room:
+                wait_s = window.wait_s(tokens, now_s)
+                return Denial(account.name, Limit.TOKENS, window.limit or 0, wait_s)
         for account in self._accounts:
             account.tokens.use(tokens)
         self.tokens += tokens
@@ -178,25 +176,21 @@ def admit(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge | De
     requests_limit = tokens_limit = None
     requests_left = tokens_left = 0
     for account in accounts:
-        most = account.concurrency
-        if most is not None and account.in_flight + account.others_in_flight >= most:
+        requests, window, most = account.requests, account.tokens, account.concurrency
+        free = requests.room - requests.used - 1
+        tokens_free = window.room - window.used - tokens
+        if (
+            free < 0
+            or tokens_free < 0
+            or (most is not None and account.in_flight + account.others_in_flight >= most)
+        ):
             return account.denial(tokens, now_s)
-        window = account.requests
+        limit = requests.limit
+        if limit is not None and (requests_limit is None or free < requests_left):
+            requests_limit, requests_left = limit, free
         limit = window.limit
-        if limit is not None:
-            left = limit - window.used - window.others - 1
-            if left < 0:
-                return account.denial(tokens, now_s)
-            if requests_limit is None or left < requests_left:
-                requests_limit, requests_left = limit, left
-        window = account.tokens
-        limit = window.limit
-        if limit is not None:
-            left = limit - window.used - window.others - tokens
-            if left < 0:
-                return account.denial(tokens, now_s)
-            if tokens_limit is None or left < tokens_left:
-                tokens_limit, tokens_left = limit, left
+        if limit is not None and (tokens_limit is None or tokens_free < tokens_left):
+            tokens_limit, tokens_left = limit, tokens_free
     slot = second % SLOTS
     for account in accounts:
         window = account.requests

@@ -10,25 +10,41 @@ from __future__ import annotations
 
 WINDOW_S = 60
 SLOTS = WINDOW_S + 1
+# Where there is no limit: more than anybody uses.
+_UNLIMITED = 1 << 62
 
 
 class Window:
     """One limit, and what was used of it.
 
     ``limit``: per minute; None: nobody asks. ``used``: within the last minute, here; ``others``:
-    the same of other gateways. ``second``: as of which that is, a whole one, of a clock that never
-    goes back. ``slots``: of each second modulo 61; together they are ``used``, and none of them is
-    ever below 0.
+    the same of other gateways. ``room``: what the limit leaves of that to this one. ``second``: as
+    of which that is, a whole one, of a clock that never goes back. ``slots``: of each second modulo
+    61; together they are ``used``, and none of them is ever below 0.
     """
 
-    __slots__ = ("limit", "others", "second", "slots", "used")
+    __slots__ = ("_others", "limit", "room", "second", "slots", "used")
 
     def __init__(self, limit: int | None) -> None:
-        self.limit = limit
+        self._others = 0
+        self.set_limit(limit)
         self.used = 0
-        self.others = 0
         self.slots = [0] * SLOTS
         self.second = 0
+
+    def set_limit(self, limit: int | None) -> None:
+        """Another limit from now on; what was used stays so."""
+        self.limit = limit
+        self.room = (_UNLIMITED if limit is None else limit) - self._others
+
+    @property
+    def others(self) -> int:
+        return self._others
+
+    @others.setter
+    def others(self, used: int) -> None:
+        self._others = used
+        self.set_limit(self.limit)
 
     def __repr__(self) -> str:
         return f"<Window {self.used} + {self.others} of {self.limit}>"
@@ -51,9 +67,8 @@ class Window:
             slots[each % SLOTS] = 0
 
     def remaining(self) -> int:
-        """What may still be used now, at least 0; there must be a limit."""
-        assert self.limit is not None
-        return max(0, self.limit - self.used - self.others)
+        """What may still be used now, at least 0."""
+        return max(0, self.room - self.used)
 
     def use(self, amount: int) -> None:
         """Use so much, now (``advance`` first), whatever the limit is."""
@@ -76,9 +91,7 @@ class Window:
 
     def wait_s(self, amount: int, now_s: float) -> float:
         """How long until so much is free, if nothing more is used; at most 61 s."""
-        if self.limit is None:
-            return 0.0
-        excess = self.used + self.others + amount - self.limit
+        excess = self.used + amount - self.room
         if excess <= 0:
             return 0.0
         oldest = self.second - SLOTS + 1

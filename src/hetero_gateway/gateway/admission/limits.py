@@ -84,20 +84,20 @@ def rate_limit_fields(standing: LimitStanding) -> bytes:
     ``reset``: until all is free again, if nothing more is asked; what was asked last is new.
     """
     requests, requests_left, tokens, tokens_left = standing
-    return _fields(requests, tokens) % {b"requests": requests_left, b"tokens": tokens_left}
+    left: tuple[int, ...] = (requests_left, tokens_left)
+    if requests is None or tokens is None:
+        left = left[requests is None : 2 - (tokens is None)]
+    return _fields(requests, tokens) % left
 
 
 @lru_cache(256)
 def _fields(requests: int | None, tokens: int | None) -> bytes:
     """Those under these limits, with a place for what remains of each."""
-    limits = [(b"requests", requests), (b"tokens", tokens)]
+    limits = ((b"requests", requests), (b"tokens", tokens))
     given = [(of, limit) for of, limit in limits if limit is not None]
-    lines = [
-        b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-reset-%b: %ds\r\n" % (of, limit, of, SLOTS)
-        for of, limit in given
-    ]
-    lines += [b"x-ratelimit-remaining-%b: %%(%b)d\r\n" % (of, of) for of, _ in given]
-    return b"".join(lines)
+    line = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-reset-%b: %ds\r\n"
+    lines = [line % (of, limit, of, SLOTS) for of, limit in given]
+    return b"".join(lines + [b"x-ratelimit-remaining-%b: %%d\r\n" % of for of, _ in given])
 
 
 def _refusal(denial: Denial, standing: LimitStanding) -> Refusal:

@@ -252,7 +252,7 @@ def _describe(
             media_parts, size = conversation
             text_bytes += size
         else:
-            fields.messages = messages_of(body)
+            fields.messages = messages_of(body).messages
             texts = (fields.messages, *texts)
         for field in texts:
             if field is NOTHING:

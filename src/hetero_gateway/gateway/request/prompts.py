@@ -137,7 +137,8 @@ class _Messages(msgspec.Struct):
     messages: msgspec.Raw
 
 
-_decode_messages = msgspec.json.Decoder(_Messages).decode
+# Of a body, as they are written.
+messages_of = msgspec.json.Decoder(_Messages).decode
 # Enough of a message to find where it begins or ends: its role, and some of its text.
 _FOUND_BY_BYTES = 64
 
@@ -155,11 +156,6 @@ def measure_items(data: bytes | bytearray, items: Sequence[msgspec.Raw]) -> tupl
     if data.find(b"[", start + 1, end) < 0:  # as all have it whose messages have parts
         return 0, _text_bytes(data, start, end)
     return measure(data, start, end)
-
-
-def messages_of(body: bytes | bytearray) -> msgspec.Raw:
-    """The messages of a body, as they are written."""
-    return _decode_messages(body).messages
 
 
 def _place_of(data: bytes | bytearray, items: Sequence[msgspec.Raw]) -> tuple[int, int] | None:
