@@ -36,11 +36,7 @@ from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
-from hetero_gateway.gateway.request.byte_counts import (
-    LEAST_SCANNED_BYTES,
-    load_scans,
-    scans_are_loaded,
-)
+from hetero_gateway.gateway.request.byte_counts import lacks_scans, load_scans
 from hetero_gateway.gateway.request.forms import check_one_type
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
@@ -124,7 +120,7 @@ class LongBodies:
 
     def begin(self, steps: Steps[ParsedRequest], size_bytes: int) -> ParsedRequest | None:
         """The first step; None: there are more. Raises Refusal."""
-        if size_bytes >= LEAST_SCANNED_BYTES and (self._loads or not scans_are_loaded()):
+        if self._loads or lacks_scans(size_bytes):
             self._loads = True
             return None
         return advance(steps, _STEP_S)

@@ -19,8 +19,9 @@ _SCANS = "hetero_gateway.gateway.request.byte_scans"
 _BLOCK_BYTES = 1 << 16
 
 
-def scans_are_loaded() -> bool:
-    return _SCANS in sys.modules
+def lacks_scans(size_bytes: int) -> bool:
+    """Whether a body of this size needs what is not loaded yet."""
+    return size_bytes >= LEAST_SCANNED_BYTES and _SCANS not in sys.modules
 
 
 def load_scans() -> ModuleType:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -15,21 +17,22 @@ MOST_ITEMS = 1 << 12
 _COMMA = b","[0]
 _GAP = re.compile(rb"[ \t\r\n,]*+")
 _decode_all = msgspec.json.Decoder(list[msgspec.Raw]).decode
-# What comes behind the fields of an array-like struct is skipped.
-_decode_first = msgspec.json.Decoder(
-    msgspec.defstruct(
-        "FirstItems",
-        [(f"item_{i}", msgspec.Raw, NOTHING) for i in range(MOST_ITEMS)],
-        array_like=True,
-    )
-).decode
+
+
+@functools.cache
+def _first_decoder() -> Callable[[msgspec.Raw], Any]:
+    """Made when the first long array comes: it is 2 MB of memory."""
+    names = [(f"item_{i}", msgspec.Raw, NOTHING) for i in range(MOST_ITEMS)]
+    # What comes behind the fields of an array-like struct is skipped.
+    return msgspec.json.Decoder(msgspec.defstruct("FirstItems", names, array_like=True)).decode
 
 
 def items_of(array: msgspec.Raw) -> Sequence[msgspec.Raw]:
     """The first ``MOST_ITEMS`` items; of an array that has been read as JSON already."""
     if memoryview(array).nbytes <= MOST_ITEMS or count_byte(array, _COMMA) < MOST_ITEMS:
         return _decode_all(array)
-    return [item for item in msgspec.structs.astuple(_decode_first(array)) if item is not NOTHING]
+    first = msgspec.structs.astuple(_first_decoder()(array))
+    return [item for item in first if item is not NOTHING]
 
 
 def places_of(array: msgspec.Raw, items: Sequence[msgspec.Raw]) -> list[tuple[int, int]]:
