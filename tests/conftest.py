@@ -21,12 +21,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """What is imported and collected stays to the end: nobody looks for garbage in it again."""
+    if worker := getattr(session.config, "workerinput", None):
+        number = int(worker["workerid"].removeprefix("gw"))
+        session.config.args = turned(session.config.args, number / worker["workercount"])
     gc.disable()
     yield
     gc.freeze()
     gc.enable()
+
+
+def turned(args: list[str], share: float) -> list[str]:
+    """What is to be collected, from so far on: each process begins elsewhere, and finds compiled
+    what another has compiled in the meantime.
+    """
+    parts: list[str] = []
+    for arg in args:
+        path = Path(arg)
+        if path.is_dir():
+            inside = (p for p in path.iterdir() if p.is_dir() or p.match("test_*.py"))
+            parts += sorted(map(str, inside))
+        else:
+            parts.append(arg)
+    first = int(share * len(parts))
+    return parts[first:] + parts[:first]
 
 
 @pytest.fixture(scope="session")
@@ -101,9 +120,19 @@ def group_of(nodeid: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In several processes the longest come first, so that nobody waits for them at the end."""
     if hasattr(config, "workerinput"):
-        slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+        slow = {
+            group_of(item.nodeid)
+            for item in items
+            if item.get_closest_marker("slow") or item.get_closest_marker("system")
+        }
         ranks = dict.fromkeys(slow, len(FIRST)) | {group: i for i, group in enumerate(FIRST)}
-        items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(FIRST) + 1))
+
+        def place(item: pytest.Item) -> tuple[int, str, int, str]:
+            """The same in all processes, whatever each has collected first."""
+            path, line, _ = item.location
+            return ranks.get(group_of(item.nodeid), len(FIRST) + 1), path, line or 0, item.nodeid
+
+        items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

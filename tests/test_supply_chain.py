@@ -83,6 +83,7 @@ def test_the_image_and_the_installation_check_hashes() -> None:
             assert "--require-hashes" in command or "--no-deps dist/" in command, command
 
 
+@pytest.mark.system
 def test_the_bill_of_materials_lists_every_package_with_its_hashes(tmp_path: Path) -> None:
     script = (ROOT / "scripts" / "sbom").read_text("utf-8").replace("\\\n", " ")
     call = re.search(r"exec \.venv/bin/cyclonedx-py (.*) -o", script)

@@ -105,6 +105,7 @@ def test_one_seed_draws_the_same(drawn_of: Callable[[int], Callable[[], object]]
     assert first != other
 
 
+@pytest.mark.system
 async def test_the_control_paths_never_fail_by_their_own_openapi_document(
     tmp_path: Path,
 ) -> None:

@@ -30,6 +30,7 @@ async def test_whatever_an_api_server_says_the_next_good_list_is_read() -> None:
     await run(fuzz_kubernetes, 1500, s400=20)
 
 
+@pytest.mark.system
 async def test_a_fuzzer_notices_what_is_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeyConfig, "digest", property(broken))
     await notices(fuzz_keys, 100, "ArithmeticError")

@@ -123,6 +123,7 @@ def test_the_crossing_is_interpolated():
     assert crossing(points, "OS", 2.5) is None
 
 
+@pytest.mark.system
 def test_the_page_has_every_claim_and_nothing_that_is_no_number(tmp_path, monkeypatch):
     monkeypatch.setattr(alone, "_REQUESTS", 400)
     monkeypatch.setattr(alone, "_BATCHES", 2)
