@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.serve.app import create_app
-from hetero_gateway.serve.server import GatewayServer, freeze_what_start_made
+from hetero_gateway.serve.garbage import freeze_what_start_made
+from hetero_gateway.serve.server import GatewayServer
 
 # A vLLM's exposition has some 70 KB, of which the gateway reads a few lines.
 _FILLER = "".join(

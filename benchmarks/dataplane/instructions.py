@@ -39,7 +39,7 @@ from hetero_gateway.files.client_keys import new_key
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.http.upstream import UpstreamConnection
-from hetero_gateway.serve.server import freeze_what_start_made
+from hetero_gateway.serve.garbage import freeze_what_start_made
 
 HERE = Path(__file__).resolve().parent
 # Of the default, thousands of instructions; and of a key with limits, and of 16 KB, above it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import importlib
 import re
 import socket
@@ -37,6 +36,7 @@ from hetero_gateway.serve.control.access import check_exposed
 from hetero_gateway.serve.control.errors import error as _error
 from hetero_gateway.serve.control.errors import nothing_at
 from hetero_gateway.serve.control.public import PlainPath, plain_app, public_paths
+from hetero_gateway.serve.garbage import freeze_what_came_later
 from hetero_gateway.serve.wiring.gateway import Gateway
 
 if TYPE_CHECKING:
@@ -176,8 +176,7 @@ class Control:
         from hetero_gateway.serve.control.api import make_api
 
         api = make_api(self._gateway, self.paths)
-        if gc.get_freeze_count():
-            gc.freeze()  # as what the start made: see ``server.freeze_what_start_made``
+        freeze_what_came_later()
         return api
 
 

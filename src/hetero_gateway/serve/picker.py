@@ -15,7 +15,8 @@ from hetero_gateway.http.downstream import Downstream, Listener
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker.service import Picker
 from hetero_gateway.serve.app import App, create_app
-from hetero_gateway.serve.server import GatewayServer, freeze_what_start_made, url_host
+from hetero_gateway.serve.garbage import freeze_what_start_made
+from hetero_gateway.serve.server import GatewayServer, url_host
 
 _ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are served by Envoy.")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from hetero_gateway.http.clients import (
 )
 from hetero_gateway.http.protocol import Service, engine_protocol
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
+from hetero_gateway.serve.garbage import freeze_what_start_made
 from hetero_gateway.serve.heartbeat import Heartbeat
 from hetero_gateway.serve.wiring.gateway import Parts
 
@@ -296,21 +296,6 @@ def url_of(listener: socket.socket) -> str:
 def url_host(host: str) -> str:
     """An address as it stands in a URL."""
     return f"[{host}]" if ":" in host else host
-
-
-# So many objects more than have gone are looked at for cycles. A request has some forty, and leaves
-# none behind: at Python's own 700, a burst of twenty would have that done each time.
-_YOUNG_OBJECTS = 10_000
-
-
-def freeze_what_start_made() -> None:
-    """It stays for good: the garbage collector need not walk it again and again.
-
-    That would hold every stream for milliseconds.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def run(
