@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from hetero_gateway.core.types import Request
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel, FrameReader, frame
+from hetero_gateway.scaleout.workers.session import RequestSession
 from hetero_gateway.serve.control.public import model_list
 from tests.fakes.running import Rig, RunningGateway, eventually, rig
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -257,6 +259,26 @@ async def test_a_worker_that_is_gone_takes_its_requests_with_it() -> None:
         session.lost()
         assert in_flight(running) == 2
         session.channel.abort()
+        await asyncio.gather(*streams)
+        await eventually(running.settled)
+
+
+async def test_what_is_not_let_in_any_more_costs_no_other_that_is_outstanding() -> None:
+    async with two_workers() as (running, client, _):
+        streams = await streaming(client, running, 2)
+        remote = running.workers[0].remote
+        (good,) = [remote._carried(place.job, place) for place in remote._open.values()]
+        facts = msgspec.structs.replace(good.facts, path="/v1/responses/gone", counted=None)
+        facts = msgspec.structs.replace(
+            facts, parsed=ParsedRequest("", False, None, 1, 0, 0, None, 1)
+        )
+        bad = msgspec.structs.replace(good, key=good.key + 1, facts=facts)
+        gateway = running.gateway
+        session = RequestSession(gateway.dataplane.dispatcher, gateway.admission, lambda _: None)
+        session.received([messages.Outstanding([bad, good])])
+        assert (len(session), in_flight(running)) == (1, 3)
+        session.end()
+        assert in_flight(running) == 2
         await asyncio.gather(*streams)
         await eventually(running.settled)
 

@@ -540,14 +540,14 @@ class RemoteDispatcher:
     def _greeted(self, channel: Channel) -> None:
         """The scheduler process answers: it decides from now on."""
         self._own.close()
-        self._change(channel)
         for instance_id in self._fleet.instances:
             self._fleet.scheduler.members.table[instance_id].set_peer(_OTHERS, None)
         if self.ready.is_set():
             _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
             latest = self._local.intake.responses.latest(_MOST_KNOWN)
             responses = [(r.name, r.instance_id, r.tokens, r.model, r.owner) for r in latest]
-            channel.send(messages.Known(responses))
+            channel.send(messages.Known(responses))  # first: what is outstanding may be about one
+        self._change(channel)
         self._ask_anew()
         self.ready.set()
 

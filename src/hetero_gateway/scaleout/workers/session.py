@@ -178,7 +178,10 @@ class RequestSession:
 
     def _outstanding(self, said: messages.Outstanding) -> None:
         for carried in said.requests:
-            job = self._job_of(carried.facts, adopts=True)
+            try:
+                job = self._job_of(carried.facts, adopts=True)
+            except Refusal:
+                continue  # it would not be let in now: nothing that comes of it is heard
             request = _Request(self, carried.key, job, carried.facts.deadline_s)
             self._requests[carried.key] = request
             if not carried.instance:
