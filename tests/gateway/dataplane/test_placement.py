@@ -453,10 +453,10 @@ async def test_answers_shorter_than_an_interval_do_not_look_like_a_hang() -> Non
 async def test_finished_lengths_are_learnt() -> None:
     async with serving(wide=True) as (running, client, _):
         scheduler = running.gateway.fleet.scheduler
-        before = scheduler._decider.views.residual.table("m")[0]
+        before = scheduler.residual.of("m").plain[0]
         for _ in range(32):  # the table is made anew at each 32nd
             await client.post(CHAT, json=chat(events=40))
-        assert scheduler._decider.views.residual.table("m")[0] < before
+        assert scheduler.residual.of("m").plain[0] < before
 
 
 async def test_the_end_of_the_gateway_serves_the_queue_or_answers_503() -> None:
