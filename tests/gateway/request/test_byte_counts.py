@@ -1,13 +1,21 @@
 """Bytes are counted alike by both ways, whatever their number."""
 
+import asyncio
 import ctypes
+import json
 import random
+import sys
+import threading
 
 import msgspec
 import pytest
 
+from hetero_gateway.gateway.dataplane import intake
+from hetero_gateway.gateway.dataplane.intake import LongBodies
 from hetero_gateway.gateway.request import byte_counts, byte_scans
 from hetero_gateway.gateway.request.addresses import address
+from hetero_gateway.gateway.request.byte_counts import LEAST_SCANNED_BYTES, lacks_scans
+from hetero_gateway.gateway.request.openai import parse_body, parse_in_steps
 
 BLOCK = 1 << 16
 
@@ -32,3 +40,25 @@ def test_long_data_is_counted_as_short_data_is(size: int, kinds: str) -> None:
 def test_bytes_are_where_their_address_is(make: type) -> None:
     data = make(b'{"model": "m"}')
     assert ctypes.string_at(address(data), 14) == b'{"model": "m"}'
+
+
+async def test_what_counts_in_long_bodies_is_loaded_by_the_first_and_not_on_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = json.dumps({"model": "m", "prompt": "a\\b " * LEAST_SCANNED_BYTES}).encode()
+    monkeypatch.delitem(sys.modules, byte_scans.__name__)
+    threads: list[int] = []
+
+    def load() -> None:
+        threads.append(threading.get_ident())
+        sys.modules[byte_scans.__name__] = byte_scans
+
+    monkeypatch.setattr(intake, "load_scans", load)
+    bodies = LongBodies()
+    waiting = [parse_in_steps(body, b"") for _ in range(2)]
+    assert [bodies.begin(steps, len(body)) for steps in waiting] == [None, None]
+    reading = [bodies.finish(steps, lambda: False) for steps in waiting]
+    assert await asyncio.gather(*reading) == [parse_body(body, b"")] * 2
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+    assert not lacks_scans(len(body))
