@@ -45,7 +45,7 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.types import Outcome, Request
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing
+from hetero_gateway.scaleout.sharing.peers import make_sharing
 
 REPLICAS = (2, 4, 8)
 INSTANCES = (8, 64, 512)
@@ -72,9 +72,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, seed: int) -> None:
         self.fleet = Fleet(config, Path())
-        sharing = make_sharing(config.scheduler, self.fleet, Path())
-        assert sharing is not None
-        self.sharing: Sharing = sharing
+        self.sharing = make_sharing(config.scheduler, self.fleet, Path())
         self._rng = np.random.default_rng(seed)
         self._outstanding: deque[tuple[float, Dispatch]] = deque()
 

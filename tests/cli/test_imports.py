@@ -77,8 +77,7 @@ def test_a_gateway_imports_nothing_that_it_does_not_need(tmp_path):
     unwanted |= {"ctypes", *DRAWING}
     ours = {"sim", "planner", "lab", "deploy", "core.sharing", "scaleout.sharing"}
     assert not modules & unwanted
-    loaded = before.split()
-    assert not {f"hetero_gateway.{name}" for name in ours} & set(loaded)
+    assert not {f"hetero_gateway.{name}" for name in ours} & set(before.split())
     assert "hetero_gateway.cli.reports" not in after
 
 
