@@ -1,6 +1,7 @@
 """Instructions of one request, counted by callgrind: the same on a busy machine and on a quiet one.
 
     python benchmarks/dataplane/instructions.py [--feature "the default" ...] [--requests 160]
+        [--compiled]
 
 The gateway's whole path runs in one process, from the bytes of a short request to the last row that
 is written about it; objects stand in for the sockets, so that nothing else is counted. It needs
@@ -33,6 +34,7 @@ from typing import Any
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks import compiled  # before what may be compiled
 from benchmarks.dataplane import path
 from benchmarks.tables import Column, report
 from hetero_gateway.files.client_keys import new_key
@@ -293,6 +295,7 @@ def measured(feature: str, requests: int, module: Path) -> dict[str, Any]:
             *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"),
             f"--callgrind-out-file={folder}/callgrind.%p",
             *(sys.executable, str(Path(__file__).resolve()), "--within", folder),
+            *(["--compiled"] if compiled.ASKED else []),
             *("--feature", feature, "--requests", str(requests)),
         ]
         environment = {**os.environ, "PYTHONPATH": f"{module}:{os.environ.get('PYTHONPATH', '')}"}
@@ -344,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=160, help="that are counted of each")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)  # of the counted process
+    parser.add_argument("--compiled", action="store_true", help=compiled.HELP)
     args = parser.parse_args(argv)
     if args.within is not None:
         import callgrind  # made by the process that has started this one

@@ -1,7 +1,7 @@
 """What one decision costs: µs of CPU per ``Scheduler.choose``, and per request from end to end.
 
     python benchmarks/scheduling/decision.py [--policies finish-time,min-max] [--all]
-        [--instances 2,8,16,64,512,4096] [--json]
+        [--instances 2,8,16,64,512,4096] [--compiled] [--json]
 
 The instances have four different profiles and hold four requests each, so that loads and KV usages
 differ. Requests have lengths drawn from a log-normal distribution. A request's whole cost is that
@@ -25,6 +25,7 @@ import numpy as np
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks import compiled  # before what may be compiled
 from benchmarks.clusters import PROFILES, draw_lengths
 from benchmarks.tables import Column, report
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
@@ -141,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every policy")
     parser.add_argument("--instances", type=sizes, default=list(SIZES), help="with commas")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--compiled", action="store_true", help=compiled.HELP)
     args = parser.parse_args(argv)
     watching = measure_watching()
     if not args.json:

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetero_gateway import __version__
+from hetero_gateway import __version__, compiled
 from hetero_gateway.cli import standard_streams
 from hetero_gateway.errors import ConfigError, HeteroGatewayError, OutputError, ProfileError
 
@@ -19,6 +19,9 @@ COMMANDS = (
     *("init", "serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
     *("predictor", "status", "explain", "picker", "key"),
 )
+
+# The commands that decide on requests.
+_SERVES = (["serve"], ["picker"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if argv is None and words[:1] in _SERVES:
+        # Before anything of the scheduler is imported.
+        why_not = compiled.take()
+        if why_not:
+            print(f"hetero-gateway: {why_not}", file=sys.stderr)
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
+        args = parse(words)
         code: int = args.run(args)
     except HeteroGatewayError as error:
         return _report(error)

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
-from hetero_gateway import __version__
+from hetero_gateway import __version__, compiled
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.models import model_card, model_list, served_models
 from hetero_gateway.serve.control.errors import HANDLERS
@@ -75,8 +75,9 @@ def public_paths(gateway: Parts) -> list[PlainPath]:
         return JSONResponse({"status": "ok"})
 
     async def version(_: Request) -> Response:
-        """The gateway's own version."""
-        return JSONResponse({"version": __version__})
+        """The gateway's own version, and whether its scheduler runs compiled."""
+        scheduler = "compiled" if compiled.is_taken() else "interpreted"
+        return JSONResponse({"version": __version__, "scheduler": scheduler})
 
     async def models(request: Request) -> Response:
         """Every name that a live instance serves."""
