@@ -98,6 +98,7 @@ TOGETHER = {
     "tests/gateway/test_leaving_clients.py": "leaving clients",
     "tests/gateway/dataplane/test_predictor.py": "installed predictors",
     "tests/serve/processes/test_processes.py": "processes",
+    "tests/test_budgets.py": "budgets",
     # What is compiled by numba, which takes a minute and more for finish-time's loop: once, as the
     # others read it from disk.
     "tests/cli/test_plan.py": "compiled",
@@ -110,7 +111,7 @@ TOGETHER = {
     "tests/sim/test_prefixes.py::test_compiled": "compiled",
 }
 # What takes longest, or what others wait for.
-FIRST = ("compiled",)
+FIRST = ("compiled", "leaving clients", "budgets")
 
 
 def group_of(nodeid: str) -> str:

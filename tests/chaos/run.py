@@ -26,7 +26,8 @@ from tests.chaos.clients import PATIENCE_S, Connection, Outcome, Request, draw_r
 from tests.chaos.disturbances import CALM_S, Disturbance, draw_disturbances
 from tests.chaos.gateway import GatewayProcess
 from tests.chaos.instances import Instance, make_instances, write_profiles
-from tests.chaos.workers import kill_worker, processes
+from tests.chaos.workers import kill_worker
+from tests.fakes.processes import children_of
 
 # How long loads, connections and tasks may take to go back to where they were.
 SETTLED_WITHIN_S = 30.0
@@ -353,7 +354,7 @@ class Run:
             # A reload is nobody's while there is no scheduler; and a gateway is to end well.
             async with self._killing, self._changing:
                 gateway = self.gateway
-                there = processes(gateway.pid)
+                there = children_of(gateway.pid)
                 workers = sorted(role for role in there if role != "null")
                 number += 1
                 if number % 2:

@@ -12,19 +12,6 @@ from pathlib import Path
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
-def processes(supervisor: int) -> dict[str, int]:
-    """Process ids by role: ``null`` is the scheduler process, a number a worker."""
-    found = {}
-    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        try:
-            words = Path(f"/proc/{child}/cmdline").read_text()
-        except OSError:
-            continue
-        if '"worker":' in words:
-            found[words.partition('"worker":')[2].partition(",")[0]] = int(child)
-    return found
-
-
 def kill_worker(pid: int, port: int) -> set[int]:
     """SIGKILL; returns the client ports of the connections to ``port`` that it had."""
     os.kill(pid, signal.SIGSTOP)  # so that it has those, and no others

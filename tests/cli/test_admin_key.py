@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from hetero_gateway.files.admin_key import find
-from tests.fakes.processes import Process
+from tests.fakes.processes import Process, children_of
 
 pytestmark = pytest.mark.slow
 
@@ -162,24 +162,15 @@ def test_each_start_has_a_key_of_its_own(config):
     assert len(keys) == 2
 
 
-def processes_of(pid: int) -> dict[str, int]:
-    """The children of a supervisor by their number; "null" is the scheduler process."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        role = Path(f"/proc/{child}/cmdline").read_text()
-        found[role.partition('"worker":')[2].partition(",")[0]] = int(child)
-    return found
-
-
 def test_with_workers_the_key_outlives_each_process_and_ends_with_the_supervisor(config, runtime):
     with started("serve", "-c", str(config), "--port", "0", "--workers", "2") as gateway:
         key = key_of(gateway.url)
         assert opens(gateway.url, key)
-        before = processes_of(gateway.process.pid)
+        before = children_of(gateway.process.pid)
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)
         until(
-            lambda: len(set(processes_of(gateway.process.pid).values()) - set(before.values())) == 3
+            lambda: len(set(children_of(gateway.process.pid).values()) - set(before.values())) == 3
         )
 
         def answers() -> bool:

@@ -20,7 +20,6 @@ PAGES = sorted(
 )
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)|\]\(<([^>]+)>\)")
-MENTION = re.compile(r"(?<![\w/.-])(?:docs|configs|scripts|benchmarks)/[\w./-]*\w")
 
 
 def slug(heading: str) -> str:

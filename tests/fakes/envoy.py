@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import yaml
 
-from benchmarks.envoy import command
+from benchmarks.envoy import command, ext_proc
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.serve.picker import PickerServer
 from hetero_gateway.serve.wiring.gateway import Gateway
@@ -165,3 +165,11 @@ async def running_picker(
     finally:
         server.should_exit = True
         await task
+
+
+def full_duplex(document: dict[str, Any]) -> None:
+    """Have Envoy stream bodies to its picker, and not buffer them."""
+    ext_proc(document)["processing_mode"] |= {
+        "request_body_mode": "FULL_DUPLEX_STREAMED",
+        "request_trailer_mode": "SEND",
+    }

@@ -92,3 +92,14 @@ def emulated_cluster(
     finally:
         for process in ([gateway] if gateway else []) + list(instances.values()):
             process.stop()
+
+
+def children_of(supervisor: int) -> dict[str, int]:
+    """Process ids of one gateway by role: ``null`` is the scheduler process, a number a worker."""
+    found = {}
+    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has gone
+            words = Path(f"/proc/{child}/cmdline").read_text()
+            if '"worker":' in words:
+                found[words.partition('"worker":')[2].partition(",")[0]] = int(child)
+    return found

@@ -40,6 +40,7 @@ from tests.fakes.envoy import (
     Envoy,
     PickerProcess,
     RunningPicker,
+    full_duplex,
     running_envoy,
     running_picker,
     until_picked,
@@ -85,13 +86,6 @@ async def behind_envoy(
         ):
             await until_picked(envoy)
             yield Behind(envoy, picker, client, fakes)
-
-
-def full_duplex(document: dict[str, Any]) -> None:
-    ext_proc(document)["processing_mode"] |= {
-        "request_body_mode": "FULL_DUPLEX_STREAMED",
-        "request_trailer_mode": "SEND",
-    }
 
 
 def full_duplex_both_ways(document: dict[str, Any]) -> None:

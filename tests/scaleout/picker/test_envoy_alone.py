@@ -32,7 +32,7 @@ from hetero_gateway.engines.vllm.fields import GUARDED_HEADERS, guarded_at
 from hetero_gateway.engines.vllm.paths import ENGINE_CALLS, RESPONSES, WORK_BY_PATH
 from hetero_gateway.files.client_keys import MOST_KEY_BYTES, hash_of
 from tests.fakes import ext_procs
-from tests.fakes.envoy import Envoy, PickerProcess, running_envoy, until_picked
+from tests.fakes.envoy import Envoy, PickerProcess, full_duplex, running_envoy, until_picked
 from tests.fakes.gateway_files import write
 
 pytestmark = pytest.mark.slow
@@ -623,13 +623,6 @@ async def test_clients_of_http2_get_no_further(tmp_path, instance):
             assert await over_http2(envoy, *fields) in ("400", "403", "404", "reset")
         assert len(instance.heads) == 1
         assert_no_credentials(instance)
-
-
-def full_duplex(document: dict[str, Any]) -> None:
-    ext_proc(document)["processing_mode"] |= {
-        "request_body_mode": "FULL_DUPLEX_STREAMED",
-        "request_trailer_mode": "SEND",
-    }
 
 
 # One that says nothing is waited for in this mode.

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.fakes.gateway_files import write
-from tests.fakes.processes import Process
+from tests.fakes.processes import Process, children_of
 from tests.fakes.running import FAST, SLOW
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -84,16 +84,6 @@ def gateway(tmp_path: Path, instances: dict[str, str], started: list[Process]) -
     raise RuntimeError("the gateway did not get both of its workers")
 
 
-def children(gateway: Process) -> dict[str, int]:
-    """The ids of the gateway's processes: ``null`` for the scheduler's, ``0``, ``1``."""
-    pid = gateway.process.pid
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        role = Path(f"/proc/{child}/cmdline").read_text()
-        found[role.partition('"worker":')[2].partition(",")[0]] = int(child)
-    return found
-
-
 def runs(pid: int) -> bool:
     """Whether a process is there, and no zombie."""
     try:
@@ -146,7 +136,7 @@ async def has_open(url: str, least: int, most: int | None = None) -> None:
 
 
 async def is_replaced(gateway: Process, role: str, pid: int) -> None:
-    await until(lambda: children(gateway).get(role, pid) != pid)
+    await until(lambda: children_of(gateway.process.pid).get(role, pid) != pid)
     assert not runs(pid)
 
 
@@ -185,7 +175,7 @@ async def test_a_killed_scheduler_costs_no_request(gateway: Process) -> None:
     traffic = Traffic(gateway.url)
     for _ in range(3):
         await asyncio.sleep(1.5)
-        os.kill(children(gateway)["null"], signal.SIGKILL)
+        os.kill(children_of(gateway.process.pid)["null"], signal.SIGKILL)
         await both_work(gateway.url)
         await has_open(gateway.url, 1, 99)  # what went on without it is charged
     ends = await traffic.end()
@@ -197,7 +187,7 @@ async def test_a_killed_scheduler_costs_no_request(gateway: Process) -> None:
 async def test_a_stopped_scheduler_costs_no_request(gateway: Process) -> None:
     traffic = Traffic(gateway.url, 6)
     await asyncio.sleep(1.0)
-    stopped = children(gateway)["null"]
+    stopped = children_of(gateway.process.pid)["null"]
     os.kill(stopped, signal.SIGSTOP)
     await is_replaced(gateway, "null", stopped)
     before = len(traffic.ends)
@@ -210,7 +200,7 @@ async def test_a_stopped_scheduler_costs_no_request(gateway: Process) -> None:
 async def test_workers_answer_while_the_scheduler_process_is_stopped(gateway: Process) -> None:
     """Liveness, readiness and models are theirs to tell; before, each took a minute."""
     for _ in range(3):
-        there = children(gateway)
+        there = children_of(gateway.process.pid)
         os.kill(there["null"], signal.SIGSTOP)
         for path in ("/livez", "/health", "/ping", "/readyz", "/version", "/v1/models"):
             async with httpx.AsyncClient(timeout=20) as client:
@@ -223,13 +213,13 @@ async def test_workers_answer_while_the_scheduler_process_is_stopped(gateway: Pr
             assert answer.status_code in (200, 503), path
         await is_replaced(gateway, "null", there["null"])
         await both_work(gateway.url)
-        now = children(gateway)
+        now = children_of(gateway.process.pid)
         assert [now["0"], now["1"]] == [there["0"], there["1"]]  # nobody else was taken for hung
 
 
 async def test_a_stopped_worker_is_replaced_and_gets_no_connections(gateway: Process) -> None:
     for number in ("0", "1"):
-        stopped = children(gateway)[number]
+        stopped = children_of(gateway.process.pid)[number]
         os.kill(stopped, signal.SIGSTOP)
         # Each has a connection of its own; the kernel deals half of them to the stopped one.
         ends = await asyncio.gather(*(stream(gateway.url, 2) for _ in range(24)))
@@ -241,7 +231,7 @@ async def test_a_stopped_worker_is_replaced_and_gets_no_connections(gateway: Pro
 
 
 async def test_what_comes_in_for_a_killed_worker_the_others_serve(gateway: Process) -> None:
-    killed = children(gateway)["0"]
+    killed = children_of(gateway.process.pid)["0"]
     os.kill(killed, signal.SIGKILL)
     await are_gone([killed])
     ends = await asyncio.gather(*(stream(gateway.url, 2) for _ in range(24)))
@@ -254,7 +244,7 @@ async def test_a_killed_worker_costs_its_own_requests(gateway: Process) -> None:
         await both_work(gateway.url)
         streams = [asyncio.ensure_future(stream(gateway.url, 400)) for _ in range(16)]
         await has_open(gateway.url, 16)
-        os.kill(children(gateway)["0"], signal.SIGKILL)
+        os.kill(children_of(gateway.process.pid)["0"], signal.SIGKILL)
         ends = await asyncio.gather(*streams)
         lost = [end for end in ends if end == "broken" or end.startswith("cut")]
         assert len(lost) < 16  # the kernel dealt them out
@@ -267,7 +257,7 @@ async def test_a_killed_worker_costs_its_own_requests(gateway: Process) -> None:
 async def test_streams_end_before_the_processes_do(gateway: Process) -> None:
     streams = [asyncio.ensure_future(stream(gateway.url, 200)) for _ in range(6)]
     await has_open(gateway.url, 6)
-    there = children(gateway).values()
+    there = children_of(gateway.process.pid).values()
     gateway.process.terminate()
     assert set(await asyncio.gather(*streams)) == {"done"}
     assert await asyncio.to_thread(gateway.process.wait, 60) == 0
@@ -278,7 +268,7 @@ async def test_a_killed_supervisor_leaves_nobody_and_nothing_behind(
     gateway: Process, temporary: Path
 ) -> None:
     assert os.listdir(temporary)
-    there = children(gateway).values()
+    there = children_of(gateway.process.pid).values()
     assert len(there) == 3
     gateway.process.kill()
     await are_gone(there)
@@ -289,7 +279,7 @@ async def test_what_nobody_was_left_to_remove_the_next_gateway_does(
     gateway: Process, temporary: Path, tmp_path: Path
 ) -> None:
     (abandoned,) = os.listdir(temporary)
-    there = [gateway.process.pid, *children(gateway).values()]
+    there = [gateway.process.pid, *children_of(gateway.process.pid).values()]
     for pid in there:
         os.kill(pid, signal.SIGSTOP)
     for pid in there:

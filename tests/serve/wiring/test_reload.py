@@ -187,7 +187,6 @@ async def test_what_the_command_line_says_wins_over_the_file_at_a_reload_too(
 
 
 NEW = {"id": "new", "base_url": "https://127.0.0.1:1"}
-RETRY = {"retry": {"max_attempts": 1}}
 BROKEN: dict[str, dict[str, Any] | str | None] = {
     "unknown key": {"retry": {"max_attempts": 1, "max_atempts": 2}},
     "missing file": {
