@@ -23,6 +23,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import truediv
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -232,19 +233,22 @@ class BytesPerToken:
                 self._ratio_of_others = ratio
 
     def _work_out(self, ratios: array[float], sizes_bytes: array[float]) -> float:
-        total_bytes = total_tokens = 0.0
         known = list(zip(ratios, sizes_bytes, strict=True))
+        prior_bytes = 0.0
         if len(known) < self._HISTORY:
             # As one report more, until there are enough.
-            total_bytes, total_tokens = self._prior * self._prior_tokens, self._prior_tokens
-            known.append((self._prior, total_bytes))
-        known.sort()
-        up_to = list(accumulate([size for _, size in known]))
-        middle = known[bisect_left(up_to, up_to[-1] / 2)][0]
+            prior_bytes = self._prior * self._prior_tokens
+            known.append((self._prior, prior_bytes))
+        ordered, sizes = zip(*sorted(known), strict=True)
+        up_to: list[float] = list(accumulate(sizes, initial=0.0))
+        total_bytes = up_to[-1]
+        middle = ordered[bisect_left(up_to, total_bytes / 2) - 1]
         low, high = middle / self._FACTOR, middle * self._FACTOR
-        total_bytes += sum(sizes_bytes)
-        for ratio, size in zip(ratios, sizes_bytes, strict=True):
-            total_tokens += size / min(max(ratio, low), high)
+        first, last = bisect_left(ordered, low), bisect_right(ordered, high)
+        total_tokens: float = sum(map(truediv, sizes[first:last], ordered[first:last]))
+        total_tokens += up_to[first] / low + (total_bytes - up_to[last]) / high
+        if prior_bytes:  # which is not doubted itself
+            total_tokens += self._prior_tokens - prior_bytes / min(max(self._prior, low), high)
         least, most = self._BOUNDS
         return min(max(total_bytes / total_tokens, least), most)
 
