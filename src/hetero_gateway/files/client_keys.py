@@ -57,25 +57,20 @@ def _check_name(value: str) -> str:
 class ClientLimits(StrictModel):
     """What a key, or all keys of a group together, may do."""
 
-    models: list[ModelName] | None = Field(
-        None, description="Names of the models that may be asked for; none: all."
-    )
-    requests_per_minute: int | None = Field(
-        None, ge=1, le=_MOST, description="Most requests in any 60 s; none: no limit."
-    )
-    tokens_per_minute: int | None = Field(
-        None, ge=1, le=_MOST, description="Most tokens, prompts and outputs, in any 60 s."
-    )
-    concurrency: int | None = Field(
-        None, ge=1, le=_MOST, description="Most requests at a time, waiting ones included."
-    )
-    request_class: str | None = Field(
-        None, alias="class", description="The class of its requests; none: interactive."
-    )
-    classes: list[str] | None = Field(
-        None, description="Classes that a request may name in x-hetero-gateway-class."
-    )
-    share: float | None = Field(None, gt=0, le=1e6, description="Weight in contention; none: 1.")
+    models: list[ModelName] | None = None
+    """Names of the models that may be asked for; none: all."""
+    requests_per_minute: int | None = Field(None, ge=1, le=_MOST)
+    """Most requests in any 60 s; none: no limit."""
+    tokens_per_minute: int | None = Field(None, ge=1, le=_MOST)
+    """Most tokens, prompts and outputs, in any 60 s."""
+    concurrency: int | None = Field(None, ge=1, le=_MOST)
+    """Most requests at a time, waiting ones included."""
+    request_class: str | None = Field(None, alias="class")
+    """The class of its requests; none: interactive."""
+    classes: list[str] | None = None
+    """Classes that a request may name in x-hetero-gateway-class."""
+    share: float | None = Field(None, gt=0, le=1e6)
+    """Weight in contention; none: 1."""
 
     @property
     def limits(self) -> Limits:
@@ -85,14 +80,15 @@ class ClientLimits(StrictModel):
 class KeyConfig(ClientLimits):
     """One key."""
 
-    name: str = Field(description="By which metrics and /admin call it.")
-    hash: str = Field(description="As `hetero-gateway key new` prints it.")
-    group: str | None = Field(None, description="Whose limits it shares; what it does not say of "
-                              "models, class, classes and share is the group's.")  # fmt: skip
-    expires: datetime | None = Field(
-        None,
-        description="From then on it is refused; a date, or a time (UTC where it has no zone).",
-    )
+    name: str
+    """By which metrics and /admin call it."""
+    hash: str
+    """As `hetero-gateway key new` prints it."""
+    group: str | None = None
+    """Whose limits it shares; what it does not say of models, class, classes and share is the
+    group's."""
+    expires: datetime | None = None
+    """From then on it is refused; a date, or a time (UTC where it has no zone)."""
 
     _named = field_validator("name")(_check_name)
 
@@ -149,19 +145,16 @@ class KeysFile(StrictModel):
 class ClientsConfig(StrictModel):
     """Who may ask, and how much: keys by name, in addition to ``server.api_key_env``'s."""
 
-    keys_file: Path | None = Field(
-        None, description="The file of keys and groups, read again with each reload."
-    )
-    keys_env: str | None = Field(None, description="Environment variable with such a file's text.")
-    hash_key_env: str | None = Field(
-        None, description="Environment variable with the secret of hmac-sha256 hashes."
-    )
-    groups: dict[str, ClientLimits] = Field(
-        default_factory=dict, description="Groups, in addition to those of the file."
-    )
-    most_labels: int = Field(
-        200, ge=0, le=100_000, description="Most clients with metrics of their own."
-    )
+    keys_file: Path | None = None
+    """The file of keys and groups, read again with each reload."""
+    keys_env: str | None = None
+    """Environment variable with such a file's text."""
+    hash_key_env: str | None = None
+    """Environment variable with the secret of hmac-sha256 hashes."""
+    groups: dict[str, ClientLimits] = Field(default_factory=dict)
+    """Groups, in addition to those of the file."""
+    most_labels: int = Field(200, ge=0, le=100_000)
+    """Most clients with metrics of their own."""
 
     @property
     def wanted(self) -> bool:

@@ -35,40 +35,37 @@ MAX_INSTANCES = 10_000
 class ClusterInstanceConfig(StrictModel):
     """One or more equal instances."""
 
-    profile: str = Field(min_length=1, description="Built-in profile name, or a profile file.")
-    count: int = Field(1, ge=1, le=MAX_INSTANCES, description="How many of them.")
-    id: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Name in tables; several get -0, -1, ...; default: from the profile.",
-    )
-    weight: float = Field(1.0, ge=1e-3, le=1e3, description="For weighted-round-robin.")
-    prefix_caching: bool = Field(
-        True, description="Whether its engine has a prefix cache; only with a trace that has texts."
-    )
-    max_num_seqs: int | None = Field(
-        None, ge=1, le=2**16, description="Most sequences in one step; default: the profile's."
-    )
-    believed_scale: float = Field(
-        1.0,
-        gt=0,
-        le=1e3,
-        description="The scheduler's constants are this many times the true ones: 2 means that "
-        "it takes the instance for half as fast as it is.",
-    )
-    profiled: bool = Field(True, description="Whether the scheduler has any constants for it.")
+    profile: str = Field(min_length=1)
+    """Built-in profile name, or a profile file."""
+    count: int = Field(1, ge=1, le=MAX_INSTANCES)
+    """How many of them."""
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Name in tables; several get -0, -1, ...; default: from the profile."""
+    weight: float = Field(1.0, ge=1e-3, le=1e3)
+    """For weighted-round-robin."""
+    prefix_caching: bool = True
+    """Whether its engine has a prefix cache; only with a trace that has texts."""
+    max_num_seqs: int | None = Field(None, ge=1, le=2**16)
+    """Most sequences in one step; default: the profile's."""
+    believed_scale: float = Field(1.0, gt=0, le=1e3)
+    """The scheduler's constants are this many times the true ones: 2 means that it takes the
+    instance for half as fast as it is."""
+    profiled: bool = True
+    """Whether the scheduler has any constants for it."""
 
 
 class FaultConfig(StrictModel):
     """Something that happens to one instance."""
 
-    instance: int | str = Field(description="Its id, or its position counted from 0.")
+    instance: int | str
+    """Its id, or its position counted from 0."""
     kind: Literal["slow", "dead"]
-    start_s: float = Field(0.0, ge=0, description="From when.")
-    end_s: float | None = Field(None, gt=0, description="Until when; default: for good.")
-    factor: float = Field(
-        1.0, gt=0, le=1e6, description="Of kind slow: its steps take this many times longer."
-    )
+    start_s: float = Field(0.0, ge=0)
+    """From when."""
+    end_s: float | None = Field(None, gt=0)
+    """Until when; default: for good."""
+    factor: float = Field(1.0, gt=0, le=1e6)
+    """Of kind slow: its steps take this many times longer."""
 
     @model_validator(mode="after")
     def _check(self) -> FaultConfig:
@@ -82,9 +79,12 @@ class FaultConfig(StrictModel):
 class LengthConfig(StrictModel):
     """A log-normal length."""
 
-    median: float = Field(ge=1, description="Tokens.")
-    sigma: float = Field(ge=0, le=5, description="Standard deviation of the natural logarithm.")
-    max: int = Field(ge=1, le=2**24, description="Longer draws are cut to this; tokens.")
+    median: float = Field(ge=1)
+    """Tokens."""
+    sigma: float = Field(ge=0, le=5)
+    """Standard deviation of the natural logarithm."""
+    max: int = Field(ge=1, le=2**24)
+    """Longer draws are cut to this; tokens."""
 
     def to_core(self) -> LogNormal:
         return LogNormal(self.median, self.sigma, self.max)
@@ -93,14 +93,14 @@ class LengthConfig(StrictModel):
 class WorkloadConfig(StrictModel):
     """What is sent, unless the flags say otherwise."""
 
-    requests: Path | None = Field(
-        None, description="A trace; relative to this file. In place of prompt and output."
-    )
-    prompt: LengthConfig | None = Field(None, description="Default: a chat mix.")
-    output: LengthConfig | None = Field(None, description="Default: a chat mix.")
-    arrival_cv: float = Field(
-        1.0, ge=0, le=20, description="Coefficient of variation of the gaps; 1 is Poisson."
-    )
+    requests: Path | None = None
+    """A trace; relative to this file. In place of prompt and output."""
+    prompt: LengthConfig | None = None
+    """Default: a chat mix."""
+    output: LengthConfig | None = None
+    """Default: a chat mix."""
+    arrival_cv: float = Field(1.0, ge=0, le=20)
+    """Coefficient of variation of the gaps; 1 is Poisson."""
 
     @model_validator(mode="after")
     def _one_source(self) -> WorkloadConfig:

@@ -21,58 +21,60 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class ProfileRule(StrictModel):
     """Which profile an instance gets that has these labels and serves this model."""
 
-    profile: str = Field(description="A built-in profile's name, or a profile file.")
-    labels: dict[str, str] = Field(
-        default_factory=dict, description="All of them must be among the instance's."
-    )
-    model: ModelName | None = Field(None, description="What the engine says that it serves.")
+    profile: str
+    """A built-in profile's name, or a profile file."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """All of them must be among the instance's."""
+    model: ModelName | None = None
+    """What the engine says that it serves."""
 
 
 class SourceConfig(StrictModel):
     """One source of instances. What it has named, no other source takes away."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,23}$",
-        description="Unique name: 1 to 24 letters, digits and dashes.",
-    )
-    kind: Literal["file", "dns", "kubernetes"] = Field(description="What is asked.")
-    file: Path | None = Field(None, description="file: YAML with a list `instances`.")
-    host: str | None = Field(None, description="dns: the name that is looked up.")
-    record: Literal["address", "srv"] = Field(
-        "address", description="dns: A and AAAA records, or SRV records with their ports."
-    )
-    nameserver: str | None = Field(
-        None, description="dns: IP address, or IP:PORT, of the server to ask; none: the system's."
-    )
-    selector: str | None = Field(None, description="kubernetes: label selector.")
-    resource: Literal["pods", "endpointslices"] = Field(
-        "pods", description="kubernetes: what is selected."
-    )
-    namespace: str | None = Field(None, description="kubernetes: none: the gateway's own.")
-    api_url: str | None = Field(
-        None, description="kubernetes: the API server; none: the cluster's own."
-    )
-    port: int | None = Field(
-        None, ge=1, le=65535, description="Of instances whose record names none; none: 8000."
-    )
-    scheme: Literal["http", "https"] = Field("http", description="Of the instances' base_url.")
-    interval_s: float = Field(
-        30.0,
-        ge=0.1,
-        le=3600,
-        description="dns: the longest time between two look-ups; file: between two looks; "
-        "kubernetes: between two full lists.",
-    )
-    model: ServedNames = Field(None, description="As of an instance.")
-    profile: str | None = Field(None, description="Where no rule fits; none: unprofiled.")
-    profiles: list[ProfileRule] = Field(
-        default_factory=list, description="The first rule that fits gives the profile."
-    )
-    weight: float = Field(1.0, ge=1e-3, le=1e3, description="As of an instance.")
-    api_key_env: str | None = Field(None, description="As of an instance.")
-    ca_file: Path | None = Field(None, description="As of an instance.")
-    certificate_file: Path | None = Field(None, description="As of an instance.")
-    key_file: Path | None = Field(None, description="As of an instance.")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,23}$")
+    """Unique name: 1 to 24 letters, digits and dashes."""
+    kind: Literal["file", "dns", "kubernetes"]
+    """What is asked."""
+    file: Path | None = None
+    """file: YAML with a list `instances`."""
+    host: str | None = None
+    """dns: the name that is looked up."""
+    record: Literal["address", "srv"] = "address"
+    """dns: A and AAAA records, or SRV records with their ports."""
+    nameserver: str | None = None
+    """dns: IP address, or IP:PORT, of the server to ask; none: the system's."""
+    selector: str | None = None
+    """kubernetes: label selector."""
+    resource: Literal["pods", "endpointslices"] = "pods"
+    """kubernetes: what is selected."""
+    namespace: str | None = None
+    """kubernetes: none: the gateway's own."""
+    api_url: str | None = None
+    """kubernetes: the API server; none: the cluster's own."""
+    port: int | None = Field(None, ge=1, le=65535)
+    """Of instances whose record names none; none: 8000."""
+    scheme: Literal["http", "https"] = "http"
+    """Of the instances' base_url."""
+    interval_s: float = Field(30.0, ge=0.1, le=3600)
+    """dns: the longest time between two look-ups; file: between two looks; kubernetes: between two
+    full lists."""
+    model: ServedNames = None
+    """As of an instance."""
+    profile: str | None = None
+    """Where no rule fits; none: unprofiled."""
+    profiles: list[ProfileRule] = Field(default_factory=list)
+    """The first rule that fits gives the profile."""
+    weight: float = Field(1.0, ge=1e-3, le=1e3)
+    """As of an instance."""
+    api_key_env: str | None = None
+    """As of an instance."""
+    ca_file: Path | None = None
+    """As of an instance."""
+    certificate_file: Path | None = None
+    """As of an instance."""
+    key_file: Path | None = None
+    """As of an instance."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> SourceConfig:

@@ -17,19 +17,17 @@ from hetero_gateway.files.yaml_file import StrictModel
 class FollowedType(StrictModel):
     """One kind of instance of a model: how many of it there may be."""
 
-    model: ModelName = Field(description="A name that these instances serve.")
-    profile: str = Field(
-        description="A built-in profile's name, or a profile file. Instances whose profile has the "
-        "same accelerator and tensor parallelism are of this type."
-    )
-    min: int = Field(0, ge=0, le=10_000, description="So many at least.")
-    max: int = Field(ge=1, le=10_000, description="So many at most.")
-    price_per_hour_usd: float | None = Field(
-        None,
-        gt=0,
-        description="Of one instance; of all types of the model or of none, then accelerators "
-        "count.",
-    )
+    model: ModelName
+    """A name that these instances serve."""
+    profile: str
+    """A built-in profile's name, or a profile file. Instances whose profile has the same
+    accelerator and tensor parallelism are of this type."""
+    min: int = Field(0, ge=0, le=10_000)
+    """So many at least."""
+    max: int = Field(ge=1, le=10_000)
+    """So many at most."""
+    price_per_hour_usd: float | None = Field(None, gt=0)
+    """Of one instance; of all types of the model or of none, then accelerators count."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> FollowedType:
@@ -41,33 +39,20 @@ class FollowedType(StrictModel):
 class FollowingConfig(StrictModel):
     """How many instances the load needs, published as a metric; nothing is started or stopped."""
 
-    types: list[FollowedType] = Field(
-        default_factory=list, max_length=64, description="Kinds of instances; none: it is off."
-    )
-    interval_s: float = Field(
-        60.0, ge=10, le=3600, description="Between two answers; requests that wait ask sooner."
-    )
-    startup_s: float = Field(
-        180.0, ge=0, le=7200, description="From starting an instance until it serves."
-    )
-    hold_s: float = Field(
-        600.0,
-        ge=0,
-        le=86400,
-        description="Nothing goes that was needed within the last so many seconds.",
-    )
-    utilisation: float = Field(
-        0.8,
-        gt=0,
-        le=1,
-        description="The share of what instances hold that the load may take.",
-    )
-    ttft_p99_s: float | None = Field(
-        None, gt=0, description="What they are to hold it within: TTFT's 99th percentile, s;"
-    )
-    tpot_p99_s: float | None = Field(
-        None, gt=0, description="TPOT's. Without both: 85 % of the most that they can do."
-    )
+    types: list[FollowedType] = Field(default_factory=list, max_length=64)
+    """Kinds of instances; none: it is off."""
+    interval_s: float = Field(60.0, ge=10, le=3600)
+    """Between two answers; requests that wait ask sooner."""
+    startup_s: float = Field(180.0, ge=0, le=7200)
+    """From starting an instance until it serves."""
+    hold_s: float = Field(600.0, ge=0, le=86400)
+    """Nothing goes that was needed within the last so many seconds."""
+    utilisation: float = Field(0.8, gt=0, le=1)
+    """The share of what instances hold that the load may take."""
+    ttft_p99_s: float | None = Field(None, gt=0)
+    """What they are to hold it within: TTFT's 99th percentile, s;"""
+    tpot_p99_s: float | None = Field(None, gt=0)
+    """TPOT's. Without both: 85 % of the most that they can do."""
 
     @model_validator(mode="after")
     def _check_types(self) -> FollowingConfig:

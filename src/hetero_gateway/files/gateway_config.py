@@ -35,76 +35,67 @@ from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 class RetryConfig(StrictModel):
     """What happens when an attempt fails before the first response byte."""
 
-    max_attempts: int = Field(
-        3, ge=1, le=16, description="Attempts per request, each on another instance."
-    )
-    budget_ratio: float = Field(
-        0.2, ge=0, le=1, description="Retries allowed as a share of recent requests."
-    )
-    budget_min: int = Field(10, ge=0, description="Retries always allowed in each window of 10 s.")
+    max_attempts: int = Field(3, ge=1, le=16)
+    """Attempts per request, each on another instance."""
+    budget_ratio: float = Field(0.2, ge=0, le=1)
+    """Retries allowed as a share of recent requests."""
+    budget_min: int = Field(10, ge=0)
+    """Retries always allowed in each window of 10 s."""
 
 
 class EjectionConfig(StrictModel):
     """When an instance whose requests fail gets none for a while; docs/design/reliability.md."""
 
-    enabled: bool = Field(True, description="Whether failed requests count against instances.")
-    consecutive_failures: int = Field(
-        5, ge=1, le=10_000, description="This many consecutive failures eject an instance."
-    )
-    failure_ratio: float = Field(
-        0.5, gt=0, le=1, description="Or this share of its requests failing within 10 s,"
-    )
-    min_outcomes: int = Field(10, ge=1, le=10_000, description="once there were this many.")
-    base_s: float = Field(
-        2.0,
-        gt=0,
-        le=3600,
-        description="The first ejection's length; each in succession doubles it.",
-    )
-    max_s: float = Field(60.0, gt=0, le=86400, description="The longest ejection.")
+    enabled: bool = True
+    """Whether failed requests count against instances."""
+    consecutive_failures: int = Field(5, ge=1, le=10_000)
+    """This many consecutive failures eject an instance."""
+    failure_ratio: float = Field(0.5, gt=0, le=1)
+    """Or this share of its requests failing within 10 s,"""
+    min_outcomes: int = Field(10, ge=1, le=10_000)
+    """once there were this many."""
+    base_s: float = Field(2.0, gt=0, le=3600)
+    """The first ejection's length; each in succession doubles it."""
+    max_s: float = Field(60.0, gt=0, le=86400)
+    """The longest ejection."""
 
 
 class HealthConfig(StrictModel):
     """Active probes and scrapes of the instances."""
 
-    probe_interval_s: float = Field(2.0, gt=0, description="Between two GET /health.")
-    probe_timeout_s: float = Field(2.0, gt=0, description="Time-out of one probe.")
-    unhealthy_after: int = Field(
-        2, ge=1, description="Consecutive failed probes that mark it down."
-    )
-    scrape_interval_s: float = Field(
-        5.0, gt=0, description="Between two reads of the engine's /metrics and /v1/models."
-    )
+    probe_interval_s: float = Field(2.0, gt=0)
+    """Between two GET /health."""
+    probe_timeout_s: float = Field(2.0, gt=0)
+    """Time-out of one probe."""
+    unhealthy_after: int = Field(2, ge=1)
+    """Consecutive failed probes that mark it down."""
+    scrape_interval_s: float = Field(5.0, gt=0)
+    """Between two reads of the engine's /metrics and /v1/models."""
     ejection: EjectionConfig = Field(default_factory=EjectionConfig)
 
 
 class PickerConfig(StrictModel):
     """``hetero-gateway picker``: where Envoy asks for an instance; ``serve`` ignores it."""
 
-    host: str = Field("127.0.0.1", description="Address of ext_proc; loopback unless changed.")
-    port: int = Field(9002, ge=0, le=65535, description="Port of ext_proc; 0 takes a free one.")
-    health_port: int | None = Field(
-        None, ge=1, le=65535, description="One more port that answers gRPC health checks only."
-    )
-    certificate_file: Path | None = Field(
-        None, description="Certificate chain (PEM) of ext_proc; none: without TLS."
-    )
-    key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
-    client_ca_file: Path | None = Field(
-        None,
-        description="CA certificates (PEM): whoever asks must show one of theirs; none: anybody "
-        "who reaches the port may ask.",
-    )
-    resolve_interval_s: float = Field(
-        5.0, gt=0, le=3600, description="Between two look-ups of an instance's host name."
-    )
-    extend_timeouts: bool = Field(
-        True,
-        description="Ask Envoy for more time (override_message_timeout) while a request waits.",
-    )
-    drain_s: float = Field(
-        3.0, ge=0, le=600, description="From turning unready on SIGTERM to taking no more streams."
-    )
+    host: str = "127.0.0.1"
+    """Address of ext_proc; loopback unless changed."""
+    port: int = Field(9002, ge=0, le=65535)
+    """Port of ext_proc; 0 takes a free one."""
+    health_port: int | None = Field(None, ge=1, le=65535)
+    """One more port that answers gRPC health checks only."""
+    certificate_file: Path | None = None
+    """Certificate chain (PEM) of ext_proc; none: without TLS."""
+    key_file: Path | None = None
+    """The certificate's private key (PEM)."""
+    client_ca_file: Path | None = None
+    """CA certificates (PEM): whoever asks must show one of theirs; none: anybody who reaches the
+    port may ask."""
+    resolve_interval_s: float = Field(5.0, gt=0, le=3600)
+    """Between two look-ups of an instance's host name."""
+    extend_timeouts: bool = True
+    """Ask Envoy for more time (override_message_timeout) while a request waits."""
+    drain_s: float = Field(3.0, ge=0, le=600)
+    """From turning unready on SIGTERM to taking no more streams."""
 
     @model_validator(mode="after")
     def _check_pair(self) -> PickerConfig:
@@ -127,17 +118,14 @@ class GatewayConfig(StrictModel):
     picker: PickerConfig = Field(default_factory=PickerConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     traces: TracesConfig = Field(default_factory=TracesConfig)
-    discovery: list[SourceConfig] = Field(
-        default_factory=list, description="Sources of instances besides this file."
-    )
+    discovery: list[SourceConfig] = Field(default_factory=list)
+    """Sources of instances besides this file."""
     clients: ClientsConfig = Field(default_factory=ClientsConfig)
     following: FollowingConfig = Field(default_factory=FollowingConfig)
-    models: dict[ModelName, ModelConfig] = Field(
-        default_factory=dict, max_length=1024, description="Aliases, splits, fallbacks, by name."
-    )
-    instances: list[InstanceConfig] = Field(
-        default_factory=list, description="The instances; more can be added over /admin/instances."
-    )
+    models: dict[ModelName, ModelConfig] = Field(default_factory=dict, max_length=1024)
+    """Aliases, splits, fallbacks, by name."""
+    instances: list[InstanceConfig] = Field(default_factory=list)
+    """The instances; more can be added over /admin/instances."""
 
     @model_validator(mode="after")
     def _check_models(self) -> GatewayConfig:

@@ -43,32 +43,24 @@ def _check_base_url(value: str) -> str:
 class InstanceConfig(StrictModel):
     """One running vLLM server."""
 
-    id: str = Field(description="Unique name: letters, digits, dot, dash, underscore; at most 63.")
-    base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
-        description="Where it listens, without /v1."
-    )
-    model: ServedNames = Field(
-        None, description="Name or names it serves; asked of its /v1/models when absent."
-    )
-    profile: str | None = Field(
-        None, description="Built-in profile name, or a profile file; absent: unprofiled."
-    )
-    weight: float = Field(
-        1.0,
-        ge=1e-3,
-        le=1e3,
-        description="For weighted-round-robin, and for unprofiled instances; 0.001 to 1000.",
-    )
-    api_key_env: str | None = Field(
-        None, description="Environment variable with the key that this instance wants."
-    )
-    ca_file: Path | None = Field(
-        None, description="CA certificates for https; default: the system's."
-    )
-    certificate_file: Path | None = Field(
-        None, description="Certificate chain (PEM) that the gateway shows to this instance."
-    )
-    key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
+    id: str
+    """Unique name: letters, digits, dot, dash, underscore; at most 63."""
+    base_url: Annotated[str, AfterValidator(_check_base_url)]
+    """Where it listens, without /v1."""
+    model: ServedNames = None
+    """Name or names it serves; asked of its /v1/models when absent."""
+    profile: str | None = None
+    """Built-in profile name, or a profile file; absent: unprofiled."""
+    weight: float = Field(1.0, ge=1e-3, le=1e3)
+    """For weighted-round-robin, and for unprofiled instances; 0.001 to 1000."""
+    api_key_env: str | None = None
+    """Environment variable with the key that this instance wants."""
+    ca_file: Path | None = None
+    """CA certificates for https; default: the system's."""
+    certificate_file: Path | None = None
+    """Certificate chain (PEM) that the gateway shows to this instance."""
+    key_file: Path | None = None
+    """The certificate's private key (PEM)."""
 
     @model_validator(mode="after")
     def _check_pair(self) -> InstanceConfig:
@@ -96,16 +88,14 @@ class InstanceConfig(StrictModel):
 class FallbackConfig(StrictModel):
     """Who answers where no instance of a model can: another model here, or another service."""
 
-    model: ModelName = Field(description="Its name there; the body's `model` is rewritten.")
-    base_url: Annotated[str, AfterValidator(_check_base_url)] | None = Field(
-        None, description="An OpenAI-compatible service elsewhere, without /v1; none: here."
-    )
-    api_key_env: str | None = Field(
-        None, description="Environment variable with the key that this service wants."
-    )
-    ca_file: Path | None = Field(
-        None, description="CA certificates for https; default: the system's."
-    )
+    model: ModelName
+    """Its name there; the body's `model` is rewritten."""
+    base_url: Annotated[str, AfterValidator(_check_base_url)] | None = None
+    """An OpenAI-compatible service elsewhere, without /v1; none: here."""
+    api_key_env: str | None = None
+    """Environment variable with the key that this service wants."""
+    ca_file: Path | None = None
+    """CA certificates for https; default: the system's."""
 
     @model_validator(mode="after")
     def _check_elsewhere(self) -> FallbackConfig:
@@ -117,18 +107,16 @@ class FallbackConfig(StrictModel):
 class ModelConfig(StrictModel):
     """What becomes of requests for a name."""
 
-    serve: ModelName | None = Field(
-        None, description="The model that it stands for; the body's `model` is rewritten."
-    )
+    serve: ModelName | None = None
+    """The model that it stands for; the body's `model` is rewritten."""
     split: dict[ModelName, Annotated[float, Field(gt=0, le=1e6)]] = Field(
-        default_factory=dict, max_length=16, description="Several models, each with its weight."
+        default_factory=dict, max_length=16
     )
-    split_by: Literal["request", "client"] = Field(
-        "request", description="What decides: a hash of the request's id, or of the client's key."
-    )
-    fallbacks: list[FallbackConfig] = Field(
-        default_factory=list, max_length=8, description="Who is asked, in turn, if no instance can."
-    )
+    """Several models, each with its weight."""
+    split_by: Literal["request", "client"] = "request"
+    """What decides: a hash of the request's id, or of the client's key."""
+    fallbacks: list[FallbackConfig] = Field(default_factory=list, max_length=8)
+    """Who is asked, in turn, if no instance can."""
 
     @model_validator(mode="after")
     def _check_one(self) -> ModelConfig:

@@ -12,30 +12,20 @@ from hetero_gateway.files.yaml_file import StrictModel
 class LogConfig(StrictModel):
     """What the gateway logs. Prompts and keys are in no line."""
 
-    format: Literal["text", "json"] = Field(
-        "text", description="Of every line, on standard error and output: for people, or JSON."
-    )
-    access: bool = Field(
-        True, description="A line on standard output for each request on an engine's path."
-    )
+    format: Literal["text", "json"] = "text"
+    """Of every line, on standard error and output: for people, or JSON."""
+    access: bool = True
+    """A line on standard output for each request on an engine's path."""
 
 
 class TracesConfig(StrictModel):
     """Spans of requests, by OpenTelemetry; needs the extra ``otel``."""
 
-    endpoint: str | None = Field(
-        None,
-        pattern=r"^https?://\S+$",
-        description="OTLP over HTTP: the whole URL, as http://collector:4318/v1/traces; none: no "
-        "traces, and a client's traceparent goes on as it came.",
-    )
-    share: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="Of the requests whose client sent no traceparent, how many are traced; for "
-        "the others the client decides.",
-    )
-    service_name: str = Field(
-        "hetero-gateway", min_length=1, max_length=200, description="The spans' service.name."
-    )
+    endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
+    """OTLP over HTTP: the whole URL, as http://collector:4318/v1/traces; none: no traces, and a
+    client's traceparent goes on as it came."""
+    share: float = Field(1.0, ge=0, le=1)
+    """Of the requests whose client sent no traceparent, how many are traced; for the others the
+    client decides."""
+    service_name: str = Field("hetero-gateway", min_length=1, max_length=200)
+    """The spans' service.name."""

@@ -23,14 +23,14 @@ from hetero_gateway.planner.support import SIZES
 class PlanModelConfig(StrictModel):
     """A model that has no built-in card, or is stored otherwise than it."""
 
-    config: Path | None = Field(
-        None, description="A Hugging Face config.json, relative to this file."
-    )
-    name: str | None = Field(
-        None, min_length=1, description="A built-in card's name, or what to call the config.json."
-    )
-    dtype: str | None = Field(None, description="Of the weights: float16, bfloat16, ….")
-    quantization: str | None = Field(None, description="fp8, int8, int4, awq or gptq.")
+    config: Path | None = None
+    """A Hugging Face config.json, relative to this file."""
+    name: str | None = Field(None, min_length=1)
+    """A built-in card's name, or what to call the config.json."""
+    dtype: str | None = None
+    """Of the weights: float16, bfloat16, …."""
+    quantization: str | None = None
+    """fp8, int8, int4, awq or gptq."""
 
     @model_validator(mode="after")
     def _one(self) -> PlanModelConfig:

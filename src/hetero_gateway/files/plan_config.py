@@ -39,21 +39,24 @@ MAX_ACCELERATORS = 72
 class AcceleratorConfig(StrictModel):
     """An accelerator that the catalogue does not have, or has otherwise: its data sheet."""
 
-    memory_bytes: float = Field(gt=0, description="What its name says: 24e9 or 25769803776.")
-    usable_memory_bytes: float | None = Field(
-        None, gt=0, description="What a process finds; default: 98.5 % of it."
-    )
-    memory_bytes_per_s: float = Field(gt=0, description="Bandwidth of its memory.")
-    flop_per_s: float = Field(gt=0, description="Dense fp16 or bf16 products, without sparsity.")
-    fp8_op_per_s: float = Field(0, ge=0, description="The same in fp8; 0: it has none.")
-    int8_op_per_s: float = Field(0, ge=0, description="The same in int8; 0: it has none.")
-    link_bytes_per_s: float = Field(
-        0, ge=0, description="One direction between two; 0: no tensor parallelism."
-    )
-    max_group: int = Field(8, ge=1, le=MAX_ACCELERATORS, description="Most in one instance.")
-    cuda_capability: float | None = Field(
-        None, ge=5, le=20, description="Of NVIDIA's, such as 8.6: decides on storages and bf16."
-    )
+    memory_bytes: float = Field(gt=0)
+    """What its name says: 24e9 or 25769803776."""
+    usable_memory_bytes: float | None = Field(None, gt=0)
+    """What a process finds; default: 98.5 % of it."""
+    memory_bytes_per_s: float = Field(gt=0)
+    """Bandwidth of its memory."""
+    flop_per_s: float = Field(gt=0)
+    """Dense fp16 or bf16 products, without sparsity."""
+    fp8_op_per_s: float = Field(0, ge=0)
+    """The same in fp8; 0: it has none."""
+    int8_op_per_s: float = Field(0, ge=0)
+    """The same in int8; 0: it has none."""
+    link_bytes_per_s: float = Field(0, ge=0)
+    """One direction between two; 0: no tensor parallelism."""
+    max_group: int = Field(8, ge=1, le=MAX_ACCELERATORS)
+    """Most in one instance."""
+    cuda_capability: float | None = Field(None, ge=5, le=20)
+    """Of NVIDIA's, such as 8.6: decides on storages and bf16."""
 
     def to_core(self, name: str) -> Accelerator:
         usable = self.usable_memory_bytes
@@ -65,21 +68,20 @@ class AcceleratorConfig(StrictModel):
 class MachineConfig(StrictModel):
     """One machine, or several equal ones."""
 
-    id: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Name in the plan; several get -0, -1, ....",
-    )
-    accelerator: str = Field(min_length=1, description="A name of the catalogue.")
-    count: int = Field(ge=1, le=MAX_ACCELERATORS, description="Accelerators in one machine.")
-    copies: int = Field(1, ge=1, le=MAX_MACHINES, description="How many machines like this one.")
-    price_per_hour_usd: float | None = Field(
-        None, ge=0, description="Of one accelerator; wins over prices."
-    )
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Name in the plan; several get -0, -1, ...."""
+    accelerator: str = Field(min_length=1)
+    """A name of the catalogue."""
+    count: int = Field(ge=1, le=MAX_ACCELERATORS)
+    """Accelerators in one machine."""
+    copies: int = Field(1, ge=1, le=MAX_MACHINES)
+    """How many machines like this one."""
+    price_per_hour_usd: float | None = Field(None, ge=0)
+    """Of one accelerator; wins over prices."""
     address: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$|^\[[0-9A-Fa-f:.]+\]$",
-        description="Host name or address where the gateway reaches it; default: the id.",
+        None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$|^\[[0-9A-Fa-f:.]+\]$"
     )
+    """Host name or address where the gateway reaches it; default: the id."""
 
     @model_validator(mode="after")
     def _one_address(self) -> MachineConfig:
@@ -91,11 +93,12 @@ class MachineConfig(StrictModel):
 class NetworkConfig(StrictModel):
     """Between the machines: with it, an instance may stretch over several equal ones."""
 
-    bandwidth_bytes_per_s: float | None = Field(
-        None, gt=0, description="Of one machine's connection, one direction. Or gbps."
-    )
-    gbps: float | None = Field(None, gt=0, description="The same in Gbit/s.")
-    latency_s: float = Field(5e-5, ge=0, le=1, description="Of one message.")
+    bandwidth_bytes_per_s: float | None = Field(None, gt=0)
+    """Of one machine's connection, one direction. Or gbps."""
+    gbps: float | None = Field(None, gt=0)
+    """The same in Gbit/s."""
+    latency_s: float = Field(5e-5, ge=0, le=1)
+    """Of one message."""
 
     @model_validator(mode="after")
     def _one(self) -> NetworkConfig:
@@ -110,15 +113,16 @@ class NetworkConfig(StrictModel):
 class OfferConfig(StrictModel):
     """A kind of machine that could be bought or rented, whole."""
 
-    id: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Name in the plan; default: count and accelerator, such as 4xl4-24gb.",
-    )
-    accelerator: str = Field(min_length=1, description="A name of the catalogue.")
-    count: int = Field(ge=1, le=MAX_ACCELERATORS, description="Accelerators in one machine.")
-    price_per_hour_usd: float = Field(gt=0, description="Of the whole machine, as offers are.")
-    at_most: int = Field(16, ge=1, le=MAX_OFFERED, description="How many can be had.")
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Name in the plan; default: count and accelerator, such as 4xl4-24gb."""
+    accelerator: str = Field(min_length=1)
+    """A name of the catalogue."""
+    count: int = Field(ge=1, le=MAX_ACCELERATORS)
+    """Accelerators in one machine."""
+    price_per_hour_usd: float = Field(gt=0)
+    """Of the whole machine, as offers are."""
+    at_most: int = Field(16, ge=1, le=MAX_OFFERED)
+    """How many can be had."""
 
     def to_machines(self) -> MachineConfig:
         name = re.sub(r"[^A-Za-z0-9.-]+", "-", self.accelerator).strip("-.").lower()
@@ -134,34 +138,35 @@ class OfferConfig(StrictModel):
 class EngineConfig(StrictModel):
     """The options that vLLM is started with."""
 
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="vLLM's flag.")
-    max_num_seqs: int | None = Field(
-        None, ge=1, le=2**16, description="vLLM's flag; default: vLLM's for the accelerator."
-    )
-    max_num_batched_tokens: int | None = Field(
-        None, ge=1, le=2**20, description="vLLM's flag; default: 2048; before 0.8 a whole prompt."
-    )
-    kv_cache_dtype: str = Field("auto", description="vLLM's flag.")
-    enforce_eager: bool = Field(False, description="vLLM's flag: no CUDA graphs.")
-    vllm_version: str | None = Field(None, description="Whose memory is modelled; newest known.")
-    scheduling: Scheduling = Field(
-        "chunked", description="chunked, as vLLM V1; or prefill-first, as V0."
-    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """vLLM's flag."""
+    max_num_seqs: int | None = Field(None, ge=1, le=2**16)
+    """vLLM's flag; default: vLLM's for the accelerator."""
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=2**20)
+    """vLLM's flag; default: 2048; before 0.8 a whole prompt."""
+    kv_cache_dtype: str = "auto"
+    """vLLM's flag."""
+    enforce_eager: bool = False
+    """vLLM's flag: no CUDA graphs."""
+    vllm_version: str | None = None
+    """Whose memory is modelled; newest known."""
+    scheduling: Scheduling = "chunked"
+    """chunked, as vLLM V1; or prefill-first, as V0."""
 
 
 class PlanWorkloadConfig(StrictModel):
     """What is sent."""
 
-    requests: Path | None = Field(
-        None, description="A trace, relative to this file. In place of prompt and output."
-    )
-    prompt: LengthConfig | None = Field(None, description="Log-normal; default: a chat mix.")
-    output: LengthConfig | None = Field(None, description="Log-normal; default: a chat mix.")
-    rate_per_s: float | None = Field(None, gt=0, description="Requests per second to hold.")
-    prefix_cache: bool = Field(
-        True,
-        description="Hits in prefix caches count, where a trace says what begins alike.",
-    )
+    requests: Path | None = None
+    """A trace, relative to this file. In place of prompt and output."""
+    prompt: LengthConfig | None = None
+    """Log-normal; default: a chat mix."""
+    output: LengthConfig | None = None
+    """Log-normal; default: a chat mix."""
+    rate_per_s: float | None = Field(None, gt=0)
+    """Requests per second to hold."""
+    prefix_cache: bool = True
+    """Hits in prefix caches count, where a trace says what begins alike."""
 
     @model_validator(mode="after")
     def _one_source(self) -> PlanWorkloadConfig:
@@ -173,19 +178,23 @@ class PlanWorkloadConfig(StrictModel):
 class GoalsConfig(StrictModel):
     """What the plan is to be good at."""
 
-    goal: GoalName = Field("throughput", description="throughput, goodput, cost or fewest.")
-    ttft_p99_s: float | None = Field(None, gt=0, description="Limit of TTFT's 99th percentile.")
-    tpot_p99_s: float | None = Field(None, gt=0, description="Limit of TPOT's 99th percentile.")
+    goal: GoalName = "throughput"
+    """throughput, goodput, cost or fewest."""
+    ttft_p99_s: float | None = Field(None, gt=0)
+    """Limit of TTFT's 99th percentile."""
+    tpot_p99_s: float | None = Field(None, gt=0)
+    """Limit of TPOT's 99th percentile."""
 
 
 class PlanSloConfig(StrictModel):
     """Limits of each request, for all goals; goodput is the highest rate that keeps them."""
 
-    ttft_s: float | None = Field(None, gt=0, description="Limit of a request's TTFT, s.")
-    tpot_s: float | None = Field(None, gt=0, description="Limit of a request's TPOT, s/token.")
-    share: float = Field(
-        DEFAULT_SHARE, gt=0, le=1, description="Of the requests that are to be within both."
-    )
+    ttft_s: float | None = Field(None, gt=0)
+    """Limit of a request's TTFT, s."""
+    tpot_s: float | None = Field(None, gt=0)
+    """Limit of a request's TPOT, s/token."""
+    share: float = Field(DEFAULT_SHARE, gt=0, le=1)
+    """Of the requests that are to be within both."""
 
     @model_validator(mode="after")
     def _some_limit(self) -> PlanSloConfig:
@@ -200,45 +209,37 @@ class PlanSloConfig(StrictModel):
 class PlanConfig(StrictModel):
     """The whole file."""
 
-    model: str | PlanModelConfig = Field(description="A built-in card's name, or a config.json.")
-    checkpoints: list[str | PlanModelConfig] = Field(
-        default_factory=list,
-        max_length=8,
-        description="The same model, stored otherwise: the plan takes what serves the goal best.",
-    )
-    max_model_len: int | None = Field(
-        None, ge=2, le=2**24, description="Context; default: from the longest request."
-    )
-    machines: list[MachineConfig] = Field(
-        default_factory=list, description="What there is: at least one, or else offers."
-    )
-    offers: list[OfferConfig] = Field(
-        default_factory=list, description="What could be bought or rented, in place of machines."
-    )
-    accelerators: dict[str, AcceleratorConfig] = Field(
-        default_factory=dict, description="Your own, by name; they come before the catalogue's."
-    )
-    network: NetworkConfig | None = Field(
-        None, description="Between the machines; without it, an instance stays on one."
-    )
+    model: str | PlanModelConfig
+    """A built-in card's name, or a config.json."""
+    checkpoints: list[str | PlanModelConfig] = Field(default_factory=list, max_length=8)
+    """The same model, stored otherwise: the plan takes what serves the goal best."""
+    max_model_len: int | None = Field(None, ge=2, le=2**24)
+    """Context; default: from the longest request."""
+    machines: list[MachineConfig] = Field(default_factory=list)
+    """What there is: at least one, or else offers."""
+    offers: list[OfferConfig] = Field(default_factory=list)
+    """What could be bought or rented, in place of machines."""
+    accelerators: dict[str, AcceleratorConfig] = Field(default_factory=dict)
+    """Your own, by name; they come before the catalogue's."""
+    network: NetworkConfig | None = None
+    """Between the machines; without it, an instance stays on one."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     workload: PlanWorkloadConfig = Field(default_factory=PlanWorkloadConfig)
     goals: GoalsConfig = Field(default_factory=GoalsConfig)
-    slo: PlanSloConfig | None = Field(None, description="Limits of each request; none.")
-    prices: dict[str, float] = Field(
-        default_factory=dict, description="USD per accelerator-hour, by accelerator."
-    )
-    profiles: list[str] = Field(
-        default_factory=list, description="Measured profiles: files, relative to this one."
-    )
-    policy: PolicyName = Field("finish-time", description="Of the gateway in front of it all.")
-    memory: Literal["fitted", "paper"] = Field(
-        "fitted", description="How KV memory is reckoned: fitted to vLLM's logs, or Eq. (1)."
-    )
-    estimator: Literal["unpadded", "paper"] = Field(
-        "unpadded", description="Algorithm 1, which prunes: mended, or as printed."
-    )
-    seed: int = Field(0, ge=0, description="Of everything that is drawn.")
+    slo: PlanSloConfig | None = None
+    """Limits of each request; none."""
+    prices: dict[str, float] = Field(default_factory=dict)
+    """USD per accelerator-hour, by accelerator."""
+    profiles: list[str] = Field(default_factory=list)
+    """Measured profiles: files, relative to this one."""
+    policy: PolicyName = "finish-time"
+    """Of the gateway in front of it all."""
+    memory: Literal["fitted", "paper"] = "fitted"
+    """How KV memory is reckoned: fitted to vLLM's logs, or Eq. (1)."""
+    estimator: Literal["unpadded", "paper"] = "unpadded"
+    """Algorithm 1, which prunes: mended, or as printed."""
+    seed: int = Field(0, ge=0)
+    """Of everything that is drawn."""
 
     @field_validator("machines")
     @classmethod

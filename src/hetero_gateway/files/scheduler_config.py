@@ -55,22 +55,19 @@ def _check_policy(name: str) -> str:
 class PredictorConfig(StrictModel):
     """How output lengths are predicted."""
 
-    kind: str | None = Field(
-        None,
-        description="bucket-mean (default), constant, normal (default of policy paper), trained, "
-        "or the name of an installed one.",
-    )
-    file: Path | None = Field(
-        None, description="trained: what `hetero-gateway predictor fit` wrote."
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="What an installed predictor is made with."
-    )
-    mean_tokens: float = Field(256.0, gt=0, description="The prior, the constant, or the mean.")
-    sd_tokens: float = Field(200.0, ge=0, description="Standard deviation of `normal`, in tokens.")
-    prior_requests: float = Field(
-        8.0, gt=0, description="How many finished requests the prior weighs as much as."
-    )
+    kind: str | None = None
+    """bucket-mean (default), constant, normal (default of policy paper), trained, or the name of an
+    installed one."""
+    file: Path | None = None
+    """trained: what `hetero-gateway predictor fit` wrote."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What an installed predictor is made with."""
+    mean_tokens: float = Field(256.0, gt=0)
+    """The prior, the constant, or the mean."""
+    sd_tokens: float = Field(200.0, ge=0)
+    """Standard deviation of `normal`, in tokens."""
+    prior_requests: float = Field(8.0, gt=0)
+    """How many finished requests the prior weighs as much as."""
 
     @field_validator("kind")
     @classmethod
@@ -97,79 +94,49 @@ class PredictorConfig(StrictModel):
 class TokensConfig(StrictModel):
     """How prompt lengths are estimated."""
 
-    bytes_per_token: float = Field(
-        4.0, gt=0, description="Prior of the bytes-per-token ratio, learnt per model from usage."
-    )
-    image_tokens: int = Field(
-        576, ge=0, description="Tokens counted for one image, audio clip or video in a prompt."
-    )
-    speech_tokens_per_s: float = Field(
-        100.0,
-        ge=0,
-        le=10_000,
-        description="Tokens counted for a second of an uploaded recording; 100 of Whisper, 12.5 of "
-        "Voxtral.",
-    )
-    tokenizer_file: Path | None = Field(
-        None,
-        description="A tokenizer.json for exact counts, relative to this file; needs the extra "
-        "`tokenizers`.",
-    )
-    thread_above_bytes: int = Field(
-        16384, ge=0, description="Longer prompts are tokenized off the event loop."
-    )
+    bytes_per_token: float = Field(4.0, gt=0)
+    """Prior of the bytes-per-token ratio, learnt per model from usage."""
+    image_tokens: int = Field(576, ge=0)
+    """Tokens counted for one image, audio clip or video in a prompt."""
+    speech_tokens_per_s: float = Field(100.0, ge=0, le=10_000)
+    """Tokens counted for a second of an uploaded recording; 100 of Whisper, 12.5 of Voxtral."""
+    tokenizer_file: Path | None = None
+    """A tokenizer.json for exact counts, relative to this file; needs the extra `tokenizers`."""
+    thread_above_bytes: int = Field(16384, ge=0)
+    """Longer prompts are tokenized off the event loop."""
 
 
 class QueueClassConfig(StrictModel):
     """What a class of requests gets."""
 
-    share: float = Field(gt=0, le=1e6, description="Of the machines' time, beside the others'.")
-    max_wait_s: float | None = Field(
-        None, gt=0, le=86400, description="Who has waited so long goes ahead of every class."
-    )
-    most_wait_s: float | None = Field(
-        None, gt=0, le=86400, description="Longest predicted wait; none: the queue's."
-    )
+    share: float = Field(gt=0, le=1e6)
+    """Of the machines' time, beside the others'."""
+    max_wait_s: float | None = Field(None, gt=0, le=86400)
+    """Who has waited so long goes ahead of every class."""
+    most_wait_s: float | None = Field(None, gt=0, le=86400)
+    """Longest predicted wait; none: the queue's."""
 
 
 class QueueConfig(StrictModel):
     """The queue of ``finish-time``; other policies have none."""
 
-    discipline: DisciplineName = Field("fifo", description="Who is next of those that wait.")
-    patience_s: float = Field(
-        DEFAULT_PATIENCE_S,
-        gt=0,
-        le=86400,
-        description="shortest: who comes so much later than another does not go ahead of it.",
-    )
-    classes: dict[str, QueueClassConfig] = Field(
-        default_factory=dict,
-        max_length=64,
-        description="classes: name to share and max_wait_s; default: interactive 9, batch 1.",
-    )
-    reserve: float = Field(
-        DEFAULT_RESERVE,
-        ge=0,
-        le=0.9,
-        description="clients: share of each instance's seats and memory that a client with more "
-        "than its part leaves free while others have asked lately.",
-    )
-    most_wait_s: float | None = Field(
-        None,
-        gt=0,
-        le=86400,
-        description="Longest predicted wait: else 429 at once. Of batch, half of it; none: any.",
-    )
-    shed_by_slo: bool = Field(
-        True,
-        description="Without most_wait_s: 429 at once for who would wait beyond slo's ttft_s.",
-    )
-    max_requests: int = Field(
-        10_000, ge=1, description="Most requests that wait at once; one more gets 429."
-    )
-    timeout_s: float = Field(
-        600.0, gt=0, le=86400, description="Longest wait for an instance; after it comes 429."
-    )
+    discipline: DisciplineName = "fifo"
+    """Who is next of those that wait."""
+    patience_s: float = Field(DEFAULT_PATIENCE_S, gt=0, le=86400)
+    """shortest: who comes so much later than another does not go ahead of it."""
+    classes: dict[str, QueueClassConfig] = Field(default_factory=dict, max_length=64)
+    """classes: name to share and max_wait_s; default: interactive 9, batch 1."""
+    reserve: float = Field(DEFAULT_RESERVE, ge=0, le=0.9)
+    """clients: share of each instance's seats and memory that a client with more than its part
+    leaves free while others have asked lately."""
+    most_wait_s: float | None = Field(None, gt=0, le=86400)
+    """Longest predicted wait: else 429 at once. Of batch, half of it; none: any."""
+    shed_by_slo: bool = True
+    """Without most_wait_s: 429 at once for who would wait beyond slo's ttft_s."""
+    max_requests: int = Field(10_000, ge=1)
+    """Most requests that wait at once; one more gets 429."""
+    timeout_s: float = Field(600.0, gt=0, le=86400)
+    """Longest wait for an instance; after it comes 429."""
 
 
 def _check_shared(value: str) -> str:
@@ -198,35 +165,20 @@ def _check_shared(value: str) -> str:
 class SharingConfig(StrictModel):
     """How gateways share their load through ``shared``."""
 
-    group: str = Field(
-        "hetero-gateway",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Gateways with the same group share; the keys begin with {group}.",
-    )
-    interval_s: float = Field(
-        0.05, ge=0.005, le=5, description="Between two exchanges, in seconds."
-    )
-    news_s: float = Field(
-        0.005,
-        ge=0.001,
-        le=5,
-        description="Others learn at once where a request went, then not again for this long.",
-    )
-    ttl_s: float = Field(
-        3.0,
-        ge=0.2,
-        le=60,
-        description="A gateway that has been silent for this long is gone; seconds.",
-    )
-    timeout_s: float = Field(
-        0.05, ge=0.005, le=5, description="Time-out of one exchange, in seconds; nothing waits."
-    )
-    password_env: str | None = Field(
-        None, description="Environment variable with the password of `shared`."
-    )
-    ca_file: Path | None = Field(
-        None, description="CA certificates for rediss://; default: the system's."
-    )
+    group: str = Field("hetero-gateway", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Gateways with the same group share; the keys begin with {group}."""
+    interval_s: float = Field(0.05, ge=0.005, le=5)
+    """Between two exchanges, in seconds."""
+    news_s: float = Field(0.005, ge=0.001, le=5)
+    """Others learn at once where a request went, then not again for this long."""
+    ttl_s: float = Field(3.0, ge=0.2, le=60)
+    """A gateway that has been silent for this long is gone; seconds."""
+    timeout_s: float = Field(0.05, ge=0.005, le=5)
+    """Time-out of one exchange, in seconds; nothing waits."""
+    password_env: str | None = None
+    """Environment variable with the password of `shared`."""
+    ca_file: Path | None = None
+    """CA certificates for rediss://; default: the system's."""
 
     @model_validator(mode="after")
     def _check_times(self) -> SharingConfig:
@@ -238,109 +190,68 @@ class SharingConfig(StrictModel):
 class SloLimits(StrictModel):
     """What requests should be within."""
 
-    ttft_s: float | None = Field(
-        None, gt=0, le=86400, description="Until the first token, in seconds; default: no limit."
-    )
-    tpot_s: float | None = Field(
-        None,
-        gt=0,
-        le=3600,
-        description="For each further token on average, in seconds; default: no limit.",
-    )
+    ttft_s: float | None = Field(None, gt=0, le=86400)
+    """Until the first token, in seconds; default: no limit."""
+    tpot_s: float | None = Field(None, gt=0, le=3600)
+    """For each further token on average, in seconds; default: no limit."""
 
 
 class SloConfig(SloLimits):
     """Limits that ``finish-time`` keeps as many requests within as it can."""
 
-    models: dict[ModelName, SloLimits] = Field(
-        default_factory=dict,
-        max_length=256,
-        description="By model, in place of those above.",
-    )
-    classes: dict[str, SloLimits] = Field(
-        default_factory=dict,
-        max_length=64,
-        description="By class of requests, in place of the model's.",
-    )
+    models: dict[ModelName, SloLimits] = Field(default_factory=dict, max_length=256)
+    """By model, in place of those above."""
+    classes: dict[str, SloLimits] = Field(default_factory=dict, max_length=64)
+    """By class of requests, in place of the model's."""
 
 
 class SchedulerConfig(StrictModel):
     """Which policy chooses, and its constants."""
 
-    policy: Annotated[str, AfterValidator(_check_policy)] = Field(
-        "finish-time",
-        description="The policy that chooses the instance: "
-        + ", ".join(get_args(PolicyName))
-        + ", or an installed one.",
-    )
-    policy_options: dict[str, Any] = Field(
-        default_factory=dict, description="What an installed policy is made with."
-    )
-    objective: Literal["latency", "makespan"] = Field(
-        "latency", description="finish-time: keep latencies low, or the end of a batch early."
-    )
-    prefill_depth: int = Field(
-        8,
-        ge=1,
-        le=4096,
-        description="finish-time: most sequences without a first token sent to one instance.",
-    )
-    prefix_cache: bool = Field(
-        True,
-        description="Keep in mind which beginnings of prompts each instance has cached, by hashes.",
-    )
-    first_token_weight: float = Field(
-        1.0,
-        ge=0,
-        le=100,
-        description="finish-time: what a second until the first token counts beside a second of "
-        "latency, for prompts of which something is cached.",
-    )
-    slo: SloConfig | None = Field(
-        None, description="finish-time: limits that requests should be within; default: none."
-    )
-    prefix_key_env: str | None = Field(
-        None,
-        description="Environment variable with the secret that hashes of prompts begin with; "
-        "default: a random one, so that nothing outlives the process.",
-    )
-    isolate_clients: bool = Field(
-        False,
-        description="Each client key has prefix caches of its own: a cache_salt is added to its "
-        "requests' bodies.",
-    )
-    theta: float = Field(2.0, gt=0, description="θ of Eq. (7); 2 in the paper.")
-    seed: int = Field(0, ge=0, description="Seed of tie-breaking and of random policies.")
-    randomised: bool = Field(
-        False, description="Round-robin policies draw at random, as the paper says."
-    )
-    single_instance: str | None = Field(
-        None, description="Instance of policy single-instance; default: the first one."
-    )
-    reference_prompt_tokens: int = Field(
-        512, ge=1, description="Prompt of the request that fitted capacities are computed for."
-    )
-    reference_output_tokens: int = Field(
-        256, ge=1, description="Output of the request that fitted capacities are computed for."
-    )
-    recalibrate: bool = Field(
-        False,
-        description="Let constants follow the traffic, within a factor of 4 of the profile's.",
-    )
-    wake_on_demand: bool = Field(
-        False,
-        description="Wake an instance that sleeps (level 1) for a request that no other can take.",
-    )
+    policy: Annotated[str, AfterValidator(_check_policy)] = "finish-time"
+    """The policy that chooses the instance: one of ``PolicyName``'s, or an installed one."""
+    policy_options: dict[str, Any] = Field(default_factory=dict)
+    """What an installed policy is made with."""
+    objective: Literal["latency", "makespan"] = "latency"
+    """finish-time: keep latencies low, or the end of a batch early."""
+    prefill_depth: int = Field(8, ge=1, le=4096)
+    """finish-time: most sequences without a first token sent to one instance."""
+    prefix_cache: bool = True
+    """Keep in mind which beginnings of prompts each instance has cached, by hashes."""
+    first_token_weight: float = Field(1.0, ge=0, le=100)
+    """finish-time: what a second until the first token counts beside a second of latency, for
+    prompts of which something is cached."""
+    slo: SloConfig | None = None
+    """finish-time: limits that requests should be within; default: none."""
+    prefix_key_env: str | None = None
+    """Environment variable with the secret that hashes of prompts begin with; default: a random
+    one, so that nothing outlives the process."""
+    isolate_clients: bool = False
+    """Each client key has prefix caches of its own: a cache_salt is added to its requests' bodies.
+    """
+    theta: float = Field(2.0, gt=0)
+    """θ of Eq. (7); 2 in the paper."""
+    seed: int = Field(0, ge=0)
+    """Seed of tie-breaking and of random policies."""
+    randomised: bool = False
+    """Round-robin policies draw at random, as the paper says."""
+    single_instance: str | None = None
+    """Instance of policy single-instance; default: the first one."""
+    reference_prompt_tokens: int = Field(512, ge=1)
+    """Prompt of the request that fitted capacities are computed for."""
+    reference_output_tokens: int = Field(256, ge=1)
+    """Output of the request that fitted capacities are computed for."""
+    recalibrate: bool = False
+    """Let constants follow the traffic, within a factor of 4 of the profile's."""
+    wake_on_demand: bool = False
+    """Wake an instance that sleeps (level 1) for a request that no other can take."""
     engine_priorities: dict[str, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = Field(
-        default_factory=dict,
-        max_length=64,
-        description="For engines with --scheduling-policy priority: class of requests to the "
-        "priority that is written into theirs; lower is sooner, 0 where it is not named.",
+        default_factory=dict, max_length=64
     )
-    shared: Annotated[str, AfterValidator(_check_shared)] | None = Field(
-        None,
-        description="Redis or Valkey through which several gateways see each other's load.",
-    )
+    """For engines with --scheduling-policy priority: class of requests to the priority that is
+    written into theirs; lower is sooner, 0 where it is not named."""
+    shared: Annotated[str, AfterValidator(_check_shared)] | None = None
+    """Redis or Valkey through which several gateways see each other's load."""
     sharing: SharingConfig = Field(default_factory=SharingConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)

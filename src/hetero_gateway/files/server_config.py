@@ -33,12 +33,14 @@ def _check_listen(value: str) -> str:
 class ExposeConfig(StrictModel):
     """Who may ask for the paths that are no engine's and not /admin's."""
 
-    metrics: Exposure | None = Field(
-        None, description="/metrics; default: open, or admin where clients have names."
-    )
-    docs: Exposure = Field("open", description="/docs.")
-    openapi: Exposure = Field("open", description="/openapi.json.")
-    dashboard: Exposure = Field("open", description="/dashboard: a page that reads /admin.")
+    metrics: Exposure | None = None
+    """/metrics; default: open, or admin where clients have names."""
+    docs: Exposure = "open"
+    """/docs."""
+    openapi: Exposure = "open"
+    """/openapi.json."""
+    dashboard: Exposure = "open"
+    """/dashboard: a page that reads /admin."""
 
 
 def _check_origin(value: str) -> str:
@@ -54,11 +56,11 @@ class CorsConfig(StrictModel):
     """Which web pages may use the gateway from a browser; never /admin."""
 
     origins: list[Annotated[str, AfterValidator(_check_origin)]] = Field(
-        default_factory=list, max_length=1024, description="Their origins; *: any; none: no page."
+        default_factory=list, max_length=1024
     )
-    max_age_s: int = Field(
-        600, ge=0, le=86400, description="How long a browser may keep the answer to a preflight."
-    )
+    """Their origins; *: any; none: no page."""
+    max_age_s: int = Field(600, ge=0, le=86400)
+    """How long a browser may keep the answer to a preflight."""
 
 
 def _check_engine_field(value: str) -> str:
@@ -79,88 +81,57 @@ def _check_engine_header(value: str) -> str:
 class ServerConfig(StrictModel):
     """Where the gateway listens, and what it accepts."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; loopback unless changed.")
-    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
-    workers: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Processes that serve clients, with one scheduler process between them; 1: one "
-        "process does all.",
-    )
-    worker_timeout_s: float = Field(
-        30.0,
-        ge=5,
-        le=3600,
-        description="With several processes: one that gives no sign of life for so long is killed "
-        "and started again. One that is stopped by a signal is after two seconds.",
-    )
-    max_body_bytes: int = Field(
-        64 * 2**20, ge=1024, description="Largest request body; a larger one gets 413."
-    )
-    max_buffered_bytes: int = Field(
-        256 * 2**20,
-        ge=1024,
-        description="Most bytes of request bodies above 64 KiB that are held at a time, over all "
-        "requests; one more gets 503.",
-    )
-    max_connections: int | None = Field(
-        None,
-        ge=1,
-        description="Most connections of clients; one more gets 503. Default: half of the "
-        "descriptors that the process may open, at most 100 000.",
-    )
-    api_key_env: str | None = Field(
-        None, description="Environment variable with the key that clients must send; none: open."
-    )
-    admin_key_env: str | None = Field(
-        None,
-        description="Environment variable with the key of /admin; none, and no admin_listen: on "
-        "loopback one is made at each start, elsewhere /admin is off.",
-    )
-    admin_listen: Annotated[str, AfterValidator(_check_listen)] | None = Field(
-        None, description="A listener for /admin alone: unix:PATH or HOST:PORT."
-    )
+    host: str = "127.0.0.1"
+    """Address to listen on; loopback unless changed."""
+    port: int = Field(8000, ge=0, le=65535)
+    """TCP port; 0 takes a free one."""
+    workers: int = Field(1, ge=1, le=256)
+    """Processes that serve clients, with one scheduler process between them; 1: one process does
+    all."""
+    worker_timeout_s: float = Field(30.0, ge=5, le=3600)
+    """With several processes: one that gives no sign of life for so long is killed and started
+    again. One that is stopped by a signal is after two seconds."""
+    max_body_bytes: int = Field(64 * 2**20, ge=1024)
+    """Largest request body; a larger one gets 413."""
+    max_buffered_bytes: int = Field(256 * 2**20, ge=1024)
+    """Most bytes of request bodies above 64 KiB that are held at a time, over all requests; one
+    more gets 503."""
+    max_connections: int | None = Field(None, ge=1)
+    """Most connections of clients; one more gets 503. Default: half of the descriptors that the
+    process may open, at most 100 000."""
+    api_key_env: str | None = None
+    """Environment variable with the key that clients must send; none: open."""
+    admin_key_env: str | None = None
+    """Environment variable with the key of /admin; none, and no admin_listen: on loopback one is
+    made at each start, elsewhere /admin is off."""
+    admin_listen: Annotated[str, AfterValidator(_check_listen)] | None = None
+    """A listener for /admin alone: unix:PATH or HOST:PORT."""
     allow_engine_fields: list[Annotated[str, AfterValidator(_check_engine_field)]] = Field(
-        default_factory=list,
-        max_length=16,
-        description="Fields for an engine's machinery that clients may set in bodies all the same: "
-        + ", ".join(GUARDED_FIELDS)
-        + ".",
+        default_factory=list, max_length=16
     )
+    """Fields for an engine's machinery that clients may set in bodies all the same: of
+    ``GUARDED_FIELDS``."""
     allow_engine_headers: list[Annotated[str, AfterValidator(_check_engine_header)]] = Field(
-        default_factory=list,
-        max_length=16,
-        description="Headers for an engine's machinery that are passed on all the same, by name.",
+        default_factory=list, max_length=16
     )
+    """Headers for an engine's machinery that are passed on all the same, by name."""
     expose: ExposeConfig = Field(default_factory=ExposeConfig)
     cors: CorsConfig = Field(default_factory=CorsConfig)
-    link_local_instances: bool = Field(
-        False, description="Allow instances at link-local addresses, metadata services included."
-    )
-    certificate_file: Path | None = Field(
-        None, description="Certificate chain (PEM): clients are served by TLS; none: without."
-    )
-    key_file: Path | None = Field(None, description="The certificate's private key (PEM).")
-    client_ca_file: Path | None = Field(
-        None, description="CA certificates (PEM): clients must show one of theirs; none: any may."
-    )
-    watch_files_s: float | None = Field(
-        None,
-        ge=0.1,
-        le=3600,
-        description="How often to look whether this file, or one it names, has changed, and to "
-        "reload then; none: only when asked.",
-    )
-    drain_s: float = Field(
-        0.0,
-        ge=0,
-        le=600,
-        description="From turning unready on SIGTERM to taking no more connections, in seconds.",
-    )
-    shutdown_timeout_s: float = Field(
-        30.0, ge=0, description="How long open requests may go on after SIGTERM, in seconds."
-    )
+    link_local_instances: bool = False
+    """Allow instances at link-local addresses, metadata services included."""
+    certificate_file: Path | None = None
+    """Certificate chain (PEM): clients are served by TLS; none: without."""
+    key_file: Path | None = None
+    """The certificate's private key (PEM)."""
+    client_ca_file: Path | None = None
+    """CA certificates (PEM): clients must show one of theirs; none: any may."""
+    watch_files_s: float | None = Field(None, ge=0.1, le=3600)
+    """How often to look whether this file, or one it names, has changed, and to reload then; none:
+    only when asked."""
+    drain_s: float = Field(0.0, ge=0, le=600)
+    """From turning unready on SIGTERM to taking no more connections, in seconds."""
+    shutdown_timeout_s: float = Field(30.0, ge=0)
+    """How long open requests may go on after SIGTERM, in seconds."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> ServerConfig:
@@ -174,39 +145,31 @@ class ServerConfig(StrictModel):
 class TimeoutsConfig(StrictModel):
     """All finite, all in seconds."""
 
-    connect_s: float = Field(5.0, gt=0, le=600, description="TCP and TLS handshake.")
-    first_byte_s: float = Field(
-        600.0, gt=0, le=86400, description="From sending the request to the first response byte."
-    )
-    idle_s: float = Field(
-        300.0, gt=0, le=86400, description="Between two reads of a response that has begun."
-    )
-    total_s: float = Field(
-        3600.0, gt=0, le=86400, description="The whole exchange, retries and all."
-    )
-    header_s: float = Field(
-        30.0, gt=0, le=3600, description="A client's request line and headers, from their start."
-    )
-    body_s: float = Field(
-        30.0,
-        gt=0,
-        le=3600,
-        description="Between two reads of a request's body, and the whole of it with a second "
-        "more for every 500 bytes.",
-    )
-    write_s: float = Field(
-        60.0, gt=0, le=3600, description="How long a client may read nothing of what was written."
-    )
-    keep_alive_s: float = Field(
-        75.0, gt=0, le=3600, description="How long a client's connection may be idle."
-    )
+    connect_s: float = Field(5.0, gt=0, le=600)
+    """TCP and TLS handshake."""
+    first_byte_s: float = Field(600.0, gt=0, le=86400)
+    """From sending the request to the first response byte."""
+    idle_s: float = Field(300.0, gt=0, le=86400)
+    """Between two reads of a response that has begun."""
+    total_s: float = Field(3600.0, gt=0, le=86400)
+    """The whole exchange, retries and all."""
+    header_s: float = Field(30.0, gt=0, le=3600)
+    """A client's request line and headers, from their start."""
+    body_s: float = Field(30.0, gt=0, le=3600)
+    """Between two reads of a request's body, and the whole of it with a second more for every 500
+    bytes."""
+    write_s: float = Field(60.0, gt=0, le=3600)
+    """How long a client may read nothing of what was written."""
+    keep_alive_s: float = Field(75.0, gt=0, le=3600)
+    """How long a client's connection may be idle."""
 
 
 class PoolConfig(StrictModel):
     """Keep-alive connections to each instance."""
 
-    max_connections: int = Field(4096, ge=1, description="Most connections to one instance.")
-    max_idle: int = Field(256, ge=0, description="Idle connections kept for one instance.")
-    idle_expiry_s: float = Field(
-        4.0, gt=0, description="Idle connections are closed after this; vLLM closes its end at 5 s."
-    )
+    max_connections: int = Field(4096, ge=1)
+    """Most connections to one instance."""
+    max_idle: int = Field(256, ge=0)
+    """Idle connections kept for one instance."""
+    idle_expiry_s: float = Field(4.0, gt=0)
+    """Idle connections are closed after this; vLLM closes its end at 5 s."""

@@ -28,7 +28,7 @@ _ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class StrictModel(BaseModel):
-    """Immutable; unknown keys, infinities and NaN are errors."""
+    """Immutable; unknown keys, infinities and NaN are errors. A text below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
