@@ -191,6 +191,7 @@ def instance_rows(
     n[kernel.CHUNKED] = int(scheduling == "chunked")
     n[kernel.CACHING] = int(prefix_caching)
     n[kernel.BUCKET_MASK] = block_cache.bucket_mask(total_blocks)
+    n[kernel.INSTANCE] = heads // 3
     n[kernel.HEAD_WAITING] = heads
     n[kernel.HEAD_PREFILLING] = heads + 1
     n[kernel.HEAD_DECODING] = heads + 2
@@ -264,7 +265,7 @@ class Engine(Generic[S]):
             prefix_caching=prefix_caching,
         )
         self._q = list_heads(0)
-        self._c = block_cache.cache_rows(self.total_blocks) if prefix_caching else []
+        self._c = [block_cache.cache_rows(self.total_blocks)] if prefix_caching else None
         self._k: kernel.Rows = [[] for _ in range(2 * len(self._q))]
         self._sequences: dict[int, S] = {}  # by slot
         self._free_slots: list[int] = []
@@ -303,8 +304,8 @@ class Engine(Generic[S]):
         n = self._row
         if n[kernel.FREE_BLOCKS] < n[kernel.TOTAL_BLOCKS]:
             return False
-        if self.prefix_caching:
-            block_cache.clear(self._c, n[kernel.BUCKET_MASK], n[kernel.TOTAL_BLOCKS])
+        if self._c is not None:
+            block_cache.clear(self._c[0], n[kernel.BUCKET_MASK], n[kernel.TOTAL_BLOCKS])
         return True
 
     def generated_tokens(self, sequence: S) -> int:

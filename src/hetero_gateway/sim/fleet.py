@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -38,7 +38,7 @@ def can_compile() -> bool:
 # Without its counting of references, which would take half of the time: wherever a tuple of arrays
 # is taken apart, each of them is counted. What is compiled so can neither make an array nor return
 # one that it was not given; numba says so where it would. Nobody calls it through a wrapper.
-OPTIONS: dict[str, Any] = {"_nrt": False, "no_cfunc_wrapper": True}
+OPTIONS: Any = {"_nrt": False, "no_cfunc_wrapper": True}
 
 
 @functools.cache
@@ -101,12 +101,14 @@ class EngineFleet:
         self._n = self._array([n + [0] * (width - len(n)) for n, _ in rows])
         self._x = self._array([x for _, x in rows])
         self._q = self._array([row for i in range(len(profiles)) for row in list_heads(3 * i)])
-        caches = [
-            block_cache.cache_rows(n[kernel.TOTAL_BLOCKS]) if n[kernel.CACHING] else [[0]]
-            for n, _ in rows
-        ]
-        self._c = self._caches(caches)
-        self._most_blocks = max(1, most_blocks) if any(self._prefix_caching) else 0
+        self._c: Any = None
+        self._most_blocks = 0
+        if any(self._prefix_caching):
+            self._c = self._caches(
+                block_cache.cache_rows(n[kernel.TOTAL_BLOCKS]) if n[kernel.CACHING] else [[0]]
+                for n, _ in rows
+            )
+            self._most_blocks = max(1, most_blocks)
         self._k = self._key_rows(len(self._q))
         self._free_slots: list[int] = []
         first = [0] * leaves + [min(i, len(rows) - 1) for i in range(leaves)]
@@ -131,7 +133,8 @@ class EngineFleet:
     def _array(self, values: list[Any]) -> Any:
         return np.array(values) if self.compiled else values
 
-    def _caches(self, caches: list[kernel.Rows]) -> Any:
+    def _caches(self, rows: Iterable[kernel.Rows]) -> Any:
+        caches = list(rows)
         if not self.compiled:
             return caches
         width = max(len(row) for cache in caches for row in cache)

@@ -10,7 +10,8 @@ they run on lists as plain Python, and on numpy arrays when numba compiles them
     k[2·slot], k[2·slot + 1]  its blocks' keys, and its blocks; only with a prefix cache
     n[i]     one instance: integers, the fields FREE_BLOCKS, …, then block phases, then a heap
     x[i]     one instance: floats, the fields P1, …
-    c[i]     one instance: its blocks, see ``block_cache.py``; only with a prefix cache
+    c[i]     one instance: its blocks, see ``block_cache.py``; without prefix caches there is no
+             ``c``, and numba leaves out all that would ask for it
     log      what happened: log[0] counts the entries, log[1], … are slot · 4 + kind
     log_s    when: log_s[1], …
 
@@ -37,6 +38,7 @@ Row = list[int]
 Rows = list[list[int]]
 Times = list[float]
 TimeRows = list[list[float]]
+Caches = list[Rows] | None
 
 # Fields of a sequence's row. A cached token is one of the prompt or one emitted; while it decodes,
 # a sequence has OFFSET + the instance's EPOCH of them. JOIN orders the stays in the decoding batch.
@@ -63,7 +65,8 @@ PREEMPTIONS_TOTAL, PROMPT_TOTAL, GENERATION_TOTAL = range(21, 24)
 PHASE = 24
 # Of the prefix cache: whether there is one; tokens looked up and found; blocks on its stack.
 CACHING, BUCKET_MASK, QUERIES_TOTAL, HITS_TOTAL, SPARES = range(25, 30)
-PHASES_AT = 30  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
+INSTANCE = 30  # its place in ``c``
+PHASES_AT = 31  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 
 # Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
 # much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
@@ -161,7 +164,7 @@ def join_decoding(q: Rows, n: Row, slot: int) -> None:
     n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] += 1
 
 
-def leave_decoding(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
+def leave_decoding(q: Rows, n: Row, c: Caches, k: Rows, slot: int) -> None:
     """Take a sequence out of the batch, remember how far it came, and free its blocks."""
     unlink(q, slot)
     size = n[NUM_DECODING] - 1
@@ -176,23 +179,26 @@ def leave_decoding(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
     # All but the newest token have KV; within a decode step there is room for that one too.
     growing = n[STEPS] > 0 and n[STEP_DECODES] > 0
     tokens = cached if growing else cached - 1
-    if n[CACHING]:
-        keep_answer(q, n, c, k, slot, tokens)
+    if c is not None and n[CACHING]:
+        keep_answer(q, n, c[n[INSTANCE]], k, slot, tokens)
     free(q, n, c, k, slot, tokens)
 
 
-def free(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
+def free(q: Rows, n: Row, c: Caches, k: Rows, slot: int, tokens: int) -> None:
     """Free the blocks of a sequence that has KV for so many tokens."""
     count = blocks(n, tokens)
-    n[FREE_BLOCKS] += release(c, n[TOTAL_BLOCKS], k[2 * slot + 1], count) if n[CACHING] else count
+    if c is not None and n[CACHING]:
+        count = release(c[n[INSTANCE]], n[TOTAL_BLOCKS], k[2 * slot + 1], count)
+    n[FREE_BLOCKS] += count
 
 
-def use(n: Row, c: Rows, count: int) -> None:
+def use(n: Row, c: Caches, count: int) -> None:
     """Take free blocks for the sequences that decode; who has which is settled as they leave."""
     n[FREE_BLOCKS] -= count
-    if n[CACHING]:
+    if c is not None and n[CACHING]:
+        cache = c[n[INSTANCE]]
         for spare in range(n[SPARES], n[SPARES] + count):
-            c[SPARE][spare] = take(c, n[BUCKET_MASK], n[TOTAL_BLOCKS])
+            cache[SPARE][spare] = take(cache, n[BUCKET_MASK], n[TOTAL_BLOCKS])
         n[SPARES] += count
 
 
@@ -212,7 +218,7 @@ def keep_answer(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> No
     keep_full(q, n, c, k, slot, tokens)
 
 
-def drop(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
+def drop(q: Rows, n: Row, c: Caches, k: Rows, slot: int) -> None:
     """Abort a sequence and free its blocks at once; a step under way keeps its length."""
     state = q[slot][STATE]
     if state == WAITING:
@@ -237,26 +243,26 @@ def enqueue(q: Rows, n: Row, slot: int) -> None:
     n[NUM_WAITING] += 1
 
 
-def admissible(q: Rows, n: Row, c: Rows, k: Rows) -> bool:
+def admissible(q: Rows, n: Row, c: Caches, k: Rows) -> bool:
     """Whether there is a slot and room for the head of the waiting queue; looks its prompt up."""
     running = n[NUM_PREFILLING] + n[NUM_DECODING]
     if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS]:
         return False
     slot = q[n[HEAD_WAITING]][NEXT]
     needed = blocks(n, prefill_tokens(q, slot))
-    if n[CACHING]:
-        held = k[2 * slot + 1]
+    if c is not None and n[CACHING]:
+        cache, held = c[n[INSTANCE]], k[2 * slot + 1]
         most = min(q[slot][KEYS], (prefill_tokens(q, slot) - 1) // n[BLOCK_TOKENS])
-        hits = look_up(c, n[BUCKET_MASK], k[2 * slot], held, most)
+        hits = look_up(cache, n[BUCKET_MASK], k[2 * slot], held, most)
         q[slot][HITS] = hits
         # A free block that is shared is free no longer.
-        needed -= hits - count_free(c, held, hits)
+        needed -= hits - count_free(cache, held, hits)
     if running > 0:
         needed += n[WATERMARK_BLOCKS]
     return needed <= n[FREE_BLOCKS]
 
 
-def admit(q: Rows, n: Row, c: Rows, k: Rows) -> int:
+def admit(q: Rows, n: Row, c: Caches, k: Rows) -> int:
     """Move the head of the waiting queue to the prompts at prefill; returns its slot."""
     slot = q[n[HEAD_WAITING]][NEXT]
     unlink(q, slot)
@@ -265,8 +271,8 @@ def admit(q: Rows, n: Row, c: Rows, k: Rows) -> int:
     n[NUM_PREFILLING] += 1
     q[slot][STATE] = PREFILLING
     q[slot][COMPUTED] = 0
-    if n[CACHING]:
-        begin_with_hits(q, n, c, k, slot)
+    if c is not None and n[CACHING]:
+        begin_with_hits(q, n, c[n[INSTANCE]], k, slot)
     else:
         n[FREE_BLOCKS] -= blocks(n, prefill_tokens(q, slot))
     return slot
@@ -290,15 +296,15 @@ def begin_with_hits(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
         n[HITS_TOTAL] += q[slot][COMPUTED]
 
 
-def take_chunk(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
+def take_chunk(q: Rows, n: Row, c: Caches, k: Rows, slot: int, tokens: int) -> None:
     q[slot][CHUNK] = tokens
-    if n[CACHING]:
-        keep_full(q, n, c, k, slot, q[slot][COMPUTED] + tokens)
+    if c is not None and n[CACHING]:
+        keep_full(q, n, c[n[INSTANCE]], k, slot, q[slot][COMPUTED] + tokens)
     n[STEP_PROMPTS] += 1
     n[STEP_TOKENS] += tokens
 
 
-def plan_chunks(q: Rows, n: Row, c: Rows, k: Rows, budget: int, admitting: bool) -> None:
+def plan_chunks(q: Rows, n: Row, c: Caches, k: Rows, budget: int, admitting: bool) -> None:
     """Share ``budget`` tokens among the prompts at prefill, then among those waiting."""
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
@@ -314,7 +320,7 @@ def plan_chunks(q: Rows, n: Row, c: Rows, k: Rows, budget: int, admitting: bool)
         budget -= tokens
 
 
-def plan_prompts(q: Rows, n: Row, c: Rows, k: Rows) -> None:
+def plan_prompts(q: Rows, n: Row, c: Caches, k: Rows) -> None:
     """Admit whole prompts within the budget; a longer one alone."""
     budget = n[MAX_BATCHED]
     while admissible(q, n, c, k):
@@ -326,7 +332,7 @@ def plan_prompts(q: Rows, n: Row, c: Rows, k: Rows) -> None:
         budget -= tokens
 
 
-def evict_newest(q: Rows, n: Row, c: Rows, k: Rows) -> int:
+def evict_newest(q: Rows, n: Row, c: Caches, k: Rows) -> int:
     """Send the newest running sequence back to the head of the queue; returns its slot."""
     # Prompts are prefilled in the order of admission, so those at it are newer than all others.
     if n[NUM_PREFILLING] > 0:
@@ -345,7 +351,7 @@ def evict_newest(q: Rows, n: Row, c: Rows, k: Rows) -> int:
     return slot
 
 
-def grow(q: Rows, n: Row, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> bool:
+def grow(q: Rows, n: Row, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float) -> bool:
     """Give every decoding sequence room for its next token; True when some had to be evicted."""
     evicted = False
     phase = PHASES_AT + n[EPOCH] % n[BLOCK_TOKENS]
@@ -377,7 +383,9 @@ def run_length(q: Rows, n: Row) -> int:
     return 1 + min(steps, more)
 
 
-def plan(q: Rows, n: Row, x: Times, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> int:
+def plan(
+    q: Rows, n: Row, x: Times, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float
+) -> int:
     """Plan what follows: evict, admit, share the budget. Returns its number of steps.
 
     0: there is nothing to do. More than 1: they decode, and nothing joins or leaves before the
@@ -478,7 +486,9 @@ def cut_run(n: Row, x: Times, now_s: float) -> None:
 # -- ending
 
 
-def end(q: Rows, n: Row, x: Times, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
+def end(
+    q: Rows, n: Row, x: Times, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float
+) -> None:
     """Apply the steps that ``plan`` planned: their tokens, blocks and finishes."""
     steps = n[STEPS]
     n[STEPS] = 0
@@ -503,7 +513,7 @@ def end(q: Rows, n: Row, x: Times, c: Rows, k: Rows, log: Row, log_s: Times, now
         end_chunks(q, n, c, k, log, log_s, now_s)
 
 
-def end_chunks(q: Rows, n: Row, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
+def end_chunks(q: Rows, n: Row, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
     while slot != head:
@@ -516,7 +526,7 @@ def end_chunks(q: Rows, n: Row, c: Rows, k: Rows, log: Row, log_s: Times, now_s:
 
 
 def end_prefill(
-    q: Rows, n: Row, c: Rows, k: Rows, log: Row, log_s: Times, now_s: float, slot: int
+    q: Rows, n: Row, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float, slot: int
 ) -> None:
     """A prefill is over and emits a token: the first, or after an eviction the next."""
     unlink(q, slot)
@@ -598,8 +608,8 @@ def change_slowdown(
 
 
 def advance(
-    q: Rows, n: Rows, x: TimeRows, c: list[Rows], k: Rows, first: Row, log: Row, log_s: Times,
-    until_s: float, stop: bool,
+    q: Rows, n: Rows, x: TimeRows, c: Caches, k: Rows, first: Row, log: Row,
+    log_s: Times, until_s: float, stop: bool,
 ) -> bool:  # fmt: skip
     """Let every instance work until ``until_s``; what happened is in the log, in time order.
 
@@ -619,9 +629,9 @@ def advance(
         if log[0] + 2 * n[i][MAX_SEQS] + 1 >= len(log):
             return False
         if n[i][PHASE] == END:
-            end(q, n[i], x[i], c[i], k, log, log_s, now_s)
+            end(q, n[i], x[i], c, k, log, log_s, now_s)
             n[i][PHASE] = BEGIN
-        elif plan(q, n[i], x[i], c[i], k, log, log_s, now_s) > 0:
+        elif plan(q, n[i], x[i], c, k, log, log_s, now_s) > 0:
             n[i][PHASE] = END
             x[i][NEXT_S] = run_end_s(x[i], n[i][STEPS])
         else:
