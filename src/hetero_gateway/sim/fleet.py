@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -101,14 +101,8 @@ class EngineFleet:
         self._n = self._array([n + [0] * (width - len(n)) for n, _ in rows])
         self._x = self._array([x for _, x in rows])
         self._q = self._array([row for i in range(len(profiles)) for row in list_heads(3 * i)])
-        self._c: Any = None
-        self._most_blocks = 0
-        if any(self._prefix_caching):
-            self._c = self._caches(
-                block_cache.cache_rows(n[kernel.TOTAL_BLOCKS]) if n[kernel.CACHING] else [[0]]
-                for n, _ in rows
-            )
-            self._most_blocks = max(1, most_blocks)
+        self._c = self._caches([n for n, _ in rows])
+        self._most_blocks = 0 if self._c is None else max(1, most_blocks)
         self._k = self._key_rows(len(self._q))
         self._free_slots: list[int] = []
         first = [0] * leaves + [min(i, len(rows) - 1) for i in range(leaves)]
@@ -133,8 +127,13 @@ class EngineFleet:
     def _array(self, values: list[Any]) -> Any:
         return np.array(values) if self.compiled else values
 
-    def _caches(self, rows: Iterable[kernel.Rows]) -> Any:
-        caches = list(rows)
+    def _caches(self, instances: kernel.Rows) -> Any:
+        if not any(n[kernel.CACHING] for n in instances):
+            return None
+        caches = [
+            block_cache.cache_rows(n[kernel.TOTAL_BLOCKS]) if n[kernel.CACHING] else [[0]]
+            for n in instances
+        ]
         if not self.compiled:
             return caches
         width = max(len(row) for cache in caches for row in cache)

@@ -10,8 +10,8 @@ they run on lists as plain Python, and on numpy arrays when numba compiles them
     k[2·slot], k[2·slot + 1]  its blocks' keys, and its blocks; only with a prefix cache
     n[i]     one instance: integers, the fields FREE_BLOCKS, …, then block phases, then a heap
     x[i]     one instance: floats, the fields P1, …
-    c[i]     one instance: its blocks, see ``block_cache.py``; without prefix caches there is no
-             ``c``, and numba leaves out all that would ask for it
+    c[i]     one instance: its blocks, see ``block_cache.py``; None where nobody has a prefix cache:
+             then numba leaves out all that is about them
     log      what happened: log[0] counts the entries, log[1], … are slot · 4 + kind
     log_s    when: log_s[1], …
 
@@ -38,7 +38,7 @@ Row = list[int]
 Rows = list[list[int]]
 Times = list[float]
 TimeRows = list[list[float]]
-Caches = list[Rows] | None
+Kept = list[Rows] | None
 
 # Fields of a sequence's row. A cached token is one of the prompt or one emitted; while it decodes,
 # a sequence has OFFSET + the instance's EPOCH of them. JOIN orders the stays in the decoding batch.
@@ -164,7 +164,7 @@ def join_decoding(q: Rows, n: Row, slot: int) -> None:
     n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] += 1
 
 
-def leave_decoding(q: Rows, n: Row, c: Caches, k: Rows, slot: int) -> None:
+def leave_decoding(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
     """Take a sequence out of the batch, remember how far it came, and free its blocks."""
     unlink(q, slot)
     size = n[NUM_DECODING] - 1
@@ -184,7 +184,7 @@ def leave_decoding(q: Rows, n: Row, c: Caches, k: Rows, slot: int) -> None:
     free(q, n, c, k, slot, tokens)
 
 
-def free(q: Rows, n: Row, c: Caches, k: Rows, slot: int, tokens: int) -> None:
+def free(q: Rows, n: Row, c: Kept, k: Rows, slot: int, tokens: int) -> None:
     """Free the blocks of a sequence that has KV for so many tokens."""
     count = blocks(n, tokens)
     if c is not None and n[CACHING]:
@@ -192,7 +192,7 @@ def free(q: Rows, n: Row, c: Caches, k: Rows, slot: int, tokens: int) -> None:
     n[FREE_BLOCKS] += count
 
 
-def use(n: Row, c: Caches, count: int) -> None:
+def use(n: Row, c: Kept, count: int) -> None:
     """Take free blocks for the sequences that decode; who has which is settled as they leave."""
     n[FREE_BLOCKS] -= count
     if c is not None and n[CACHING]:
@@ -218,7 +218,7 @@ def keep_answer(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> No
     keep_full(q, n, c, k, slot, tokens)
 
 
-def drop(q: Rows, n: Row, c: Caches, k: Rows, slot: int) -> None:
+def drop(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
     """Abort a sequence and free its blocks at once; a step under way keeps its length."""
     state = q[slot][STATE]
     if state == WAITING:
@@ -243,7 +243,7 @@ def enqueue(q: Rows, n: Row, slot: int) -> None:
     n[NUM_WAITING] += 1
 
 
-def admissible(q: Rows, n: Row, c: Caches, k: Rows) -> bool:
+def admissible(q: Rows, n: Row, c: Kept, k: Rows) -> bool:
     """Whether there is a slot and room for the head of the waiting queue; looks its prompt up."""
     running = n[NUM_PREFILLING] + n[NUM_DECODING]
     if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS]:
@@ -262,7 +262,7 @@ def admissible(q: Rows, n: Row, c: Caches, k: Rows) -> bool:
     return needed <= n[FREE_BLOCKS]
 
 
-def admit(q: Rows, n: Row, c: Caches, k: Rows) -> int:
+def admit(q: Rows, n: Row, c: Kept, k: Rows) -> int:
     """Move the head of the waiting queue to the prompts at prefill; returns its slot."""
     slot = q[n[HEAD_WAITING]][NEXT]
     unlink(q, slot)
@@ -296,7 +296,7 @@ def begin_with_hits(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
         n[HITS_TOTAL] += q[slot][COMPUTED]
 
 
-def take_chunk(q: Rows, n: Row, c: Caches, k: Rows, slot: int, tokens: int) -> None:
+def take_chunk(q: Rows, n: Row, c: Kept, k: Rows, slot: int, tokens: int) -> None:
     q[slot][CHUNK] = tokens
     if c is not None and n[CACHING]:
         keep_full(q, n, c[n[INSTANCE]], k, slot, q[slot][COMPUTED] + tokens)
@@ -304,7 +304,7 @@ def take_chunk(q: Rows, n: Row, c: Caches, k: Rows, slot: int, tokens: int) -> N
     n[STEP_TOKENS] += tokens
 
 
-def plan_chunks(q: Rows, n: Row, c: Caches, k: Rows, budget: int, admitting: bool) -> None:
+def plan_chunks(q: Rows, n: Row, c: Kept, k: Rows, budget: int, admitting: bool) -> None:
     """Share ``budget`` tokens among the prompts at prefill, then among those waiting."""
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
@@ -320,7 +320,7 @@ def plan_chunks(q: Rows, n: Row, c: Caches, k: Rows, budget: int, admitting: boo
         budget -= tokens
 
 
-def plan_prompts(q: Rows, n: Row, c: Caches, k: Rows) -> None:
+def plan_prompts(q: Rows, n: Row, c: Kept, k: Rows) -> None:
     """Admit whole prompts within the budget; a longer one alone."""
     budget = n[MAX_BATCHED]
     while admissible(q, n, c, k):
@@ -332,7 +332,7 @@ def plan_prompts(q: Rows, n: Row, c: Caches, k: Rows) -> None:
         budget -= tokens
 
 
-def evict_newest(q: Rows, n: Row, c: Caches, k: Rows) -> int:
+def evict_newest(q: Rows, n: Row, c: Kept, k: Rows) -> int:
     """Send the newest running sequence back to the head of the queue; returns its slot."""
     # Prompts are prefilled in the order of admission, so those at it are newer than all others.
     if n[NUM_PREFILLING] > 0:
@@ -351,7 +351,7 @@ def evict_newest(q: Rows, n: Row, c: Caches, k: Rows) -> int:
     return slot
 
 
-def grow(q: Rows, n: Row, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float) -> bool:
+def grow(q: Rows, n: Row, c: Kept, k: Rows, log: Row, log_s: Times, now_s: float) -> bool:
     """Give every decoding sequence room for its next token; True when some had to be evicted."""
     evicted = False
     phase = PHASES_AT + n[EPOCH] % n[BLOCK_TOKENS]
@@ -383,9 +383,7 @@ def run_length(q: Rows, n: Row) -> int:
     return 1 + min(steps, more)
 
 
-def plan(
-    q: Rows, n: Row, x: Times, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float
-) -> int:
+def plan(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, now_s: float) -> int:
     """Plan what follows: evict, admit, share the budget. Returns its number of steps.
 
     0: there is nothing to do. More than 1: they decode, and nothing joins or leaves before the
@@ -486,9 +484,7 @@ def cut_run(n: Row, x: Times, now_s: float) -> None:
 # -- ending
 
 
-def end(
-    q: Rows, n: Row, x: Times, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float
-) -> None:
+def end(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
     """Apply the steps that ``plan`` planned: their tokens, blocks and finishes."""
     steps = n[STEPS]
     n[STEPS] = 0
@@ -513,7 +509,7 @@ def end(
         end_chunks(q, n, c, k, log, log_s, now_s)
 
 
-def end_chunks(q: Rows, n: Row, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
+def end_chunks(q: Rows, n: Row, c: Kept, k: Rows, log: Row, log_s: Times, now_s: float) -> None:
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
     while slot != head:
@@ -526,7 +522,7 @@ def end_chunks(q: Rows, n: Row, c: Caches, k: Rows, log: Row, log_s: Times, now_
 
 
 def end_prefill(
-    q: Rows, n: Row, c: Caches, k: Rows, log: Row, log_s: Times, now_s: float, slot: int
+    q: Rows, n: Row, c: Kept, k: Rows, log: Row, log_s: Times, now_s: float, slot: int
 ) -> None:
     """A prefill is over and emits a token: the first, or after an eviction the next."""
     unlink(q, slot)
@@ -608,8 +604,8 @@ def change_slowdown(
 
 
 def advance(
-    q: Rows, n: Rows, x: TimeRows, c: Caches, k: Rows, first: Row, log: Row,
-    log_s: Times, until_s: float, stop: bool,
+    q: Rows, n: Rows, x: TimeRows, c: Kept, k: Rows, first: Row, log: Row, log_s: Times,
+    until_s: float, stop: bool,
 ) -> bool:  # fmt: skip
     """Let every instance work until ``until_s``; what happened is in the log, in time order.
 

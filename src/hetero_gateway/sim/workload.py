@@ -216,10 +216,8 @@ def mean_rate_per_s(arrival_s: Floats) -> float:
 
 def at_rate(arrival_s: Floats, rate_per_s: float) -> Floats:
     """Given times from 0, stretched to a mean rate; an infinite rate makes them all 0."""
-    if math.isinf(rate_per_s):
-        return all_at_once(arrival_s.size)
     own_rate_per_s = mean_rate_per_s(arrival_s)
-    if math.isinf(own_rate_per_s):
+    if math.isinf(rate_per_s) or math.isinf(own_rate_per_s):
         return all_at_once(arrival_s.size)
     times: Floats = (arrival_s - arrival_s[0]) * (own_rate_per_s / rate_per_s)
     return times

@@ -260,16 +260,13 @@ def _leave(w: World, request: int) -> None:
 
 
 def _next_wakeup_s(queue: Queue) -> float:
-    """``Scheduler.next_wakeup_s`` while somebody waits; infinite: never."""
+    """``Scheduler.next_wakeup_s`` while somebody waits, who was tried at once."""
     x = queue.x
-    soonest_s = math.inf
     patience_ends_s = x[PUMPED_S] + MOST_PATIENCE_S
     drain_begins_s = x[LAST_ARRIVAL_S] + idle_before_drain_s(x[MEAN_GAP_S])
-    if patience_ends_s > x[PUMPED_S]:
-        soonest_s = patience_ends_s
     if drain_begins_s > x[PUMPED_S]:
-        soonest_s = min(soonest_s, drain_begins_s)
-    return soonest_s
+        patience_ends_s = min(patience_ends_s, drain_begins_s)
+    return float(patience_ends_s)
 
 
 def _pump(e: EngineTables, w: World, rng: np.random.Generator) -> None:

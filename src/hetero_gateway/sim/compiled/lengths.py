@@ -37,12 +37,10 @@ def length_classes(prompt_tokens: Integers) -> Integers:
 
 
 def predict(b: BucketMeans, length_class: int) -> float:
-    value, mean, overall = b.prior_tokens, b.means[length_class], b.means[_ALL]
-    if mean.weight > 0:
-        value = mean.value
-    elif overall.weight > 0:
-        value = overall.value
-    return max(1.0, value)
+    for mean in (b.means[length_class], b.means[_ALL]):
+        if mean.weight > 0:
+            return float(max(1.0, mean.value))
+    return max(1.0, b.prior_tokens)
 
 
 def learn(b: BucketMeans, length_class: int, output_tokens: int) -> None:

@@ -278,12 +278,9 @@ def _better_of_two(
         return _nth(takes, first)
     second = (first + 1 + int(rng.random() * (count - 1))) % count
     one, other = _nth(takes, first), _nth(takes, second)
-    score = (there.in_flight[one] + 1) / pool.members[one, CAPACITY_PER_S]
-    return (
-        one
-        if score <= (there.in_flight[other] + 1) / pool.members[other, CAPACITY_PER_S]
-        else other
-    )
+    capacity = pool.members[:, CAPACITY_PER_S]
+    score = (there.in_flight[one] + 1) / capacity[one]
+    return one if score <= (there.in_flight[other] + 1) / capacity[other] else other
 
 
 def _whose_turn(weights: FloatArray, owed: FloatArray, takes: Flags) -> int:
