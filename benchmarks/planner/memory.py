@@ -245,7 +245,7 @@ def fit(facts: Sequence[Fact]) -> Coefficients:
 def _residuals_gib(fact: Fact, c: Coefficients) -> list[float]:
     """Each logged part; where there is no log of the parts, the KV memory itself."""
     off = []
-    parts = {part.name: part.bytes_per_accelerator / GIB for part in estimate(fact, c).parts}
+    parts = {name: each / GIB for name, each in estimate(fact, c).parts.items()}
     if fact.activations_gib is not None:
         off.append(parts["activations"] - fact.activations_gib)
     if fact.outside_gib is not None:

@@ -154,7 +154,6 @@ def case(card: str, name: str, t: int, stages: int, kv_tokens: int) -> tuple[Pro
     """The profile without stages, and with."""
     device, model = accelerator(card), model_card(name)
     base = roofline_profile(device, model, t, 256, kv_tokens)
-    assert base is not None
     return base, pipelined_profile(base, model, device, Size(t, stages), None)
 
 

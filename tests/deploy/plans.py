@@ -44,7 +44,7 @@ def profile(accelerator: str, tensor_parallel: int) -> Profile:
 
 def instance_type(accelerator: str, tensor_parallel: int) -> InstanceType:
     made = profile(accelerator, tensor_parallel)
-    memory = MemoryEstimate(made.kv_capacity_tokens, 1e10, (), 0.03, False, "fitted")
+    memory = MemoryEstimate(made.kv_capacity_tokens, 1e10, {}, 0.03, False, "fitted")
     return InstanceType(accelerator, tensor_parallel, made, memory, 0.15)
 
 

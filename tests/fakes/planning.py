@@ -10,7 +10,7 @@ import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.planner import trials
-from hetero_gateway.planner.plan import InstanceType, MemoryEstimate, MemoryPart
+from hetero_gateway.planner.plan import InstanceType, MemoryEstimate
 from hetero_gateway.sim import alone
 from hetero_gateway.sim.cluster import Records, simulate
 from hetero_gateway.sim.fleet import can_compile
@@ -67,7 +67,7 @@ def instance_type(
     )
     tokens = kv_tokens if kv_tokens is not None else 12_000 * t - 6_000
     profile = Profile(accelerator, "model", t, made, tokens, max_num_seqs, {"how": "derived"})
-    parts = (MemoryPart("weights", 16e9 / t),)
+    parts = {"weights": 16e9 / t}
     memory = MemoryEstimate(tokens, tokens * 131_072.0, parts, 0.05, tight, "fitted")
     return InstanceType(accelerator, t, profile, memory, uncertainty)
 

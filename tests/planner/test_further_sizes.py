@@ -33,8 +33,7 @@ TOLD = EngineOptions(max_model_len=4096, max_num_batched_tokens=2048)
 
 
 def weights(model, card, size):
-    memory = instance_memory(model, accelerator(card), size, TOLD)
-    return sum(p.bytes_per_accelerator for p in memory.parts if p.name == "weights")
+    return instance_memory(model, accelerator(card), size, TOLD).parts["weights"]
 
 
 def test_the_fullest_stage_decides() -> None:
@@ -80,7 +79,6 @@ def test_experts_are_shared_out_over_all_copies() -> None:
 def test_a_round_of_a_pipeline_costs_what_its_stages_do() -> None:
     card = accelerator("L40S")
     base = roofline_profile(card, LARGE, 2, 256, 60_000)
-    assert base is not None
     two = pipelined_profile(base, LARGE, card, Size(2, 2), None)
     own, piped = (decode_step_time_s(p.constants, 128, 600) for p in (base, two))
     # Weights are read as often, the KV by twice as many accelerators.

@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
     if checkpoints:
         told["checkpoints"] = checkpoints
     if again is not None:
-        told["from_gateway"] = plan_comparison.document(seen.traffic, compared)
+        told["from_gateway"] = plan_comparison.document(seen, compared)
 
     def text() -> None:
         print(title(plan, request, took_s))
         print_plan(plan)
         if again is not None:
             print()
-            plan_comparison.print_comparison(seen.traffic, compared)
+            plan_comparison.print_comparison(seen, compared)
 
     CommandReport(told, text, lambda: render(plan, request, told)).tell(args)
     plan_output.write(args, plan, request, told)

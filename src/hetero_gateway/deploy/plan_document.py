@@ -152,7 +152,7 @@ def _type(key: tuple[str, int], found: InstanceType, plan: Plan) -> dict[str, An
         "kv_uncertainty": memory.uncertainty,
         "tight": memory.tight,
         "memory": memory.how,
-        "memory_bytes_per_accelerator": {p.name: p.bytes_per_accelerator for p in memory.parts},
+        "memory_bytes_per_accelerator": dict(memory.parts),
         "max_num_seqs": found.profile.max_num_seqs,
         "times": found.profile.source.get("how", "not said"),
         "time_uncertainty": found.time_uncertainty,

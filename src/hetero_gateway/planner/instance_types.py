@@ -19,12 +19,7 @@ from hetero_gateway.planner import expert_parallel, pipelines
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.expert_parallel import expert_parallel_profile
 from hetero_gateway.planner.further_sizes import MeanRequest, across, promising, within
-from hetero_gateway.planner.memory import (
-    EngineOptions,
-    Method,
-    StartUp,
-    tokens_at,
-)
+from hetero_gateway.planner.memory import EngineOptions, Method, StartUp, tokens_at
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 from hetero_gateway.planner.pipelines import Network, pipelined_profile
@@ -195,9 +190,8 @@ class _Kind:
             )
             uncertainty = _uncertainty(profile, device)
         else:
-            guess = roofline_profile(device, model, size.tensor, sequences, room)
-            assert guess is not None  # there is room for a token
-            profile, uncertainty = guess, device.uncertainty
+            profile = roofline_profile(device, model, size.tensor, sequences, room)
+            uncertainty = device.uncertainty
         slots = size.tensor > 2 and device.link_bytes_per_s < SLOT_BYTES_PER_S
         if slots and _how(profile) != "measured":
             uncertainty = max(uncertainty, SLOTS_UNCERTAINTY)

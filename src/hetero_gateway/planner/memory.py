@@ -20,7 +20,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import GIB, Accelerator
 from hetero_gateway.planner.model_shape import ModelShape, Quantization
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
-from hetero_gateway.planner.plan import MemoryEstimate, MemoryPart
+from hetero_gateway.planner.plan import MemoryEstimate
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS
 
 Method = Literal["fitted", "paper"]
@@ -180,7 +180,7 @@ class StartUp(NamedTuple):
     c: Coefficients = FITTED
 
     def memory(
-        self, method: Method = "fitted", needed_tokens: int = 1, others: tuple[MemoryPart, ...] = ()
+        self, method: Method = "fitted", needed_tokens: int = 1, buffers_bytes: float = 0.0
     ) -> MemoryEstimate:
         """The KV memory of the instance, and what else is in its accelerators' memory.
 
@@ -192,12 +192,14 @@ class StartUp(NamedTuple):
         Args:
             method: "fitted", or "paper" for Eq. (1) as printed.
             needed_tokens: of the longest request; what ``tight`` is judged by, with max_model_len.
-            others: what else each accelerator holds.
+            buffers_bytes: what each accelerator holds to pass activations on, beyond those of
+                tensor parallelism.
         """
         model, t, options = self.model, self.tensor_parallel, self.options
-        parts = (self._paper_parts() if method == "paper" else self._fitted_parts()) + others
-        taken = sum(part.bytes_per_accelerator for part in parts)
-        kv_bytes = t * (self.accelerator.memory_bytes - taken)
+        parts = self._paper_parts() if method == "paper" else self._fitted_parts()
+        if buffers_bytes:
+            parts["other communicators"] = buffers_bytes
+        kv_bytes = t * (self.accelerator.memory_bytes - sum(parts.values()))
         needed = max(needed_tokens, options.max_model_len or 1)
         each = model.kv_token_bytes(t, options.kv_dtype)
         if not model.keeps_all:
@@ -284,7 +286,7 @@ class StartUp(NamedTuple):
 
     # -- parts
 
-    def _paper_parts(self) -> tuple[MemoryPart, ...]:
+    def _paper_parts(self) -> dict[str, float]:
         """Eq. (1) taken apart; the KV bytes that it leaves are those of ``core.cost_model``."""
         t, d, utilisation = (
             self.tensor_parallel,
@@ -295,26 +297,26 @@ class StartUp(NamedTuple):
             t, d, utilisation, RESERVED_BYTES, self.model.parameters, self.model.bytes_per_weight
         )
         free = d * (1 - utilisation)
-        return (
-            MemoryPart("left free", free),
-            MemoryPart("weights", d - free - RESERVED_BYTES - kv_bytes / t),
-            MemoryPart("reserved", float(RESERVED_BYTES)),
-        )
+        return {
+            "left free": free,
+            "weights": d - free - RESERVED_BYTES - kv_bytes / t,
+            "reserved": float(RESERVED_BYTES),
+        }
 
-    def _fitted_parts(self) -> tuple[MemoryPart, ...]:
+    def _fitted_parts(self) -> dict[str, float]:
         usable = self.accelerator.usable_bytes
-        parts = [
-            MemoryPart("not usable", self.accelerator.memory_bytes - usable),
-            MemoryPart("left free", usable * (1 - self.options.utilisation)),
-            MemoryPart("weights", self.model.weight_bytes(self.tensor_parallel)),
-            MemoryPart("activations", self.activation_bytes()),
-            MemoryPart("outside torch", self.outside_bytes()),
-        ]
+        parts = {
+            "not usable": self.accelerator.memory_bytes - usable,
+            "left free": usable * (1 - self.options.utilisation),
+            "weights": self.model.weight_bytes(self.tensor_parallel),
+            "activations": self.activation_bytes(),
+            "outside torch": self.outside_bytes(),
+        }
         uncounted = self._second_runner and self.options.version < _SECOND_RUNNER_COUNTS_GRAPHS
         if self._graphs_counted and not uncounted:
-            graphs = (self.c.graphs + self.c.graphs_per_layer * self.model.layers) * GIB
-            parts.append(MemoryPart("CUDA graphs", graphs))
-        return tuple(parts)
+            graphs = self.c.graphs + self.c.graphs_per_layer * self.model.layers
+            parts["CUDA graphs"] = graphs * GIB
+        return parts
 
     @property
     def _graphs_counted(self) -> bool:

@@ -39,17 +39,10 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """One consumer of an accelerator's memory."""
-
-    name: str  # "weights", "activations", "CUDA graphs", …
-    bytes_per_accelerator: float
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """The KV memory of an instance, and what the rest of its accelerators' memory is made of.
 
+    ``parts`` are bytes of each accelerator: "weights", "activations", "CUDA graphs", …
     ``kv_capacity_tokens`` may be below what the longest request needs: then the type is unfit.
     ``uncertainty`` is relative, of the KV bytes (one standard deviation of the model's error on
     deployments it was not fitted to). ``tight``: the verdict would change within that uncertainty.
@@ -57,7 +50,7 @@ class MemoryEstimate:
 
     kv_capacity_tokens: int
     kv_bytes: float
-    parts: tuple[MemoryPart, ...]
+    parts: Mapping[str, float]
     uncertainty: float
     tight: bool
     how: str  # "paper", "fitted", "measured"

@@ -245,7 +245,7 @@ def with_running_types(question: Question, present: Present, model: ModelShape) 
             continue
         tokens = each.instance.kv_capacity_tokens or each.profile.kv_capacity_tokens
         kv_bytes = tokens * model.kv_token_bytes(each.key[1])
-        memory = MemoryEstimate(tokens, kv_bytes, (), 0.0, False, "measured")
+        memory = MemoryEstimate(tokens, kv_bytes, {}, 0.0, False, "measured")
         profile = dataclasses.replace(each.profile, kv_capacity_tokens=tokens)
         types[each.key] = InstanceType(*each.key, profile, memory, 0.0)
     unfit = tuple(u for u in question.unfit if (u.accelerator, u.tensor_parallel) not in types)
@@ -333,17 +333,6 @@ def aligned(
 
 
 # Beside what would be best
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a gateway has seen, in figures; ``rate_per_s`` None: too few requests to tell."""
-
-    url: str
-    policy: str
-    requests: int
-    span_s: float
-    rate_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

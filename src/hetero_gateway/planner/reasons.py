@@ -182,8 +182,7 @@ class Reasons:
             return f"max_num_seqs {found.profile.max_num_seqs}"
         if limit == "prefill":
             return "prefills take the time"
-        weights = sum(p.bytes_per_accelerator for p in found.memory.parts if p.name == "weights")
-        held = weights and copies > 1
+        held = found.memory.parts.get("weights") and copies > 1
         return f"KV: the weights are held {copies} times" if held else "KV"
 
 

@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 from hetero_gateway.core.costs.cost_model import (
     attended_pairs,
     decode_step_time_s,
-    kv_capacity_bytes,
     prefill_time_s,
 )
 from hetero_gateway.core.costs.least_squares import non_negative_solution
-from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS, Constants, Profile
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.model_shape import ModelShape
 
@@ -58,9 +57,6 @@ SWITCHED_SHARES = {2: 0.57, 4: 0.44, 8: 0.36}
 SLOT_START_S = 3.3e-6  # for each card
 # Beyond two cards boxes differ too much for better (the two above by a factor of 3).
 SLOTS_UNCERTAINTY = 0.4
-# Eq. (1) as the paper sets it: φ, and δ per accelerator.
-UTILISATION = 0.9
-RESERVED_BYTES = 2 * 2**30
 
 # The grid of the fit: batches, and prompt or cached tokens per sequence.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -73,18 +69,11 @@ StepTime = Callable[[float, float], float]
 def roofline_profile(
     accelerator: Accelerator,
     model: ModelShape,
-    tensor_parallel: int = 1,
-    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
-    kv_capacity_tokens: int | None = None,
-) -> Profile | None:
-    """The profile of one instance, or None when the model's weights leave no room for KV.
-
-    ``kv_capacity_tokens`` is what a better model than Eq. (1) says.
-    """
-    if kv_capacity_tokens is None:
-        kv_capacity_tokens = paper_kv_tokens(accelerator, model, tensor_parallel)
-    if kv_capacity_tokens < 1:
-        return None
+    tensor_parallel: int,
+    max_num_seqs: int,
+    kv_capacity_tokens: int,
+) -> Profile:
+    """The profile of one instance."""
     prefill, decode = step_times(accelerator, model, tensor_parallel)
     p9 = attended_pair_s(accelerator, model, tensor_parallel)
     return fitted_profile(
@@ -131,19 +120,6 @@ def fitted_profile(
             },
         },
     )
-
-
-def paper_kv_tokens(accelerator: Accelerator, model: ModelShape, tensor_parallel: int) -> int:
-    """Eq. (1) in tokens, with φ, δ and the nominal memory as the paper sets them."""
-    kv_bytes = kv_capacity_bytes(
-        tensor_parallel,
-        accelerator.memory_bytes,
-        UTILISATION,
-        RESERVED_BYTES,
-        model.parameters,
-        model.bytes_per_weight,
-    )
-    return int(kv_bytes // model.kv_token_bytes())
 
 
 def step_times(

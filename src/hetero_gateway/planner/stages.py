@@ -16,15 +16,9 @@ import math
 from collections.abc import Iterator
 
 from hetero_gateway.planner.accelerators import GIB, Accelerator
-from hetero_gateway.planner.memory import (
-    FITTED,
-    EngineOptions,
-    Method,
-    StartUp,
-    is_feasible,
-)
+from hetero_gateway.planner.memory import FITTED, EngineOptions, Method, StartUp, is_feasible
 from hetero_gateway.planner.model_shape import ModelShape
-from hetero_gateway.planner.plan import MemoryEstimate, MemoryPart
+from hetero_gateway.planner.plan import MemoryEstimate
 from hetero_gateway.planner.sizes import Size, as_size, layer_partition
 
 # Of a communicator that passes activations on, GiB: as for one of tensor parallelism over a slot;
@@ -50,12 +44,12 @@ def instance_memory(
     if size.plain:
         start = StartUp(model, accelerator, size.tensor, options)
         return start.memory(method, needed_tokens)
-    buffers = _buffers(model, size, options.batched_tokens(accelerator))
+    buffers_bytes = _buffers_bytes(model, size, options.batched_tokens(accelerator))
     starts = [
         StartUp(stage, accelerator, size.tensor, options)
         for stage in _distinct_stages(_copy(model, size), size.pipeline)
     ]
-    held = [(start.model, start.memory(method, needed_tokens, (buffers,))) for start in starts]
+    held = [(start.model, start.memory(method, needed_tokens, buffers_bytes)) for start in starts]
     stage, memory = min(held, key=lambda pair: (pair[1].kv_capacity_tokens, pair[1].kv_bytes))
     own = stage.kv_request_bytes(needed_tokens, size.tensor, options.kv_dtype)
     whole = model.kv_request_bytes(needed_tokens, size.tensor, options.kv_dtype)
@@ -82,7 +76,7 @@ def _copy(model: ModelShape, size: Size) -> ModelShape:
     return dataclasses.replace(model, experts=math.ceil(model.experts / size.data))
 
 
-def _buffers(model: ModelShape, size: Size, tokens: int) -> MemoryPart:
+def _buffers_bytes(model: ModelShape, size: Size, tokens: int) -> float:
     """What passes activations on, to the next stage or to the experts of other copies."""
     taken = _COMMUNICATOR_GIB * GIB
     each = tokens * model.hidden * model.dtype_bytes
@@ -90,7 +84,7 @@ def _buffers(model: ModelShape, size: Size, tokens: int) -> MemoryPart:
         taken += 2 * each  # hidden states and residual
     if size.data > 1:
         taken += 2 * each * size.data  # all copies' tokens, gathered and to be scattered
-    return MemoryPart("other communicators", taken)
+    return taken
 
 
 def _distinct_stages(model: ModelShape, stages: int) -> Iterator[ModelShape]:

@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.planner.accelerators import Accelerator
-from hetero_gateway.planner.memory import (
-    EngineOptions,
-    Method,
-    StartUp,
-    is_feasible,
-)
+from hetero_gateway.planner.memory import EngineOptions, Method, StartUp, is_feasible
 from hetero_gateway.planner.model_shape import ModelShape, Quantization
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 

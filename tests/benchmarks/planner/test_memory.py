@@ -26,7 +26,7 @@ def row(name: str, t: int, version: str, note: str = "", length: int = 8192) -> 
     model, card = model_card(name), accelerator("H100-80GB-SXM")
     told = EngineOptions(max_model_len=length, vllm_version=version, enforce_eager=True)
     found = StartUp(model, card, t, told, PLANTED).memory()
-    gib = {part.name: part.bytes_per_accelerator / GIB for part in found.parts}
+    gib = {name: each / GIB for name, each in found.parts.items()}
     return {
         "model": name, "params_b": model.parameters / 1e9, "layers": model.layers,
         "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads,

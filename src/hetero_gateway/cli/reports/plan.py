@@ -440,20 +440,9 @@ def memory_figure(plan: Plan) -> dict[str, Any]:
     """GiB of one accelerator by instance type, stacked; the KV cache on top."""
     keys = sorted(plan.types)
     labels = [text(f"{accelerator} tp{t}") for accelerator, t in keys]
-    parts = list(dict.fromkeys(p.name for key in keys for p in plan.types[key].memory.parts))
+    parts = list(dict.fromkeys(name for key in keys for name in plan.types[key].memory.parts))
     series = [
-        (
-            part,
-            [
-                sum(
-                    p.bytes_per_accelerator / _GIB
-                    for p in plan.types[key].memory.parts
-                    if p.name == part
-                )
-                for key in keys
-            ],
-        )
-        for part in parts
+        (part, [plan.types[key].memory.parts.get(part, 0) / _GIB for key in keys]) for part in parts
     ]
     series.append(("KV cache", [plan.types[k].memory.kv_bytes / k[1] / _GIB for k in keys]))
     hover = "%{fullData.name}<br>%{x}: %{y:.2f} GiB"

@@ -9,24 +9,25 @@ from typing import Any
 
 from hetero_gateway.cli.reports.report import print_table
 from hetero_gateway.lab.load.admin import printable
+from hetero_gateway.lab.profiler.seen import SeenGateway
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
-from hetero_gateway.planner.present import NOISE, Comparison, Traffic
+from hetero_gateway.planner.present import NOISE, Comparison
 from hetero_gateway.sim.figures import finite
 
 # Instances that are named in one line.
 _NAMES = 6
 
 
-def document(traffic: Traffic, comparison: Comparison) -> dict[str, Any]:
+def document(seen: SeenGateway, comparison: Comparison) -> dict[str, Any]:
     """Now, proposed, and what the change is worth, as JSON."""
     best, now, present = comparison.best, comparison.now, comparison.present
     return {
-        "url": traffic.url,
-        "policy": traffic.policy,
-        "requests": traffic.requests,
-        "observed_s": traffic.span_s,
-        "rate_per_s": traffic.rate_per_s,
+        "url": seen.url,
+        "policy": seen.policy,
+        "requests": len(seen.rows),
+        "observed_s": seen.span_s,
+        "rate_per_s": seen.rate_per_s,
         "instances": [
             {
                 "id": p.instance.id,
@@ -67,16 +68,16 @@ def _finite(figures: SystemFigures) -> dict[str, float | None]:
     return {name: finite(value) for name, value in dataclasses.asdict(figures).items()}
 
 
-def print_comparison(traffic: Traffic, comparison: Comparison) -> None:
+def print_comparison(seen: SeenGateway, comparison: Comparison) -> None:
     """The table, and a line on every instance that was left out."""
     plan, present = comparison.plan, comparison.present
     now, best = comparison.now, comparison.best
-    rate = "" if traffic.rate_per_s is None else f", {traffic.rate_per_s:.3g} requests/s"
+    rate = "" if seen.rate_per_s is None else f", {seen.rate_per_s:.3g} requests/s"
     fitted = [p.instance.id for p in present.placed if p.instance.observed]
     more = f" and {len(fitted) - _NAMES} more" if len(fitted) > _NAMES else ""
     print(
-        f"{printable(traffic.url)}: instances on machines of the file: {len(present.placed)}; "
-        f"requests: {traffic.requests} in {traffic.span_s:.0f} s{rate}"
+        f"{printable(seen.url)}: instances on machines of the file: {len(present.placed)}; "
+        f"requests: {len(seen.rows)} in {seen.span_s:.0f} s{rate}"
     )
     names = printable(", ".join(fitted[:_NAMES]) or "none")
     print(f"Times are by their own traffic of: {names}{more}.")

@@ -26,7 +26,7 @@ from hetero_gateway.files.trace import TraceRequest, parse_trace
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.lab.load.admin import fetch_csv, fetch_document
 from hetero_gateway.lab.profiler.observed import fit_observed
-from hetero_gateway.planner.present import Running, Traffic
+from hetero_gateway.planner.present import Running
 
 # A fit that misses held-out rows by more than this (median) is not believed, as in the gateway.
 _MOST_ERROR = 0.3
@@ -71,10 +71,6 @@ class SeenGateway:
 
     def _arrivals(self) -> list[float]:
         return [row.arrival_s for row in self.rows if row.arrival_s is not None]
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(self.url, self.policy, len(self.rows), self.span_s, self.rate_per_s)
 
 
 def ask(url: str, admin_key_env: str | None) -> SeenGateway:
