@@ -36,7 +36,7 @@ from hetero_gateway.lab.load.children import Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import Summary, summarise
 from hetero_gateway.plain_httpx import httpx
 
@@ -101,7 +101,7 @@ async def _until_picked(admin_port: int) -> None:
 
 
 async def _replayed(url: str, load: list[LoadRequest], maker: BodyMaker) -> Summary:
-    records = await replay(parse_target(url), load, maker, ReplayOptions(timeout_s=300.0))
+    records = await replay(parse_target(url), load, maker, timeout_s=300.0)
     return summarise(records)
 
 

@@ -49,7 +49,7 @@ from hetero_gateway.lab.load.children import Child, Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.plain_httpx import httpx
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, poisson_arrivals
@@ -192,7 +192,7 @@ class OverHttp:
 
         async def of(name: str) -> list[Any]:
             target = parse_target(self._url, self._keys[name])
-            return await replay(target, requests[name], self._maker, ReplayOptions(timeout_s=900))
+            return await replay(target, requests[name], self._maker, timeout_s=900)
 
         # What still waits when the quiet one is done tells nothing more.
         flood = asyncio.ensure_future(of(OTHER))

@@ -55,7 +55,7 @@ from hetero_gateway.lab.load.children import Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import summarise
 from hetero_gateway.sim import result as simulated_result
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
@@ -175,7 +175,7 @@ class Rig:
         requests = [dataclasses.replace(r, due_s=r.due_s / scale) for r in load.requests]
         lost_s = await cluster.lost_s()
         target = parse_target(cluster.url)
-        records = await replay(target, requests, maker, ReplayOptions(timeout_s=TIMEOUT_S))
+        records = await replay(target, requests, maker, timeout_s=TIMEOUT_S)
         self._children.check()
         lost_s = await cluster.lost_s() - lost_s
         summary = summarise(records)

@@ -37,7 +37,7 @@ from hetero_gateway.lab.load.admin import fetch_document
 from hetero_gateway.lab.load.children import Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import Summary, summarise
 
 POLICIES = ("finish-time", "capacity-weighted", "round-robin")
@@ -119,7 +119,7 @@ async def run(
         url = await gateway.url()
         await wait_up(url)
         maker = BodyMaker(model, PromptKind.TOKEN_IDS, True, 4.0, filler_pool(), cache_salt=salt)
-        records = await replay(parse_target(url), requests, maker, ReplayOptions())
+        records = await replay(parse_target(url), requests, maker)
         summary = summarise(records)
         if summary.errors:
             raise HeteroGatewayError(f"{policy}: {summary.errors_by_kind}")

@@ -54,7 +54,7 @@ from hetero_gateway.lab.load.children import Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
@@ -180,8 +180,8 @@ async def _load(
     prompts, outputs = LENGTHS.draw(count, np.random.default_rng(seed))
     requests = [LoadRequest(0.0, int(i), int(o)) for i, o in zip(prompts, outputs, strict=True)]
     maker = BodyMaker(MODEL, PromptKind.TOKEN_IDS, True, 4.0, filler_pool(), int(outputs.max()))
-    options = ReplayOptions(concurrency=in_flight)
-    await replay(parse_target(cluster.url), requests, maker, options, records.append)
+    target = parse_target(cluster.url)
+    await replay(target, requests, maker, records.append, concurrency=in_flight)
 
 
 async def _slow_down(cluster: EmulatedCluster) -> None:

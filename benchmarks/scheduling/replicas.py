@@ -63,7 +63,7 @@ from hetero_gateway.lab.load.children import START_TIMEOUT_S, Child, Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord, summarise
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
@@ -276,7 +276,7 @@ class Rig:
                     parse_target(url),
                     [requests[i] for i in part],
                     maker,
-                    ReplayOptions(timeout_s=TIMEOUT_S),
+                    timeout_s=TIMEOUT_S,
                 )
                 for url, part in zip(urls, parts, strict=True)
             )

@@ -31,7 +31,7 @@ from hetero_gateway.lab.load.children import Children
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord
 
 GOAL = 0.95
@@ -61,7 +61,7 @@ async def tokens_per_s(url: str, clients: int, seconds: float) -> float:
     records: list[RequestRecord] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await replay(parse_target(url), load, maker, ReplayOptions(clients), records.append)
+            await replay(parse_target(url), load, maker, records.append, concurrency=clients)
     if wrong := [record.error for record in records if record.error]:
         raise SystemExit(f"{url}: {wrong[0]}")
     # Requests that were cut off at the end do not reach back to the part that counts.

@@ -65,7 +65,7 @@ from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.comparison import NOISE
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance, write_profile
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord, Summary, summarise
 from hetero_gateway.sim.experiment import (
     Bound,
@@ -293,7 +293,7 @@ async def _send(url: str, workload: Workload, scale: float) -> dict[str, list[Re
         salt = one if workload.classes else None
         maker = BodyMaker(MODEL, PromptKind.TOKEN_IDS, True, 4.0, filler_pool(), longest, salt)
         target = parse_target(url, _key_of(one) if workload.classes else None)
-        return await replay(target, requests, maker, ReplayOptions(timeout_s=TIMEOUT_S))
+        return await replay(target, requests, maker, timeout_s=TIMEOUT_S)
 
     sent = await asyncio.gather(*(send(one, its) for one, its in by_class.items()))
     return dict(zip(by_class, sent, strict=True))

@@ -22,7 +22,7 @@ from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.trace import read_trace, schedule
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import summarise
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
@@ -62,7 +62,7 @@ async def test_an_emulated_deployment_reaches_the_planned_throughput(
         config = load_gateway_config(directory / "gateway.yaml")
         assert [str(i.base_url) for i in config.instances] == sorted(url for url, _ in engines)
         gateway = await running.enter_async_context(running_gateway(config, workers=workers))
-        records = await replay(parse_target(gateway.url), requests, maker, ReplayOptions())
+        records = await replay(parse_target(gateway.url), requests, maker)
     summary = summarise(records)
     assert summary.requests == REQUESTS
     assert summary.errors == 0

@@ -20,7 +20,7 @@ from hetero_gateway.files.trace import read_trace, schedule, synthetic_trace
 from hetero_gateway.lab.load.client import LoadTarget, parse_target
 from hetero_gateway.lab.load.progress import progress_bar, watch
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord, summarise
 from hetero_gateway.plain_httpx import httpx
 
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
         bytes_per_token=args.bytes_per_token,
         pool=filler_pool(args.seed),
     )
-    options = ReplayOptions(args.concurrency, args.timeout)
     slo = None
     if args.slo_ttft or args.slo_tpot:
         slo = Slo(args.slo_ttft or math.inf, args.slo_tpot or math.inf)
@@ -50,7 +49,14 @@ def run(args: argparse.Namespace) -> int:
     async def load() -> list[RequestRecord]:
         with progress_bar(Console(stderr=True)) as progress:
             async with watch(progress, "bench", len(requests)) as counter:
-                return await replay(target, requests, maker, options, counter.add)
+                return await replay(
+                    target,
+                    requests,
+                    maker,
+                    counter.add,
+                    concurrency=args.concurrency,
+                    timeout_s=args.timeout,
+                )
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         records = runner.run(load())

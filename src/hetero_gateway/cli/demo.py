@@ -41,7 +41,7 @@ from hetero_gateway.lab.load.comparison import (
 from hetero_gateway.lab.load.emulated import EmulatedCluster, EmulatedInstance
 from hetero_gateway.lab.load.progress import progress_bar, watch
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import summarise
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
@@ -147,10 +147,10 @@ class _Demo:
         """A fresh gateway with this policy, the whole load through it, and what came out."""
         await self._cluster.start_gateway(policy)
         lost_before_s = await self._cluster.lost_s()
-        options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
+        target = parse_target(self._cluster.url)
         async with watch(progress, policy, len(self._load)) as counter:
             records = await replay(
-                parse_target(self._cluster.url), self._load, self._maker, options, counter.add
+                target, self._load, self._maker, counter.add, timeout_s=_REQUEST_TIMEOUT_S
             )
         self._children.check()
         summary = summarise(records)
@@ -205,12 +205,11 @@ class _Demo:
             flush=True,
         )
         target = parse_target(url)
-        options = ReplayOptions(timeout_s=_REQUEST_TIMEOUT_S)
         seed = self._seed
         while True:
             seed += 1
             load = schedule(synthetic_trace(20, seed, _mix()), _TRICKLE_PER_S, seed)
-            await replay(target, load, self._maker, options)
+            await replay(target, load, self._maker, timeout_s=_REQUEST_TIMEOUT_S)
             self._children.check()
 
 

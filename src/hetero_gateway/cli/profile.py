@@ -26,11 +26,10 @@ from hetero_gateway.files.secrets import secret
 from hetero_gateway.lab.load.admin import fetch_document
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.profiler.campaign import CampaignPlan, CampaignProgress
-from hetero_gateway.lab.profiler.document import ProfiledInstance
+from hetero_gateway.lab.profiler.document import ProfiledInstance, fit_recorded
 from hetero_gateway.lab.profiler.engine import EngineFacts, Overrides
 from hetero_gateway.lab.profiler.live import Hardware, MeasuredProfile, measure, samples_path
 from hetero_gateway.lab.profiler.observed import write_observed
-from hetero_gateway.lab.profiler.recorded import fit_recorded
 
 _NO_GPU = "unknown"
 

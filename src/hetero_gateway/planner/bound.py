@@ -85,15 +85,13 @@ def lower_bound(
     ]
     program = _Program(groups, kinds, buckets, goals, rate_per_s)
     costs = program.costs(by_price)
+    rows, columns, values = zip(*program.entries, strict=True)
     found = milp(
         costs,
         integrality=program.integers,
         bounds=Bounds(0, program.most),
         constraints=LinearConstraint(
-            coo_array(
-                (program.values, (program.rows, program.columns)),
-                shape=(program.height, costs.size),
-            ).tocsr(),
+            coo_array((values, (rows, columns)), shape=(program.height, costs.size)).tocsr(),
             program.lower,
             program.upper,
         ),
@@ -117,9 +115,7 @@ class _Program:
         rate_per_s: float,
     ) -> None:
         self._groups, self._kinds, self._buckets = groups, kinds, buckets
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.values: list[float] = []
+        self.entries: list[tuple[int, int, float]] = []  # row, column, value
         self.lower: list[float] = []
         self.upper: list[float] = []
         width = len(buckets) + 1
@@ -188,9 +184,7 @@ class _Program:
             self._row([(time, -left), *enumerate(work, time + 1)], -math.inf, 0.0)
 
     def _row(self, parts: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        self.rows += [self.height] * len(parts)
-        self.columns += [column for column, _ in parts]
-        self.values += [value for _, value in parts]
+        self.entries += [(self.height, *part) for part in parts]
         self.lower.append(lower)
         self.upper.append(upper)
 

@@ -22,7 +22,7 @@ from hetero_gateway.planner.least_resource import LeastSets
 from hetero_gateway.planner.plan import Key, Layout, Plan, PlanCandidate, SystemFigures
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.reasons import Reasons, nothing_fits, nothing_holds, plan_notes
-from hetero_gateway.planner.shortlist import Shortlist, make_shortlist, rates_alone
+from hetero_gateway.planner.shortlist import Shortlist, estimated, make_shortlist, rates_alone
 from hetero_gateway.planner.systems import Systems
 from hetero_gateway.sim.alone import Mix
 
@@ -131,9 +131,10 @@ class _Search:
         if len(self._groups) > 1:
             return []
         (group,) = self._groups
+        known = self._shortlist.estimates
         dropped = sorted(
             self._shortlist.dropped[group],
-            key=lambda layout: (len(set(layout)), -self._shortlist.estimated(group, layout)[1]),
+            key=lambda layout: (len(set(layout)), -estimated(known, group, layout)[1]),
         )
         return [(((layout, group.machines),),) for layout in dropped[:_COMBINATIONS]]
 

@@ -54,14 +54,6 @@ class Shortlist:
     dropped: Mapping[Group, Sequence[Layout]]
     estimates: _Estimates
 
-    def estimated(self, group: Group, layout: Layout) -> tuple[float, float]:
-        """Algorithm 1's tokens/s of one machine: as printed, and unpadded."""
-        return _estimated(self.estimates, group, layout)
-
-    def alone_sum(self, group: Group, layout: Layout) -> float:
-        """Tokens/s of one machine; 0 where not every instance was simulated alone."""
-        return _alone_sum(self.alone, group, layout)
-
 
 def make_shortlist(
     question: Question, groups: tuple[Group, ...], on_progress: Callable[[str], None]
@@ -79,7 +71,7 @@ def make_shortlist(
             alone[key] = found
     worths = {
         group: {
-            layout: _alone_sum(alone, group, layout)
+            layout: alone_sum(alone, group, layout)
             for layout in layouts
             if all((group.accelerator, t) in alone for t in layout)
         }
@@ -125,7 +117,8 @@ def _instance_estimate(
     return result.instance_tokens_per_s if isinstance(result, BatchEstimate) else 0.0
 
 
-def _estimated(estimates: _Estimates, group: Group, layout: Layout) -> tuple[float, float]:
+def estimated(estimates: _Estimates, group: Group, layout: Layout) -> tuple[float, float]:
+    """Algorithm 1's tokens/s of one machine: as printed, and unpadded."""
     pairs = [estimates[group.accelerator, t] for t in layout]
     share = 1 / together(layout)
     return sum(paper for paper, _ in pairs) * share, sum(fair for _, fair in pairs) * share
@@ -143,7 +136,7 @@ def _prune(
     kept, dropped = {}, {}
     for group in groups:
         layouts = machine_layouts(group.count, feasible_sizes(group, question.types))
-        worth = {x: _estimated(estimates, group, x)[which] for x in layouts}
+        worth = {x: estimated(estimates, group, x)[which] for x in layouts}
         least = KEEP * max(worth.values(), default=0.0)
         if question.goals.has_limits or question.in_order:
             least = 0.0
@@ -160,7 +153,8 @@ def _share(question: Question, key: Key) -> float:
     return as_size(key[1]).accelerators / sum(m.count for m in question.machines)
 
 
-def _alone_sum(alone: Mapping[Key, Alone], group: Group, layout: Layout) -> float:
+def alone_sum(alone: Mapping[Key, Alone], group: Group, layout: Layout) -> float:
+    """Tokens/s of one machine; 0 where not every instance was simulated alone."""
     if any((group.accelerator, t) not in alone for t in layout):
         return 0.0
     sums = sum(alone[group.accelerator, t].tokens_per_s for t in layout)

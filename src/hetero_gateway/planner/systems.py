@@ -10,7 +10,7 @@ from hetero_gateway.planner.goals import HEADROOM, Goodput, usd_per_million_toke
 from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.reasons import instances, summary
-from hetero_gateway.planner.shortlist import Shortlist
+from hetero_gateway.planner.shortlist import Shortlist, alone_sum, estimated
 from hetero_gateway.sim.alone import Mix
 
 
@@ -30,10 +30,10 @@ class Systems:
             ids = iter(group.ids)
             for layout, machines in parts:
                 layouts.update((next(ids), layout) for _ in range(machines))
-                estimates = self.shortlist.estimated(group, layout)
+                estimates = estimated(self.shortlist.estimates, group, layout)
                 paper += machines * estimates[0]
                 unpadded += machines * estimates[1]
-                alone += machines * self.shortlist.alone_sum(group, layout)
+                alone += machines * alone_sum(self.shortlist.alone, group, layout)
             layouts.update((machine_id, ()) for machine_id in ids)
         layouts = {m.id: layouts[m.id] for m in self.question.machines}
         running = sum(sum(layout) for layout in layouts.values())

@@ -13,7 +13,7 @@ from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.client import Reply, parse_target
 from hetero_gateway.lab.load.conversations import Conversations, answer_text
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import summarise
 from tests.fakes.emulated import emulated
 
@@ -98,7 +98,7 @@ async def sent(requests, stream: bool = True, **settings):
     maker = BodyMaker("m", PromptKind.CHAT, stream, 4.0, filler_pool())
     profile = Profile("GPU", "m", 1, FAST, 64_000, 64)
     async with emulated(EmulatorSettings(profile, models=("m",), **settings)) as (url, _):
-        return await replay(parse_target(url), requests, maker, ReplayOptions(timeout_s=60))
+        return await replay(parse_target(url), requests, maker, timeout_s=60)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -11,7 +11,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.trace import LoadRequest
 from hetero_gateway.lab.load.client import LoadTarget, parse_target
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
-from hetero_gateway.lab.load.replay import ReplayOptions, replay
+from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.raw import GOOD, raw_instance
@@ -40,8 +40,8 @@ async def send(
 ) -> list[RequestRecord]:
     maker = BodyMaker("m", kind, stream, 4.0, filler_pool())
     requests = [LoadRequest(k * gap_s, *ASKED) for k in range(count)]
-    options = ReplayOptions(concurrency, timeout_s)
-    return await replay(parse_target(url, api_key), requests, maker, options)
+    target = parse_target(url, api_key)
+    return await replay(target, requests, maker, concurrency=concurrency, timeout_s=timeout_s)
 
 
 async def test_a_stream_is_measured_and_its_usage_believed():

@@ -10,8 +10,7 @@ import pytest
 from hetero_gateway.core.costs.fitting import Fit, Sample
 from hetero_gateway.errors import ConfigError, ProfileError
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.lab.profiler.document import ProfiledInstance
-from hetero_gateway.lab.profiler.recorded import fit_recorded
+from hetero_gateway.lab.profiler.document import ProfiledInstance, fit_recorded
 from hetero_gateway.lab.profiler.samples import append, record_of, write_csv
 
 from .builders import PLANTED, measured

@@ -173,7 +173,7 @@ class EmulatedVLLM:
             self.loop.cancel(reply)
 
     def _fill(self, reply: EmulatedReply, raw: bytes) -> None:
-        """Give a reply its sequences: n for each prompt. Raises ApiError: one is too long."""
+        """Give a reply its sequences: n for each prompt. Raises RefusedRequest: one is too long."""
         ask, settings = reply.ask, self.settings
         limits = [self._limit(ask, prompt_tokens) for prompt_tokens in ask.prompt_tokens]
         digest = hashlib.blake2b(raw, digest_size=8, key=b"%d" % settings.seed)
@@ -190,7 +190,7 @@ class EmulatedVLLM:
                 reply.add(len(prompt) // BYTES_PER_TOKEN, answer, keys)
 
     def _limit(self, ask: Ask, prompt_tokens: int) -> int:
-        """Most output tokens that max_tokens and the context window leave. Raises ApiError."""
+        """Most output tokens that max_tokens and the window leave. Raises RefusedRequest."""
         context = self.settings.context_tokens
         name, most = ask.max_tokens_name, ask.max_tokens
         if most is not None and most > context:
@@ -207,7 +207,7 @@ class EmulatedVLLM:
     # -- the others
 
     def _model(self, body: Json) -> str:
-        """The name that the request asks for; without one the first. Raises ApiError."""
+        """The name that the request asks for; without one the first. Raises RefusedRequest."""
         names = self._names()
         asked = body.get("model")
         if not asked or not isinstance(asked, str):

@@ -185,7 +185,7 @@ class SlowdownBody(EngineBody):
 
 
 def chat_ask(body: Json, model: str) -> Ask:
-    """/v1/chat/completions. Raises ApiError."""
+    """/v1/chat/completions. Raises RefusedRequest."""
     chat = validate(_ChatBody, body)
     name, limit = "max_tokens", chat.max_tokens
     if chat.max_completion_tokens is not None:
@@ -210,7 +210,7 @@ def chat_ask(body: Json, model: str) -> Ask:
 
 
 def completion_ask(body: Json) -> Ask:
-    """/v1/completions. Raises ApiError."""
+    """/v1/completions. Raises RefusedRequest."""
     completion = validate(_CompletionBody, body)
     completion.check(completion.max_tokens)
     prompts, are_ids = prompts_of(completion.prompt)
@@ -229,7 +229,7 @@ def responses_ask(
 ) -> tuple[Ask, Messages]:
     """/v1/responses, text in and text out: what is asked, and all messages that it answers.
 
-    ``before``: the messages in front of what continues a response. Raises ApiError.
+    ``before``: the messages in front of what continues a response. Raises RefusedRequest.
     """
     request = validate(_ResponsesBody, body)
     if isinstance(request.input, str):
@@ -257,7 +257,7 @@ def responses_ask(
 
 
 def messages_ask(body: Json, model: str) -> Ask:
-    """/v1/messages (Anthropic's API), text only. Raises ApiError."""
+    """/v1/messages (Anthropic's API), text only. Raises RefusedRequest."""
     request = validate(_MessagesBody, body)
     if request.max_tokens < 1:
         raise refused("too_small", name="max_tokens", value=request.max_tokens)
@@ -272,7 +272,7 @@ def messages_ask(body: Json, model: str) -> Ask:
 
 
 def count_messages_tokens(body: Json, model: str) -> int:
-    """/v1/messages/count_tokens: tokens of the prompt. Raises ApiError."""
+    """/v1/messages/count_tokens: tokens of the prompt. Raises RefusedRequest."""
     return len(_messages_prompt(validate(_CountBody, body), model)) // BYTES_PER_TOKEN
 
 
@@ -284,7 +284,7 @@ def _messages_prompt(request: _MessagesBody | _CountBody, model: str) -> bytes:
 
 
 def _top_logprobs(wanted: int | None) -> int | None:
-    """How many are named. Raises ApiError: more than vLLM lets."""
+    """How many are named. Raises RefusedRequest: more than vLLM lets."""
     if wanted is not None and wanted > MOST_LOGPROBS:
         raise refused("too_many_logprobs", value=wanted, most=MOST_LOGPROBS)
     return wanted
@@ -293,7 +293,7 @@ def _top_logprobs(wanted: int | None) -> int | None:
 def role_texts(messages: list[dict[str, Any]], model: str) -> Messages:
     """The role and the text of each message.
 
-    Raises ApiError: a part that is not text: the emulated model reads nothing else.
+    Raises RefusedRequest: a part that is not text: the emulated model reads nothing else.
     """
     return [
         (str(message.get("role")), _content_text(message.get("content"), model))

@@ -17,7 +17,11 @@ with Path(__file__).with_name("refusals.csv").open(encoding="utf-8", newline="")
 
 
 class RefusedRequest(Exception):
-    """An error in place of an answer; ``allow``: the method that the path takes."""
+    """An error in place of an answer; ``allow``: the method that the path takes.
+
+    Two types of the engine's are alike on purpose: ``BadRequestError`` is its refusal of a value,
+    ``Bad Request`` (with a space) the web framework's refusal of a shape.
+    """
 
     def __init__(self, status: int, document: dict[str, Any], allow: str = "") -> None:
         super().__init__(document)
@@ -26,46 +30,37 @@ class RefusedRequest(Exception):
         self.headers = [(b"allow", allow.encode())] if allow else []
 
     def document_at(self, path: str) -> dict[str, Any]:
-        """As it is told on this path."""
-        return self.document
-
-
-class ApiError(RefusedRequest):
-    """A refusal in OpenAI's shape, or in that of /v1/messages.
-
-    Two names are alike on purpose: ``BadRequestError`` is the engine's refusal of a value,
-    ``Bad Request`` (with a space) the web framework's refusal of a shape.
-    """
-
-    def __init__(self, message: str, *, status: int, kind: str, param: str | None) -> None:
-        error = {"message": message, "type": kind, "param": param, "code": status}
-        super().__init__(status, {"error": error})
-
-    def document_at(self, path: str) -> dict[str, Any]:
-        if path.startswith(paths.MESSAGES):
-            error = {key: self.document["error"][key] for key in ("type", "message")}
+        """As it is told on this path: in OpenAI's shape, or in that of /v1/messages."""
+        error = self.document.get("error")
+        if isinstance(error, dict) and path.startswith(paths.MESSAGES):
+            error = {key: error[key] for key in ("type", "message")}
             return {"type": "error", "error": error}
         return self.document
 
 
-def refused(reason: str, **values: Any) -> ApiError:
+def _api_error(message: str, *, status: int, kind: str, param: str | None) -> RefusedRequest:
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return RefusedRequest(status, {"error": error})
+
+
+def refused(reason: str, **values: Any) -> RefusedRequest:
     """A refusal of ``refusals.csv``, with these values in its words."""
     row = _REFUSALS[reason]
     param = row["param"].format(**values) or None
     message = row["message"].format(**values)
-    return ApiError(message, status=int(row["status"]), kind=row["kind"], param=param)
+    return _api_error(message, status=int(row["status"]), kind=row["kind"], param=param)
 
 
-def bad_shape(*details: dict[str, Any]) -> ApiError:
+def bad_shape(*details: dict[str, Any]) -> RefusedRequest:
     """What FastAPI's validation found, in vLLM's rendering."""
     count = "1 validation error" if len(details) == 1 else f"{len(details)} validation errors"
     lines = "".join(f"\n  {detail}" for detail in details)
     param = details[0]["loc"]
-    return ApiError(f"{count}:{lines}", status=400, kind="Bad Request", param=param)
+    return _api_error(f"{count}:{lines}", status=400, kind="Bad Request", param=param)
 
 
 def validate(model: type[ModelT], body: Any) -> ModelT:
-    """``body`` as a pydantic model. Raises ApiError: what is wrong with its shape."""
+    """``body`` as a pydantic model. Raises RefusedRequest: what is wrong with its shape."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

@@ -146,18 +146,18 @@ class ResponseStore:
     def before(self, previous_id: str) -> Messages:
         """What is in front of a response that continues this one, its answer included.
 
-        Instructions are not: each response has its own. Raises ApiError: 404.
+        Instructions are not: each response has its own. Raises RefusedRequest: 404.
         """
         reply = self._found(previous_id)
         said = [message for message in reply.messages if message[0] != "system"]
         return [*said, ("assistant", reply.text)]
 
     def document(self, response_id: str) -> dict[str, Any]:
-        """A response as it was answered. Raises ApiError: 404."""
+        """A response as it was answered. Raises RefusedRequest: 404."""
         return self._found(response_id).response(complete=True)
 
     def cancel(self, response_id: str) -> dict[str, Any]:
-        """Raises ApiError: none of them runs in the background."""
+        """Raises RefusedRequest: none of them runs in the background."""
         self._found(response_id)
         raise refused("not_cancelled")
 

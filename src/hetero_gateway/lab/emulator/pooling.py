@@ -166,7 +166,7 @@ class RerankReply(EmulatedReply):
 
 
 def _joined(pairs: list[tuple[str, str]]) -> tuple[bytes, ...]:
-    """The prompt of each pair. Raises ApiError: there is none."""
+    """The prompt of each pair. Raises RefusedRequest: there is none."""
     if not pairs:
         raise refused("no_pairs")
     return tuple(text_tokens(" ".join(pair)) for pair in pairs)

@@ -7,7 +7,6 @@ import contextlib
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from hetero_gateway.engines.vllm import tokens_of_events
 from hetero_gateway.files.trace import LoadRequest
@@ -17,20 +16,14 @@ from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind
 from hetero_gateway.lab.load.result import RequestRecord
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """``concurrency``: most requests in flight, None for no bound; ``timeout_s``: per request."""
-
-    concurrency: int | None = None
-    timeout_s: float = 600.0
-
-
 async def replay(
     target: LoadTarget,
     requests: Sequence[LoadRequest],
     maker: BodyMaker,
-    options: ReplayOptions,
     on_record: Callable[[RequestRecord], None] = lambda _: None,
+    *,
+    concurrency: int | None = None,
+    timeout_s: float = 600.0,
 ) -> list[RequestRecord]:
     """Send every request when it is due and return the records in order of sending.
 
@@ -41,10 +34,11 @@ async def replay(
     requests are sent late, which the records show (``sent_s`` after ``due_s``).
 
     ``requests`` are sorted by ``due_s``; ``on_record`` is called with each record as it is made.
+    ``concurrency``: most requests in flight, None for no bound; ``timeout_s``: per request.
     """
     raise_file_limit()
-    client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=options.timeout_s)
-    slots = asyncio.Semaphore(options.concurrency or max(1, len(requests)))
+    client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=timeout_s)
+    slots = asyncio.Semaphore(concurrency or max(1, len(requests)))
     records: list[RequestRecord] = []
     talks = None
     if maker.kind is PromptKind.CHAT and all(request.text is not None for request in requests):

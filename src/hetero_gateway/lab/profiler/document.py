@@ -1,6 +1,7 @@
 """What a fit becomes: the document of a profile file.
 
 ``files.profile_file`` has its layout and writes it; docs/reference/configuration.md lists its keys.
+``profile --from`` has no more to it: ``fit_recorded`` fits samples that were measured before.
 """
 
 from __future__ import annotations
@@ -12,10 +13,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hetero_gateway.core.costs.fitting import DECODE_NAMES, PREFILL_NAMES, Fit, PartFit, Sample
+import numpy as np
+
+from hetero_gateway.core.costs.fitting import (
+    DECODE_NAMES,
+    PREFILL_NAMES,
+    Fit,
+    PartFit,
+    Sample,
+    fit,
+)
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files import profile_file
-from hetero_gateway.lab.profiler.plot import write_plot
+from hetero_gateway.lab.profiler.plot import check_can_plot, write_plot
+from hetero_gateway.lab.profiler.samples import read_samples
 
 _T = TypeVar("_T")
 
@@ -36,8 +47,37 @@ class ProfiledInstance(NamedTuple):
         return Profile(self.gpu, self.model, self.tensor_parallel, values, *sizes)
 
 
+class Recorded(NamedTuple):
+    """A fit, the samples that it is of, and how many others were discarded, by reason."""
+
+    fit: Fit
+    samples: Sequence[Sample]
+    discarded: Mapping[str, int]
+
+
+def fit_recorded(
+    samples_file: Path, output: Path, instance: ProfiledInstance, *, plot: Path | None, seed: int
+) -> Recorded:
+    """Fit the samples of a file and write the profile, and a plot if asked for.
+
+    ``samples_file`` is CSV, or the JSON lines of an earlier measurement (``.jsonl``), ``plot`` a
+    PNG or SVG file; ``seed`` is that of the hold-out and the bootstrap.
+
+    Raises:
+        ConfigError: a file cannot be read or written, or what is wrong in it.
+        ProfileError: the samples cannot give a fit.
+    """
+    if plot is not None:
+        check_can_plot(plot)
+    samples, discarded = read_samples(samples_file)
+    fitted = fit(samples, rng=np.random.default_rng(seed))
+    source = {"note": f"fitted to {samples_file.name}", "discarded": discarded or None}
+    write_fit(fitted, samples, instance, source, output, plot)
+    return Recorded(fitted, samples, discarded)
+
+
 def write_fit(
-    fit: Fit,
+    fitted: Fit,
     samples: Sequence[Sample],
     instance: ProfiledInstance,
     source: Mapping[str, Any],
@@ -48,15 +88,15 @@ def write_fit(
 
     Raises ConfigError: a file cannot be written.
     """
-    document = profile_document(fit, instance, source)
+    document = profile_document(fitted, instance, source)
     profile_file.write_profile_file(output, document)
     if plot is not None:
-        write_plot(plot, samples, fit)
+        write_plot(plot, samples, fitted)
     return document
 
 
 def profile_document(
-    fit: Fit, instance: ProfiledInstance, source: Mapping[str, Any]
+    fitted: Fit, instance: ProfiledInstance, source: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The profile file as a mapping, in the order in which it is written.
 
@@ -65,28 +105,28 @@ def profile_document(
     """
     given = {key: value for key, value in source.items() if value is not None}
     return profile_file.profile_document(
-        instance.profile(fit.constants),
+        instance.profile(fitted.constants),
         {
             "how": "measured",
             "date": datetime.now(UTC).date(),
             **given,
             "error": {
-                "prefill": rounded(fit.prefill.mean_error),
-                "decode": rounded(fit.decode.mean_error),
+                "prefill": rounded(fitted.prefill.mean_error),
+                "decode": rounded(fitted.decode.mean_error),
             },
-            "fit": {"prefill": _quality(fit.prefill), "decode": _quality(fit.decode)},
+            "fit": {"prefill": _quality(fitted.prefill), "decode": _quality(fitted.decode)},
             "intervals": {
                 name: [rounded(low), rounded(high)]
-                for name, (low, high) in _by_name(fit.prefill.intervals, fit.decode.intervals)
+                for name, (low, high) in _by_name(fitted.prefill.intervals, fitted.decode.intervals)
             },
-            "unidentified": unidentified(fit),
+            "unidentified": unidentified(fitted),
         },
     )
 
 
-def unidentified(fit: Fit) -> list[str]:
+def unidentified(fitted: Fit) -> list[str]:
     """The names of the constants that the samples do not determine."""
-    known = _by_name(fit.prefill.identified, fit.decode.identified)
+    known = _by_name(fitted.prefill.identified, fitted.decode.identified)
     return [name for name, found in known if not found]
 
 
