@@ -1,15 +1,11 @@
 """What people try first beside chats: probabilities, scores, token counts, adapters."""
 
 import json
-import math
 
-import openai
 import pytest
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "def f(x): return x"}]}
 FORCED = {"max_tokens": 3, "ignore_eos": True}
-
-
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -89,14 +85,6 @@ def test_what_vllm_refuses_is_refused_in_its_words(instance, path, body, said):
     answer = instance.post(path, body)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
-
-
-def test_the_openai_client_reads_the_probabilities(instance):
-    with openai.OpenAI(base_url=f"{instance.base_url}/v1", api_key="none") as client:
-        chat = client.chat.completions.create(**CHAT, max_tokens=2, logprobs=True, top_logprobs=3)
-    told = chat.choices[0].logprobs
-    assert [len(each.top_logprobs) for each in told.content] == [3, 3]
-    assert 0 < math.exp(told.content[0].logprob) <= 1
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])

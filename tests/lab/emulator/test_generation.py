@@ -8,8 +8,6 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "def f(x): ret
 FORCED = {"max_tokens": 4, "ignore_eos": True}
 CHAT_TOKENS = 5 + 4 + 3  # 18 bytes, one message, the answer's header
 USAGE = {"prompt_tokens": CHAT_TOKENS, "total_tokens": CHAT_TOKENS + 4, "completion_tokens": 4}
-
-
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
