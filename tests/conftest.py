@@ -118,22 +118,24 @@ def group_of(nodeid: str) -> str:
     return next((group for start, group in TOGETHER.items() if nodeid.startswith(start)), nodeid)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     """In several processes the longest come first, so that nobody waits for them at the end."""
-    if hasattr(config, "workerinput"):
-        slow = {
-            group_of(item.nodeid)
-            for item in items
-            if item.get_closest_marker("slow") or item.get_closest_marker("system")
-        }
-        ranks = dict.fromkeys(slow, len(FIRST)) | {group: i for i, group in enumerate(FIRST)}
-
-        def place(item: pytest.Item) -> tuple[int, str, int, str]:
-            """The same in all processes, whatever each has collected first."""
-            path, line, _ = item.location
-            return ranks.get(group_of(item.nodeid), len(FIRST) + 1), path, line or 0, item.nodeid
-
-        items.sort(key=place)
+    if not hasattr(config, "workerinput"):
+        yield
+        return
+    # As if none had begun elsewhere, before pytest puts together what shares a fixture.
+    items.sort(key=lambda item: item.location[0])
+    yield
+    slow = {
+        group_of(item.nodeid)
+        for item in items
+        if item.get_closest_marker("slow") or item.get_closest_marker("system")
+    }
+    ranks = dict.fromkeys(slow, len(FIRST)) | {group: i for i, group in enumerate(FIRST)}
+    items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(FIRST) + 1))
 
 
 @pytest.hookimpl(optionalhook=True)

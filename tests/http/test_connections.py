@@ -9,7 +9,7 @@ import pytest
 from hetero_gateway.http import protocol
 from hetero_gateway.http.clients import default_max_connections
 from tests.fakes.running import eventually
-from tests.http.test_protocol import CHAT, KEYED, SMALL, SPLIT, connected, get, post, serving
+from tests.http.test_protocol import CHAT, SMALL, SPLIT, connected, get, post, serving
 
 ADMIN = b"GET /admin/instances HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
@@ -223,7 +223,10 @@ async def test_a_final_answer_in_place_of_a_100_ends_the_connection(
 ) -> None:
     # Whether the body comes now is not known: what comes could be that, or a request.
     monkeypatch.setenv("GATEWAY_KEY", "front")
-    async with serving(server=KEYED) as (running, _), connected(running) as client:
+    async with (
+        serving(server={"api_key_env": "GATEWAY_KEY"}) as (running, _),
+        connected(running) as client,
+    ):
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n"
         client.writer.write(head + b"expect: 100-continue\r\n\r\n")
         assert (await client.response())[0] == 401
