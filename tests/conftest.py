@@ -38,12 +38,8 @@ def turned(args: list[str], share: float) -> list[str]:
     """
     parts: list[str] = []
     for arg in args:
-        path = Path(arg)
-        if path.is_dir():
-            inside = (p for p in path.iterdir() if p.is_dir() or p.match("test_*.py"))
-            parts += sorted(map(str, inside))
-        else:
-            parts.append(arg)
+        inside = (p for p in Path(arg).glob("*") if p.is_dir() or p.match("test_*.py"))
+        parts += sorted(map(str, inside)) or [arg]
     first = int(share * len(parts))
     return parts[first:] + parts[:first]
 
@@ -129,11 +125,8 @@ def pytest_collection_modifyitems(
     # As if none had begun elsewhere, before pytest puts together what shares a fixture.
     items.sort(key=lambda item: item.location[0])
     yield
-    slow = {
-        group_of(item.nodeid)
-        for item in items
-        if item.get_closest_marker("slow") or item.get_closest_marker("system")
-    }
+    long = {"slow", "system"}
+    slow = {group_of(i.nodeid) for i in items if long & {m.name for m in i.iter_markers()}}
     ranks = dict.fromkeys(slow, len(FIRST)) | {group: i for i, group in enumerate(FIRST)}
     items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(FIRST) + 1))
 
