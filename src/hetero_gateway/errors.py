@@ -12,7 +12,8 @@ Expected outcomes (no capacity, nothing fits) are values of ``core.types``, not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class HeteroGatewayError(Exception):
@@ -25,6 +26,15 @@ class ConfigError(HeteroGatewayError):
     def __init__(self, *lines: str) -> None:
         super().__init__("; ".join(lines))
         self.lines = lines
+
+
+@contextlib.contextmanager
+def named_place(where: str) -> Iterator[None]:
+    """Put the place in front of what a ConfigError says."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 class ProfileError(HeteroGatewayError):

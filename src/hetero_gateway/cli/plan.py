@@ -16,7 +16,7 @@ from hetero_gateway.cli.reports import page, plan_comparison
 from hetero_gateway.cli.reports.plan import print_plan, render, title
 from hetero_gateway.cli.reports.report import CommandReport
 from hetero_gateway.deploy.plan_document import document as plan_document
-from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.errors import ConfigError, HeteroGatewayError, named_place
 from hetero_gateway.files.plan_request import PlanRequest, load_requests
 from hetero_gateway.planner.checkpoint_choice import Tried, choose, document, line, storage
 from hetero_gateway.planner.plan import Plan
@@ -93,10 +93,8 @@ def _search_all(
 def _search(request: PlanRequest) -> Plan:
     """With progress on standard error; errors name the file."""
     console = Console(stderr=True, highlight=False, markup=False)
-    try:
+    with named_place(request.source):
         if not console.is_terminal:
             return search(request.question)
         with console.status("plan") as status:
             return search(request.question, lambda text: status.update(f"plan: {text}"))
-    except ConfigError as error:
-        raise ConfigError(f"{request.source}: {error}") from error

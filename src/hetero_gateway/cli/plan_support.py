@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from hetero_gateway.cli.reports import plan_support
-from hetero_gateway.errors import ConfigError
+from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
 from hetero_gateway.files.model_file import bounds_of, model_config, read_model, stored_bytes
 from hetero_gateway.files.plan_config import (
@@ -62,10 +62,8 @@ def _accelerators(args: argparse.Namespace, file: PlanConfig | None) -> list[Acc
     own = {} if file is None else file.own_accelerators(str(args.config))
     if not args.accelerator:
         return [*own.values(), *(a for name, a in ACCELERATORS.items() if name not in own)]
-    try:
+    with named_place("--accelerator"):
         return [accelerator(name, own) for name in args.accelerator]
-    except ConfigError as error:
-        raise ConfigError(f"--accelerator: {error}") from error
 
 
 def _options(args: argparse.Namespace, file: PlanConfig | None) -> EngineOptions:

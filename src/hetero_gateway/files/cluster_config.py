@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.errors import ConfigError
+from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.gateway_config import has_gateway_keys
 from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.profile_file import load_profile
@@ -182,10 +182,8 @@ def is_cluster(data: Mapping[str, Any]) -> bool:
 
 
 def _profile(entry: ClusterInstanceConfig, where: str, base_dir: Path) -> Profile:
-    try:
+    with named_place(f"{where}.profile"):
         profile = load_profile(entry.profile, base_dir)
-    except ConfigError as error:
-        raise ConfigError(f"{where}.profile: {error}") from error
     if profile.kv_capacity_tokens < DEFAULT_BLOCK_TOKENS:
         raise ConfigError(
             f"{where}.profile: a KV capacity of {profile.kv_capacity_tokens} tokens is less than "

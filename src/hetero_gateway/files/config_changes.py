@@ -1,13 +1,30 @@
-"""How two configurations differ, by the dotted names of their fields, and a mixture of the two."""
+"""The fields of configurations: all of one, how two differ, and a mixture of the two."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from hetero_gateway.files.problems import Key
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def fields_of(model: BaseModel, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every field with its key; of models inside, in a list or mapping too, their fields."""
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        entries: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, dict | list):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+        inside: list[tuple[Key, Any]] = [((name,), value), *(((name, i), v) for i, v in entries)]
+        models = [(place, each) for place, each in inside if isinstance(each, BaseModel)]
+        if not models:
+            yield (*key, name), value
+        for place, each in models:
+            yield from fields_of(each, (*key, *place))
 
 
 def differences(before: BaseModel, after: BaseModel) -> list[str]:

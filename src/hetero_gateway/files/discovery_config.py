@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from hetero_gateway.files.model_names import ModelName, ServedNames
+from hetero_gateway.files.server_config import check_certificate
 from hetero_gateway.files.yaml_file import StrictModel
 
 # Which fields a kind of source has beside those of all; the first ones it needs.
@@ -86,6 +87,6 @@ class SourceConfig(StrictModel):
         for field in sorted(of_others - {*needed, *possible}):
             if getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(f"{field}: kind {self.kind} has none")
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file: one needs the other")
         return self
+
+    _certified = model_validator(mode="after")(check_certificate)

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.errors import ConfigError
+from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel
@@ -80,10 +80,8 @@ def followed_profiles(config: FollowingConfig, base_dir: Path) -> list[Profile]:
     profiles = []
     seen: set[tuple[str, str, int]] = set()
     for i, each in enumerate(config.types):
-        try:
+        with named_place(f"types.{i}.profile"):
             profile = load_profile(each.profile, base_dir)
-        except ConfigError as error:
-            raise ConfigError(f"types.{i}.profile: {error}") from error
         same = (each.model, profile.gpu, profile.tensor_parallel)
         if same in seen:
             raise ConfigError(

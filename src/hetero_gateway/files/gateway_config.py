@@ -9,14 +9,14 @@ docs/reference/configuration.md lists every field; a test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import ClientsConfig, read_clients
+from hetero_gateway.files.config_changes import fields_of
 from hetero_gateway.files.discovery_config import SourceConfig
 from hetero_gateway.files.following_config import FollowingConfig, followed_profiles
 from hetero_gateway.files.instance_config import InstanceConfig, ModelConfig, check_reachable
@@ -24,11 +24,16 @@ from hetero_gateway.files.length_model_file import read_length_model
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.own_address import check_not_own
-from hetero_gateway.files.prerequisites import missing_prerequisites
+from hetero_gateway.files.prerequisites import report_missing
 from hetero_gateway.files.problems import Key, Misfits, Problems
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.files.secrets import password, secret
-from hetero_gateway.files.server_config import PoolConfig, ServerConfig, TimeoutsConfig
+from hetero_gateway.files.server_config import (
+    PoolConfig,
+    ServerConfig,
+    TimeoutsConfig,
+    check_certificate,
+)
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
 
@@ -97,13 +102,7 @@ class PickerConfig(StrictModel):
     drain_s: float = Field(3.0, ge=0, le=600)
     """From turning unready on SIGTERM to taking no more streams."""
 
-    @model_validator(mode="after")
-    def _check_pair(self) -> PickerConfig:
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file: one needs the other")
-        if self.client_ca_file is not None and self.certificate_file is None:
-            raise ValueError("client_ca_file: needs certificate_file")
-        return self
+    _certified = model_validator(mode="after")(check_certificate)
 
 
 class GatewayConfig(StrictModel):
@@ -188,87 +187,36 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     """Read and check a gateway configuration, with all that it names: profiles, keys, packages.
 
     Args:
-        path: the YAML file.
-        overrides: dotted keys from the command line, e.g. ``{"server.port": 9000}``; None values
-            are ignored.
+        overrides: as of ``read_yaml``.
 
     Raises:
         ConfigError: one line with the file and the key.
     """
-    data = read_yaml(path)
-    for dotted, value in (overrides or {}).items():
-        if value is not None:
-            _set_dotted(data, dotted, value)
+    data = read_yaml(path, overrides)
     config = parse_model(GatewayConfig, data, str(path))
-    problems = Problems(str(path), data)
-    for key, text in missing_prerequisites(config, path.parent):
-        problems.add(key, text)
-    try:
-        followed_profiles(config.following, path.parent)
-    except ConfigError as error:
-        problems.add(("following",), str(error))
-    try:
-        read_clients(config.clients, path.parent)
-    except ConfigError as error:
-        problems.add(("clients",), str(error))
+    problems, base_dir = Problems(str(path), data), path.parent
+    report_missing(config, base_dir, problems)
+    with problems.at(("following",)):
+        followed_profiles(config.following, base_dir)
+    with problems.at(("clients",)):
+        read_clients(config.clients, base_dir)
     if (file := config.scheduler.predictor.file) is not None:
-        try:
-            read_length_model(path.parent / file)
-        except ConfigError as error:
-            problems.add(("scheduler", "predictor", "file"), str(error))
-    for key, variable, read in _named_secrets(config):
-        try:
-            read(variable, "")
-        except ConfigError as error:
-            problems.add(key, str(error).removeprefix(": "))
-    for key, base_url in _base_urls(config):
-        try:
-            check_not_own(base_url, config.server)
-        except ValueError as error:
-            problems.add(key, str(error).removeprefix("base_url: "))
+        with problems.at(("scheduler", "predictor", "file")):
+            read_length_model(base_dir / file)
+    for key, value in fields_of(config):
+        if str(key[-1]).endswith("_key_env"):
+            with problems.at(key, ": "):
+                secret(value, "")
+        elif key[-1] == "password_env":
+            with problems.at(key, ": "):
+                password(value, "")
+        elif key[-1] == "base_url" and value is not None:
+            with problems.at(key, "base_url: "):
+                check_not_own(value, config.server)
     problems.raise_any()
     return config
-
-
-def _base_urls(config: GatewayConfig) -> Iterator[tuple[Key, str]]:
-    """Where requests are sent."""
-    for i, instance in enumerate(config.instances):
-        yield ("instances", i, "base_url"), instance.base_url
-    for name, each in config.models.items():
-        for i, fallback in enumerate(each.fallbacks):
-            if fallback.base_url is not None:
-                yield ("models", name, "fallbacks", i, "base_url"), fallback.base_url
-
-
-def _named_secrets(
-    config: GatewayConfig,
-) -> Iterator[tuple[Key, str | None, Callable[[str | None, str], str | None]]]:
-    """The variables of the environment that a configuration names: (key, name, how it is read)."""
-    server, scheduler = config.server, config.scheduler
-    yield ("server", "api_key_env"), server.api_key_env, secret
-    yield ("server", "admin_key_env"), server.admin_key_env, secret
-    yield ("clients", "hash_key_env"), config.clients.hash_key_env, secret
-    yield ("scheduler", "prefix_key_env"), scheduler.prefix_key_env, secret
-    yield ("scheduler", "sharing", "password_env"), scheduler.sharing.password_env, password
-    for name, each in config.models.items():
-        for i, fallback in enumerate(each.fallbacks):
-            yield ("models", name, "fallbacks", i, "api_key_env"), fallback.api_key_env, secret
-    for i, instance in enumerate(config.instances):
-        yield ("instances", i, "api_key_env"), instance.api_key_env, secret
-    for i, source in enumerate(config.discovery):
-        yield ("discovery", i, "api_key_env"), source.api_key_env, secret
 
 
 def has_gateway_keys(data: Mapping[str, Any]) -> bool:
     """Whether a file has a section that only a gateway's has."""
     return bool(set(data) & set(GatewayConfig.model_fields) - {"instances"})
-
-
-def _set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = dotted.split(".")
-    for name in parents:
-        child = data.setdefault(name, {})
-        if not isinstance(child, dict):
-            return  # the schema will say what is wrong with it
-        data = child
-    data[last] = value

@@ -13,6 +13,7 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.model_names import ModelName, ServedNames
 from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.server_config import check_certificate
 from hetero_gateway.files.yaml_file import StrictModel
 
 _LONGEST_URL = 2048
@@ -62,11 +63,7 @@ class InstanceConfig(StrictModel):
     key_file: Path | None = None
     """The certificate's private key (PEM)."""
 
-    @model_validator(mode="after")
-    def _check_pair(self) -> InstanceConfig:
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file: one needs the other")
-        return self
+    _certified = model_validator(mode="after")(check_certificate)
 
     @field_validator("id")
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from hetero_gateway.errors import ConfigError
+from hetero_gateway.errors import named_place
 from hetero_gateway.files.checkpoints.fields import Fields
 from hetero_gateway.files.checkpoints.shape import model_from_config
 from hetero_gateway.files.model_cards import model_card
@@ -58,7 +58,7 @@ def read_model(value: str | PlanModelConfig, source: str, base_dir: Path) -> tup
         ConfigError: one line with the source.
     """
     asked = PlanModelConfig(name=value) if isinstance(value, str) else value
-    try:
+    with named_place(f"{source}: model"):
         if asked.config is None:
             assert asked.name is not None
             name = asked.name
@@ -74,8 +74,6 @@ def read_model(value: str | PlanModelConfig, source: str, base_dir: Path) -> tup
             dtype=asked.dtype,
             quantization=asked.quantization or _modelopt_file(path, data),
         )
-    except ConfigError as error:
-        raise ConfigError(f"{source}: model: {error}") from error
     return shape, name
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.policies.slo import Slo
-from hetero_gateway.errors import ConfigError
+from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.cluster_config import LengthConfig
 from hetero_gateway.files.model_file import PlanModelConfig
 from hetero_gateway.files.scheduler_config import PolicyName
@@ -275,31 +275,19 @@ class PlanConfig(StrictModel):
 
     def own_accelerators(self, source: str) -> dict[str, Accelerator]:
         """By name. Raises ConfigError."""
-        try:
+        with named_place(f"{source}: accelerators"):
             return {name: entry.to_core(name) for name, entry in self.accelerators.items()}
-        except ConfigError as error:
-            raise ConfigError(f"{source}: accelerators: {error}") from error
 
 
 def load_plan_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PlanConfig:
     """The file's keys with those of the command line over them. Raises ConfigError."""
-    data = read_yaml(path)
-    for dotted, value in (overrides or {}).items():
-        if value is None:
-            continue
-        *parents, last = dotted.split(".")
-        place: Any = data
-        for name in parents:
-            place = place.setdefault(name, {}) if isinstance(place, dict) else None
-        if isinstance(place, dict):  # else the schema says what is wrong with it
-            place[last] = value
-    return parse_model(PlanConfig, data, str(path))
+    return parse_model(PlanConfig, read_yaml(path, overrides), str(path))
 
 
 def engine_options(engine: EngineConfig, context: int | None, source: str) -> EngineOptions:
     """The options that vLLM is started with. Raises ConfigError."""
     version = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
-    try:
+    with named_place(f"{source}: engine"):
         told = EngineOptions(
             utilisation=engine.gpu_memory_utilization,
             max_model_len=context,
@@ -313,5 +301,3 @@ def engine_options(engine: EngineConfig, context: int | None, source: str) -> En
             return told
         # One figure for the memory, the simulation and the command, whatever vLLM's default is.
         return dataclasses.replace(told, max_num_batched_tokens=told.step_tokens)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: engine: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.errors import ConfigError
+from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.accelerator_catalogue import accelerator, taken_for
 from hetero_gateway.files.model_file import PlanModelConfig, model_directory, read_model
 from hetero_gateway.files.plan_config import (
@@ -243,20 +243,16 @@ def _machines(
 ) -> tuple[Machine, ...]:
     prices: dict[str, float] = {}
     for name, of_it in config.prices.items():
-        try:
+        with named_place(f"{source}: prices"):
             prices[accelerator(name, own).name] = of_it
-        except ConfigError as error:
-            raise ConfigError(f"{source}: prices: {error}") from error
     result: list[Machine] = []
     seen: set[str] = set()
     key = "offers" if config.offers else "machines"
     offered = [offer.to_machines() for offer in config.offers]
     entries: list[MachineConfig] = [*config.machines, *offered]
     for i, entry in enumerate(entries):
-        try:
+        with named_place(f"{source}: {key}.{i}.accelerator"):
             name = accelerator(entry.accelerator, own).name
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {key}.{i}.accelerator: {error}") from error
         price = prices.get(name) if entry.price_per_hour_usd is None else entry.price_per_hour_usd
         for k in range(entry.copies):
             machine_id = entry.id if entry.copies == 1 else f"{entry.id}-{k}"
@@ -269,13 +265,8 @@ def _machines(
 
 
 def _profiles(names: Sequence[str], where: str, base_dir: Path) -> list[Profile]:
-    found = []
-    for name in names:
-        try:
-            found.append(load_profile(name, base_dir))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    return found
+    with named_place(where):
+        return [load_profile(name, base_dir) for name in names]
 
 
 # How long the requests are, and how much context they need

@@ -6,7 +6,8 @@ in those of the library that checked it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import yaml
@@ -111,6 +112,14 @@ class Problems:
         where = f"{self._source}:{line}" if line else self._source
         name = shown(".".join(map(str, key)))
         self._said[line or 0, f"{where}: {name + ': ' if key else ''}{text}"] = None
+
+    @contextlib.contextmanager
+    def at(self, key: Key, known: str = "") -> Iterator[None]:
+        """Report what is raised inside, without the beginning that ``key`` says already."""
+        try:
+            yield
+        except (ConfigError, ValueError) as error:
+            self.add(key, str(error).removeprefix(known))
 
     def add_all(self, model: type[BaseModel], error: ValidationError) -> None:
         """Everything that pydantic found."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -78,6 +78,15 @@ def _check_engine_header(value: str) -> str:
     return value.lower()
 
 
+def check_certificate(config: Any) -> Any:
+    """Of what has a certificate: raises ValueError where a file lacks the one that it needs."""
+    if (config.certificate_file is None) != (config.key_file is None):
+        raise ValueError("certificate_file and key_file: one needs the other")
+    if getattr(config, "client_ca_file", None) is not None and config.certificate_file is None:
+        raise ValueError("client_ca_file: needs certificate_file")
+    return config
+
+
 class ServerConfig(StrictModel):
     """Where the gateway listens, and what it accepts."""
 
@@ -133,13 +142,7 @@ class ServerConfig(StrictModel):
     shutdown_timeout_s: float = Field(30.0, ge=0)
     """How long open requests may go on after SIGTERM, in seconds."""
 
-    @model_validator(mode="after")
-    def _check_tls(self) -> ServerConfig:
-        if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file: one needs the other")
-        if self.client_ca_file is not None and self.certificate_file is None:
-            raise ValueError("client_ca_file: needs certificate_file")
-        return self
+    _certified = model_validator(mode="after")(check_certificate)
 
 
 class TimeoutsConfig(StrictModel):

@@ -22,10 +22,11 @@ def named(path: Path | str, done: str) -> Iterator[None]:
     """Name the file that could not be ``done``, read or written: ConfigError."""
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be {done}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
+    except (OSError, ValueError) as error:  # a path may have a zero byte in it
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be {done}: {reason}") from error
     except csv.Error as error:
         raise ConfigError(f"{path}: not a CSV file: {error}") from error
 

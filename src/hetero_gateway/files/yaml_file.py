@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.problems import Document, Key, Problems, shown
+from hetero_gateway.files.whole_file import named
 
 # Far above 100 000 keys, and read in minutes at worst.
 _MOST_BYTES = 1 << 25
@@ -51,18 +53,27 @@ class _Loader(yaml.SafeLoader):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def read_yaml(path: Path) -> Document:
-    """A YAML mapping with ``${NAME}`` expanded. Raises ConfigError with file and line."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        not_text = isinstance(error, UnicodeDecodeError)
-        reason = "it is not UTF-8 text" if not_text else getattr(error, "strerror", error)
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+def read_yaml(path: Path, overrides: Mapping[str, Any] | None = None) -> Document:
+    """A YAML mapping with ``${NAME}`` expanded. Raises ConfigError with file and line.
+
+    Args:
+        overrides: dotted keys from the command line, e.g. ``{"server.port": 9000}``; None values
+            are ignored.
+    """
+    with named(path, "read"), path.open(encoding="utf-8") as file:
+        text = file.read(_MOST_BYTES + 1)
     if len(text) > _MOST_BYTES:
         raise ConfigError(f"{path}: longer than {_MOST_BYTES} characters")
-    return parse_yaml(text, str(path))
+    document = parse_yaml(text, str(path))
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            *parents, last = dotted.split(".")
+            place: Any = document
+            for name in parents:
+                place = place.setdefault(name, {}) if isinstance(place, dict) else None
+            if isinstance(place, dict):  # else the schema says what is wrong with it
+                place[last] = value
+    return document
 
 
 def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = True) -> Document:
