@@ -28,7 +28,7 @@ from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.profiler.campaign import CampaignPlan, CampaignProgress
 from hetero_gateway.lab.profiler.document import ProfiledInstance, fit_recorded
 from hetero_gateway.lab.profiler.engine import EngineFacts, Overrides
-from hetero_gateway.lab.profiler.live import Hardware, MeasuredProfile, measure, samples_path
+from hetero_gateway.lab.profiler.live import MeasuredProfile, measure, samples_path
 from hetero_gateway.lab.profiler.observed import write_observed
 
 _NO_GPU = "unknown"
@@ -121,7 +121,6 @@ def _live(args: argparse.Namespace) -> int:
             return await measure(
                 target,
                 args.output,
-                Hardware(args.gpu or _NO_GPU, args.tensor_parallel or 1, args.quantization),
                 given,
                 plan,
                 plot=args.plot,
@@ -150,6 +149,9 @@ def _asked(args: argparse.Namespace) -> tuple[CampaignPlan, Overrides]:
         max_model_len=args.max_model_len,
         block_tokens=args.block_size,
         max_num_seqs=args.max_num_seqs,
+        gpu=args.gpu or _NO_GPU,
+        tensor_parallel=args.tensor_parallel or 1,
+        quantization=args.quantization,
     )
     return plan, given
 
@@ -202,9 +204,9 @@ def _written(path: Path) -> dict[str, object]:
 
 def _facts(facts: EngineFacts, budget_s: float) -> str:
     seqs = "" if facts.max_num_seqs_known else " (assumed; --max-num-seqs)"
-    checked = "" if facts.has_metrics else "; no /metrics: batches cannot be checked"
+    checked = "" if facts.look.has_metrics else "; no /metrics: batches cannot be checked"
     return (
-        f"{facts.model} on vLLM {facts.version}: context {facts.max_model_len}, "
+        f"{facts.model} on vLLM {facts.look.version}: context {facts.max_model_len}, "
         f"KV {facts.kv_capacity_tokens} tokens in blocks of {facts.block_tokens}, "
         f"max_num_seqs {facts.max_num_seqs}{seqs}{checked}; up to {budget_s:g} s"
     )

@@ -18,10 +18,9 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.roofline import (
     ALL_REDUCE_START_S,
     StepTime,
-    attended_pair_s,
-    fitted_profile,
     link_share,
     matrix_flop_per_s,
+    roofline_profile,
     step_times,
 )
 from hetero_gateway.planner.sizes import Size
@@ -41,10 +40,9 @@ def expert_parallel_profile(
     kv_capacity_tokens: int,
 ) -> Profile:
     """The profile of one instance; ``max_num_seqs`` and the capacity are of all copies together."""
-    prefill, decode = expert_parallel_times(accelerator, model, size)
-    p9 = attended_pair_s(accelerator, model, size.tensor) / size.data
-    profile = fitted_profile(
-        accelerator, model, size.tensor, max_num_seqs, kv_capacity_tokens, prefill, decode, p9
+    times = expert_parallel_times(accelerator, model, size)
+    profile = roofline_profile(
+        accelerator, model, size.tensor, max_num_seqs, kv_capacity_tokens, times, size.data
     )
     note = f"experts on {size.accelerators} accelerators, {size.data} copies of the rest"
     source = dict(profile.source) | {"note": f"{profile.source['note']}; {note}"}

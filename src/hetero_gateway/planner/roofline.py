@@ -72,26 +72,16 @@ def roofline_profile(
     tensor_parallel: int,
     max_num_seqs: int,
     kv_capacity_tokens: int,
+    times: tuple[StepTime, StepTime] | None = None,
+    copies: int = 1,
 ) -> Profile:
-    """The profile of one instance."""
-    prefill, decode = step_times(accelerator, model, tensor_parallel)
-    p9 = attended_pair_s(accelerator, model, tensor_parallel)
-    return fitted_profile(
-        accelerator, model, tensor_parallel, max_num_seqs, kv_capacity_tokens, prefill, decode, p9
-    )
+    """The profile of one instance: Eqs. (3) and (4) fitted to its step times.
 
-
-def fitted_profile(
-    accelerator: Accelerator,
-    model: ModelShape,
-    tensor_parallel: int,
-    max_num_seqs: int,
-    kv_capacity_tokens: int,
-    prefill: StepTime,
-    decode: StepTime,
-    p9: float,
-) -> Profile:
-    """Eqs. (3) and (4) fitted to step times, of which p9 is what attention over prompts takes."""
+    ``times`` are those of a prefill and of a decode step, None: the roofline's own; ``copies`` of
+    the model share the attention over prompts.
+    """
+    prefill, decode = times or step_times(accelerator, model, tensor_parallel)
+    p9 = attended_pair_s(accelerator, model, tensor_parallel) / copies
     prefill_shapes, decode_shapes = grid(kv_capacity_tokens, max_num_seqs)
 
     def without_attention(batch: float, prompt_tokens: float) -> float:

@@ -67,16 +67,26 @@ def support(
         options: ``max_model_len`` is the context that is asked about.
     """
     context = options.max_model_len or model.max_position or 1
+
+    def fit(device: Accelerator, t: int) -> SizeFit:
+        if (why := precision_refusal(model, device)) is not None:
+            return SizeFit(device.name, t, why)
+        if t > 1 and device.link_bytes_per_s <= 0:
+            return SizeFit(device.name, t, "no link between two is known")
+        if t > device.max_group:
+            return SizeFit(device.name, t, f"at most {device.max_group} work on one instance")
+        start = StartUp(model, device, t, options)
+        memory = start.memory(method, context)
+        if not is_feasible(memory, context):
+            missing = start.shortfall_bytes(memory, context)
+            return SizeFit(device.name, t, "too little memory", shortfall_bytes=missing)
+        tokens, spread = memory.kv_capacity_tokens, memory.uncertainty
+        return SizeFit(device.name, t, "", tokens, spread, tokens / context, tight=memory.tight)
+
     refused = {t: why for t in SIZES if (why := refusal(model, t)) is not None}
     sizes = tuple(t for t in SIZES if t not in refused)
-    return Support(
-        model,
-        context,
-        _weights(model),
-        sizes,
-        refused,
-        tuple(_fit(model, a, t, options, context, method) for a in accelerators for t in sizes),
-    )
+    fits = tuple(fit(device, t) for device in accelerators for t in sizes)
+    return Support(model, context, _weights(model), sizes, refused, fits)
 
 
 def _weights(model: ModelShape) -> dict[str, float]:
@@ -91,31 +101,6 @@ def _weights(model: ModelShape) -> dict[str, float]:
                 model, quantization=other, dtype="bfloat16", wide_weights=0
             ).weight_bytes()
     return found
-
-
-def _fit(
-    model: ModelShape,
-    device: Accelerator,
-    t: int,
-    options: EngineOptions,
-    context: int,
-    method: Method,
-) -> SizeFit:
-    if (why := precision_refusal(model, device)) is not None:
-        return SizeFit(device.name, t, why)
-    if t > 1 and device.link_bytes_per_s <= 0:
-        return SizeFit(device.name, t, "no link between two is known")
-    if t > device.max_group:
-        return SizeFit(device.name, t, f"at most {device.max_group} work on one instance")
-    start = StartUp(model, device, t, options)
-    memory = start.memory(method, context)
-    if not is_feasible(memory, context):
-        missing = start.shortfall_bytes(memory, context)
-        return SizeFit(device.name, t, "too little memory", shortfall_bytes=missing)
-    tokens = memory.kv_capacity_tokens
-    return SizeFit(
-        device.name, t, "", tokens, memory.uncertainty, tokens / context, tight=memory.tight
-    )
 
 
 def layer_lines(model: ModelShape) -> list[str]:

@@ -3,14 +3,16 @@
 import pytest
 
 from hetero_gateway.core.costs.profile import Constants
-from hetero_gateway.lab.emulator.prefixes import (
+from hetero_gateway.lab.emulator.text import (
     answer_tokens,
     block_keys,
     chat_tokens,
+    escape,
     id_tokens,
     text_tokens,
+    tokenize,
+    words,
 )
-from hetero_gateway.lab.emulator.text import escape, tokenize, words
 
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 SYSTEM = {"role": "system", "content": "You are a careful clerk. " * 40}

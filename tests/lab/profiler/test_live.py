@@ -23,7 +23,7 @@ from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.profiler.campaign import CampaignPlan
 from hetero_gateway.lab.profiler.engine import Overrides
-from hetero_gateway.lab.profiler.live import Hardware, MeasuredProfile, measure, samples_path
+from hetero_gateway.lab.profiler.live import MeasuredProfile, measure, samples_path
 from hetero_gateway.lab.profiler.samples import read_json_lines
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.engine import QUICK, engine, quick_profile
@@ -37,7 +37,7 @@ async def profile(
     url: str, output: Path, plan=ONE_PASS, given=LIMIT, key=None, **options
 ) -> MeasuredProfile:
     target = parse_target(url, key)
-    return await measure(target, output, Hardware("gpu", 1), given, plan, **options)
+    return await measure(target, output, given, plan, **options)
 
 
 def settings(**options) -> EmulatorSettings:

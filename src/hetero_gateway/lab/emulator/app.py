@@ -24,7 +24,7 @@ from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.lab.emulator.errors import (
     RefusedRequest,
-    bad_shape,
+    bad_body,
     describe,
     refused,
     validate,
@@ -33,10 +33,17 @@ from hetero_gateway.lab.emulator.loop import EngineLoop
 from hetero_gateway.lab.emulator.openai import ChatReply, CompletionReply
 from hetero_gateway.lab.emulator.other_apis import MessagesReply, ResponsesReply, ResponseStore
 from hetero_gateway.lab.emulator.pooling import EmbeddingsReply, RerankReply, ScoreReply
-from hetero_gateway.lab.emulator.prefixes import answer_tokens, block_keys, chat_tokens
 from hetero_gateway.lab.emulator.reply import DOCUMENTS, JSON, EmulatedReply, ReplyHead, Send
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
-from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, token_text, tokenize
+from hetero_gateway.lab.emulator.text import (
+    BYTES_PER_TOKEN,
+    Json,
+    answer_tokens,
+    block_keys,
+    chat_tokens,
+    token_text,
+    tokenize,
+)
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
 # A response by its id, and what cancels it.
@@ -308,22 +315,14 @@ def _decode(raw: bytes, scope: Scope) -> Json:
     if media_type != b"application/json":
         raise refused("media_type")
     if not raw:
-        raise bad_shape(
-            {"type": "missing", "loc": "body", "msg": "Field required", "input": "None"}
-        )
+        raise bad_body("missing", "Field required", "None")
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         body = _decode_slowly(raw)
     if not isinstance(body, dict):
-        raise bad_shape(
-            {
-                "type": "model_attributes_type",
-                "loc": "body",
-                "msg": "Input should be a valid dictionary or object to extract fields from",
-                "input": describe(body),
-            }
-        )
+        wanted = "Input should be a valid dictionary or object to extract fields from"
+        raise bad_body("model_attributes_type", wanted, describe(body))
     return body
 
 
@@ -334,14 +333,9 @@ def _decode_slowly(raw: bytes) -> Json:
     except UnicodeDecodeError:
         raise RefusedRequest(400, {"detail": "There was an error parsing the body"}) from None
     except json.JSONDecodeError as error:
-        raise bad_shape(
-            {
-                "type": "json_invalid",
-                "loc": f"body.{error.pos}",
-                "msg": "JSON decode error",
-                "input": "<dict of 0 items>",
-                "ctx": {"error": error.msg},
-            }
+        where, what = f"body.{error.pos}", {"error": error.msg}
+        raise bad_body(
+            "json_invalid", "JSON decode error", "<dict of 0 items>", where, ctx=what
         ) from None
 
 

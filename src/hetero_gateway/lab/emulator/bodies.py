@@ -14,13 +14,15 @@ from pydantic import BaseModel, Field
 
 from hetero_gateway.lab.emulator.errors import refused, validate
 from hetero_gateway.lab.emulator.logprobs import MOST_LOGPROBS
-from hetero_gateway.lab.emulator.prefixes import chat_tokens, id_tokens, text_tokens
 from hetero_gateway.lab.emulator.text import (
     BYTES_PER_TOKEN,
     Json,
     Messages,
     SchemaError,
+    chat_tokens,
+    id_tokens,
     sample_json,
+    text_tokens,
 )
 
 MAX_N = 16384  # vllm.envs.VLLM_MAX_N_SEQUENCES
@@ -31,7 +33,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, which vLLM keeps for /v1/completions
 class Ask:
     """What a request wants of the engine, whatever its endpoint.
 
-    ``prompts`` are their tokens (``prefixes``). ``max_tokens`` None means to the end of the context
+    ``prompts`` are their tokens (``text``). ``max_tokens`` None means to the end of the context
     window. ``forced_text`` is what must come out (a tool's arguments, a JSON document); ``tool`` is
     the called function's name. Requests with different ``cache_salt`` share no cached prefix.
     ``top_logprobs`` is how many likely tokens to name at each place; None: no probabilities.

@@ -59,6 +59,13 @@ def bad_shape(*details: dict[str, Any]) -> RefusedRequest:
     return _api_error(f"{count}:{lines}", status=400, kind="Bad Request", param=param)
 
 
+def bad_body(
+    kind: str, message: str, given: str, loc: str = "body", **context: dict[str, str]
+) -> RefusedRequest:
+    """A body that is no object at all, as FastAPI's validation says it."""
+    return bad_shape({"type": kind, "loc": loc, "msg": message, "input": given, **context})
+
+
 def validate(model: type[ModelT], body: Any) -> ModelT:
     """``body`` as a pydantic model. Raises RefusedRequest: what is wrong with its shape."""
     try:

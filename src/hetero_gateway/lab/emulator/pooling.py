@@ -16,9 +16,8 @@ from pydantic import AliasChoices, Field
 
 from hetero_gateway.lab.emulator.bodies import Ask, EngineBody, prompts_of
 from hetero_gateway.lab.emulator.errors import refused, validate
-from hetero_gateway.lab.emulator.prefixes import text_tokens
 from hetero_gateway.lab.emulator.reply import EmulatedReply, ReplyHead
-from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json
+from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, Json, text_tokens
 
 EMBEDDING_DIMENSIONS = 8
 _FORMAT = f"<{EMBEDDING_DIMENSIONS}"

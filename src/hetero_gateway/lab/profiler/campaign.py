@@ -358,7 +358,7 @@ class Campaign:
 
     async def _idle(self) -> EngineMetrics | None:
         """Wait until nothing runs there; None without metrics."""
-        if not self.facts.has_metrics:
+        if not self.facts.look.has_metrics:
             return None
         give_up_s = time.perf_counter() + _IDLE_WITHIN_S
         while True:
@@ -411,7 +411,7 @@ def identity(facts: EngineFacts, plan: CampaignPlan) -> dict[str, Any]:
     """What must be the same for samples to be of one measurement."""
     return {
         "model": facts.model,
-        "engine": facts.version,
+        "engine": facts.look.version,
         "max_model_len": facts.max_model_len,
         "kv_capacity_tokens": facts.kv_capacity_tokens,
         "max_num_seqs": facts.max_num_seqs,

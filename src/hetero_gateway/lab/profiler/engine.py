@@ -32,13 +32,20 @@ _DEFAULT_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the user says instead of the engine; None: ask the engine."""
+    """What the user says: instead of the engine, None: ask it; and at last what no API has.
+
+    ``gpu`` and ``tensor_parallel`` are for the profile's name; ``quantization`` is how the weights
+    are stored, None: in 16 bits.
+    """
 
     model: str | None = None
     kv_capacity_tokens: int | None = None
     max_model_len: int | None = None
     block_tokens: int | None = None
     max_num_seqs: int | None = None
+    gpu: str = "unknown"
+    tensor_parallel: int = 1
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,7 @@ class EngineFacts:
         model: the name to ask for.
         kv_capacity_tokens: of all its data-parallel ranks together.
         max_num_seqs: given, or vLLM's default: no API has it. ``max_num_seqs_known`` says which.
-        version: what /version answers, or "unknown".
-        has_metrics: whether batches can be checked against the engine's counters.
-        utilisation, kv_dtype: what the KV capacity was made with (vLLM's
-            ``--gpu-memory-utilization``, ``--kv-cache-dtype``); None: not told.
+        look: what else it says; without metrics, batches cannot be checked against its counters.
     """
 
     model: str
@@ -61,10 +65,7 @@ class EngineFacts:
     block_tokens: int
     max_num_seqs: int
     max_num_seqs_known: bool
-    version: str
-    has_metrics: bool
-    utilisation: float | None = None
-    kv_dtype: str | None = None
+    look: EngineLook
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +186,7 @@ async def read_engine(client: EngineClient, given: Overrides) -> EngineFacts:
         block_tokens=given.block_tokens or cache.block_tokens or _DEFAULT_BLOCK_TOKENS,
         max_num_seqs=given.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
         max_num_seqs_known=given.max_num_seqs is not None,
-        version=look.version,
-        has_metrics=look.has_metrics,
-        utilisation=cache.utilisation,
-        kv_dtype=cache.dtype,
+        look=look,
     )
 
 

@@ -30,15 +30,6 @@ from hetero_gateway.lab.profiler.samples import discarded_counts, kept_samples, 
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
-    """What no API has: for the profile's name, and how the weights are stored (None: 16 bits)."""
-
-    gpu: str
-    tensor_parallel: int
-    quantization: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredProfile:
     """What came of it.
 
@@ -86,7 +77,6 @@ def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
 async def measure(
     target: LoadTarget,
     output: Path,
-    hardware: Hardware,
     given: Overrides,
     plan: CampaignPlan,
     *,
@@ -110,7 +100,7 @@ async def measure(
     on_start(facts)
     campaign = Campaign(target, facts, plan, path, records, watch)
     number = await _until_signalled(campaign)
-    return _conclude(campaign, hardware, output, plot, number)
+    return _conclude(campaign, given, output, plot, number)
 
 
 async def _until_signalled(campaign: Campaign) -> int | None:
@@ -156,7 +146,7 @@ def _check_same(records: list[dict[str, Any]], now: Mapping[str, Any], path: Pat
 
 def _conclude(
     campaign: Campaign,
-    hardware: Hardware,
+    given: Overrides,
     output: Path,
     plot: Path | None,
     signal_number: int | None,
@@ -180,17 +170,17 @@ def _conclude(
                 f"batches measured whose prefill takes several steps; they are {whether}"
             )
         instance = ProfiledInstance(
-            *(hardware.gpu, facts.model, hardware.tensor_parallel),
+            *(given.gpu, facts.model, given.tensor_parallel),
             *(facts.kv_capacity_tokens, outcome.max_num_seqs),
         )
         source = {
             "note": _note(campaign, len(samples), signal_number),
-            "engine": facts.version,
+            "engine": facts.look.version,
             "block_size": facts.block_tokens,
             "max_model_len": facts.max_model_len,
-            "gpu_memory_utilization": facts.utilisation,
-            "kv_cache_dtype": facts.kv_dtype,
-            "quantization": hardware.quantization,
+            "gpu_memory_utilization": facts.look.cache.utilisation,
+            "kv_cache_dtype": facts.look.cache.dtype,
+            "quantization": given.quantization,
             "discarded": discarded,
         }
         document = write_fit(fitted, samples, instance, source, output, plot)
@@ -205,7 +195,7 @@ def _note(campaign: Campaign, samples: int, signal_number: int | None) -> str:
         f"{plan.passes} passes, seed {plan.seed}, budget {plan.budget_s:g} s, "
         f"steps of {plan.max_batched_tokens} tokens"
     ]
-    if not facts.has_metrics:
+    if not facts.look.has_metrics:
         parts.append("no /metrics, so foreign load and preemption were not looked for")
     if not facts.max_num_seqs_known and outcome.max_num_seqs == facts.max_num_seqs:
         parts.append("max_num_seqs is vLLM's default, not asked of the engine")
