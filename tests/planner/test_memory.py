@@ -12,11 +12,7 @@ from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
 from hetero_gateway.files.checkpoints.shape import model_from_config
 from hetero_gateway.files.model_cards import MODEL_CARDS, model_card
 from hetero_gateway.planner.accelerators import GIB
-from hetero_gateway.planner.memory import (
-    EngineOptions,
-    StartUp,
-    is_feasible,
-)
+from hetero_gateway.planner.memory import EngineOptions, StartUp, is_feasible
 from hetero_gateway.planner.model_shape import Doubt
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.stages import instance_memory

@@ -100,7 +100,14 @@ def _observed(args: argparse.Namespace) -> int:
 
 def _live(args: argparse.Namespace) -> int:
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
-    plan, given = _asked(args)
+    plan = CampaignPlan(
+        budget_s=args.budget,
+        seed=args.seed,
+        passes=args.passes,
+        timeout_s=args.timeout,
+        max_batched_tokens=args.max_num_batched_tokens,
+        deep_prefills=args.deep_prefills,
+    )
     console = Console(stderr=True, highlight=False)
     with _bar(console) as bar:
         task = bar.add_task("profile", total=None, note="")
@@ -121,7 +128,7 @@ def _live(args: argparse.Namespace) -> int:
             return await measure(
                 target,
                 args.output,
-                given,
+                _given(args),
                 plan,
                 plot=args.plot,
                 resume=args.resume,
@@ -134,16 +141,8 @@ def _live(args: argparse.Namespace) -> int:
     return _tell(args, result)
 
 
-def _asked(args: argparse.Namespace) -> tuple[CampaignPlan, Overrides]:
-    plan = CampaignPlan(
-        budget_s=args.budget,
-        seed=args.seed,
-        passes=args.passes,
-        timeout_s=args.timeout,
-        max_batched_tokens=args.max_num_batched_tokens,
-        deep_prefills=args.deep_prefills,
-    )
-    given = Overrides(
+def _given(args: argparse.Namespace) -> Overrides:
+    return Overrides(
         model=args.model,
         kv_capacity_tokens=args.kv_capacity_tokens,
         max_model_len=args.max_model_len,
@@ -153,7 +152,6 @@ def _asked(args: argparse.Namespace) -> tuple[CampaignPlan, Overrides]:
         tensor_parallel=args.tensor_parallel or 1,
         quantization=args.quantization,
     )
-    return plan, given
 
 
 def _tell(args: argparse.Namespace, result: MeasuredProfile) -> int:
