@@ -12,10 +12,7 @@ import pytest
 import yaml
 
 from hetero_gateway.cli import main
-from hetero_gateway.deploy.directory import (
-    render_deployment,
-    write_deployment,
-)
+from hetero_gateway.deploy.directory import render_deployment, write_deployment
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import load_profile

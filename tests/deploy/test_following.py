@@ -160,6 +160,7 @@ def test_a_pod_has_the_time_that_its_drain_may_take():
         assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][0] == "python3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["running", "waiting"])
 def test_the_drain_script_waits_until_the_engine_has_nothing_left(left):
     """Against a server of vLLM's series; the script is the pod's, but for port and pause."""

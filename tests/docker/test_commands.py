@@ -197,6 +197,7 @@ def run_health_check(files, command: list[str], port: int) -> int:
     return subprocess.run(argv(files, command), capture_output=True, timeout=PATIENCE_S).returncode
 
 
+@pytest.mark.slow
 def test_a_chat_request_goes_through_the_gateway_to_an_emulated_instance(stack):
     answer = stack.chat()
     assert answer.status_code == 200, answer.text

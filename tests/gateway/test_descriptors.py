@@ -49,6 +49,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_who_finds_no_descriptor_is_turned_away_and_nothing_spins(gateway: Process) -> None:
     port = int(gateway.url.rsplit(":", 1)[1])
     limits = Path(f"/proc/{gateway.process.pid}/limits").read_text()

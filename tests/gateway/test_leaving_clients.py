@@ -189,6 +189,7 @@ def half_close(client: socket.socket) -> None:
     client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [reset, end, half_close])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_who_leaves_is_not_in_the_log(

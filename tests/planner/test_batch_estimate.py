@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.planner.batch_estimate import (
-    BatchEstimate,
-    Infeasible,
-    estimate_throughput,
-)
+from hetero_gateway.planner.batch_estimate import BatchEstimate, Infeasible, estimate_throughput
 
 CONSTANTS = Constants(1e-4, 2e-4, 3e-6, 0.01, 1e-7, 1e-4, 3e-7, 0.02)
 

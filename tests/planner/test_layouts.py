@@ -5,12 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.planner.layouts import (
-    best_by_use,
-    describe,
-    group_machines,
-    machine_layouts,
-)
+from hetero_gateway.planner.layouts import best_by_use, describe, group_machines, machine_layouts
 from hetero_gateway.planner.plan import Machine
 
 sizes = st.sets(st.integers(1, 8), min_size=1, max_size=4)

@@ -21,9 +21,7 @@ from hypothesis.stateful import (
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import (
-    Table,
-)
+from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import FAST_CONSTANTS, request
 

@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_gateway.core.costs.cost_model import (
-    attended_pairs,
-    decode_step_time_s,
-    prefill_time_s,
-)
+from hetero_gateway.core.costs.cost_model import attended_pairs, decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.calibration import LEAST_ROWS, MOST_CHANGE, NAMES, bounded, refit
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow, seconds

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.limits.accounts import Account, Charge, Denial, Limits, admit
 from hetero_gateway.core.sharing.exchange import LoadExchange
 from hetero_gateway.core.sharing.limits import SharedLimits, account_key
-from hetero_gateway.core.sharing.message import (
-    FIELDS,
-    Message,
-    MessageError,
-    pack,
-    unpack,
-)
+from hetero_gateway.core.sharing.message import FIELDS, Message, MessageError, pack, unpack
 from tests.core.builders import scheduler, spec
 
 

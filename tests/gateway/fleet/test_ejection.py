@@ -11,13 +11,7 @@ import openai
 import pytest
 
 from hetero_gateway.core.types import InstanceId
-from tests.fakes.running import (
-    FAST,
-    RunningGateway,
-    counted,
-    eventually,
-    rig,
-)
+from tests.fakes.running import FAST, RunningGateway, counted, eventually, rig
 
 CHAT = "/v1/chat/completions"
 EQUAL = (FAST,)

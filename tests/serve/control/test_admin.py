@@ -16,13 +16,7 @@ from hetero_gateway.core.policies.base import PlacesAtOnce, number
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
-from tests.fakes.running import (
-    FAST,
-    config_for,
-    eventually,
-    rig,
-    running_gateway,
-)
+from tests.fakes.running import FAST, config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 CHAT = "/v1/chat/completions"
