@@ -33,6 +33,7 @@ from hetero_gateway.gateway.request.openai import parse_body, parse_in_steps
 from hetero_gateway.gateway.turns import Result, Steps
 
 SEED = seed_of(b"benchmark")
+PATH = "/v1/chat/completions"
 WORDS = "The quick brown fox jumps over the lazy dog. "
 LINES = 'The quick brown fox\njumps over the "lazy" dog. '
 STEP_S = 0.001
@@ -75,9 +76,9 @@ def read(body: bytes, seed: int | None) -> list[float]:
     """µs of CPU for each step."""
     if len(body) < LEAST_BYTES:
         began_s = time.thread_time_ns()
-        parse_body(body, b"application/json", seed=seed)
+        parse_body(body, b"application/json", PATH, seed)
         return [(time.thread_time_ns() - began_s) / 1000]
-    steps, result, more = parse_in_steps(body, b"application/json", seed=seed), [], True
+    steps, result, more = parse_in_steps(body, b"application/json", PATH, seed), [], True
     while more:
         began_s = time.thread_time_ns()
         more = some(steps)
@@ -100,7 +101,7 @@ def each_step(body: bytes) -> float:
     """The longest single step of what the keys add, µs: the least of three rounds."""
 
     def one() -> float:
-        steps, longest = parse_in_steps(body, b"application/json", seed=SEED), 0.0
+        steps, longest = parse_in_steps(body, b"application/json", PATH, SEED), 0.0
         while True:
             began = time.thread_time_ns()
             try:
@@ -133,7 +134,7 @@ def print_bodies(rounds: int) -> bool:
     for kind, body, goal in bodies():
         without, with_keys = least(body, rounds)
         allowed = without / 10 if goal is None else goal
-        found = parse_body(body, b"application/json", seed=SEED).prefix
+        found = parse_body(body, b"application/json", PATH, SEED).prefix
         assert found is not None
         more = with_keys - without
         missed |= more > allowed
@@ -177,7 +178,7 @@ def text(rng: random.Random, keys: int, head: PrefixKeys | None = None) -> Prefi
 
 
 def print_index() -> None:
-    print(f"\n{'instances':<12} {'lookup µs':>10} {'by slot':>9} {'insert of 32, evicting':>23}")
+    print(f"\n{'instances':<12} {'lookup µs':>10} {'insert of 32, evicting':>23}")
     rng = random.Random(0)
     for instances in (4, 16, 64, 512):
         index = PrefixIndex()
@@ -190,17 +191,13 @@ def print_index() -> None:
             index.insert(ids[i % instances], talk)
         asked = iter(talks * 5000)
         lookup = timed(lambda index=index, asked=asked: index.levels(next(asked)), 500)  # type: ignore[misc]
-        by_slot = timed(
-            lambda index=index, asked=asked, n=instances: index.by_slot(next(asked), n),  # type: ignore[misc]
-            500,
-        )
         fresh = iter([text(rng, 32) for _ in range(6000)])
         for _ in range(1000):
             index.insert(ids[0], next(fresh))
         insert = timed(
             lambda index=index, fresh=fresh, one=ids[0]: index.insert(one, next(fresh)), 900
         )  # type: ignore[misc]
-        print(f"{instances:<12} {lookup:>10.1f} {by_slot:>9.1f} {insert:>23.1f}")
+        print(f"{instances:<12} {lookup:>10.1f} {insert:>23.1f}")
 
 
 def print_memory(keys: int) -> bool:

@@ -168,9 +168,7 @@ def read_head(data: bytes) -> RequestHead:
         _check_coding(head, coding, length)
         head.length = None
     elif length is not None:
-        if _LENGTH.fullmatch(length) is None:
-            raise bad_request("The request's Content-Length is malformed.")
-        head.length = int(length)
+        head.length = _known_length(length)
     if host is not None:
         # It is for the target's host, whatever Host says (RFC 9112, 3.2.2).
         head.headers = [(b"host", host), *(pair for pair in headers if pair[0] != b"host")]
@@ -208,6 +206,13 @@ def _field(line: bytes) -> tuple[bytes, bytes]:
 
 _known_request_line = lru_cache(_REMEMBERED)(_request_line)
 _known_field = lru_cache(_REMEMBERED)(_field)
+
+
+@lru_cache(_REMEMBERED)
+def _known_length(value: bytes) -> int:
+    if _LENGTH.fullmatch(value) is None:
+        raise bad_request("The request's Content-Length is malformed.")
+    return int(value)
 
 
 _Field = bytes | None

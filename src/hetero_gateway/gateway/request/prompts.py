@@ -119,9 +119,7 @@ def count_strings(data: bytes | bytearray, start: int, end: int) -> int:
 def measure(data: bytes | bytearray, start: int, end: int) -> tuple[int, int]:
     """(media parts, text bytes) of a field that may have both."""
     if end - start < LEAST_BYTES:
-        # Most have none, and a search for plain bytes passes over text in long strides.
-        first = data.find(_TYPE, start, end)
-        found = 0 if first < 0 else len(_MEDIA_PART.findall(data, first, end))
+        found = len(_MEDIA_PART.findall(data, start, end))
     else:
         parts = places(data, start, end, _TYPE, _MOST_PARTS)
         found = sum(_MEDIA_PART.match(data, at, end) is not None for at in parts)
