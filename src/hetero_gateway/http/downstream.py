@@ -60,9 +60,7 @@ class Downstream(Protocol):
     def start(self, status: int, fields: bytes, *, chunked: bool) -> bytes:
         """Begin the response; returns bytes to write ahead of the body, in one write with it.
 
-        Args:
-            fields: of its head, as ``lines_of`` writes them.
-            chunked: the body has no content-length header.
+        ``fields``: of its head, as ``lines_of`` writes them; ``chunked``: there is no length in it.
         """
 
     def finish(self) -> None:

@@ -331,9 +331,7 @@ class Inbound:
         by_name: Mapping[bytes, bytes] | None = None,
         method: bytes = b"POST",
     ) -> None:
-        """``by_name``: each name among the headers with its value, where it is known that none of
-        those that are looked at is there twice.
-        """
+        """``by_name``: each name's value, where none that is looked at is there twice."""
         self.method = method
         self.path = path
         self.target = target

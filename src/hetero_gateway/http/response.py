@@ -115,8 +115,7 @@ class ResponseHead:
     def __post_init__(self) -> None:
         self.ends_at_close = not self.chunked and self.content_length is None
         self.passed = lines_of([pair for pair in self.headers if pair[0] not in NOT_TO_CLIENTS])
-        content_type = dict(self.headers).get(b"content-type", b"")
-        self.streams = content_type.startswith(b"text/event-stream")
+        self.streams = dict(self.headers).get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 def parse_head(head: bytes) -> ResponseHead:
