@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -22,7 +21,7 @@ from hetero_gateway.files.cluster_config import Cluster, load_cluster
 from hetero_gateway.files.length_model_file import read_length_model
 from hetero_gateway.files.policies import installed_policy
 from hetero_gateway.files.scheduler_config import POLICY_GROUP, installed
-from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
+from hetero_gateway.files.trace import TraceRequest, known_texts, read_trace, token_counts
 from hetero_gateway.lab.load.progress import progress_bar
 from hetero_gateway.sim.cluster import simulate
 from hetero_gateway.sim.experiment import (
@@ -36,14 +35,9 @@ from hetero_gateway.sim.experiment import (
     mix_moments,
 )
 from hetero_gateway.sim.fleet import can_compile
-from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
+from hetero_gateway.sim.prefixes import Prefixes
 from hetero_gateway.sim.result import Cell
-from hetero_gateway.sim.workload import (
-    Lengths,
-    LogNormalLengths,
-    TraceLengths,
-    mean_rate_per_s,
-)
+from hetero_gateway.sim.workload import Lengths, TraceLengths, mean_rate_per_s
 
 # Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
 _LOADS = (0.7, 0.9)
@@ -86,7 +80,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
                     f"{args.max_batched_tokens} tokens of a step; raise --max-batched-tokens"
                 )
     path = args.requests or cluster.trace
-    rows = _trace(path)
+    rows = [] if path is None else read_trace(path)
     texts = any(row.text is not None for row in rows)
     own_times = args.arrivals == "trace" or (
         args.arrivals is None
@@ -129,13 +123,8 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
 
 
 def _prefixes(rows: list[TraceRequest]) -> Prefixes:
-    texts = [row.text for row in rows if row.text is not None]
-    return Prefixes(
-        [KnownText(tuple(Run(*run) for run in text.runs)) for text in texts],
-        np.array([row.input_tokens for row in rows], np.int64),
-        np.array([row.output_tokens for row in rows], np.int64),
-        texts[0].block_tokens,
-    )
+    block_tokens = next(row.text.block_tokens for row in rows if row.text is not None)
+    return Prefixes(known_texts(rows), *token_counts(rows), block_tokens)
 
 
 def _length_model(args: argparse.Namespace) -> LengthModel | None:
@@ -144,22 +133,8 @@ def _length_model(args: argparse.Namespace) -> LengthModel | None:
     return None if args.predictor_file is None else read_length_model(args.predictor_file)
 
 
-def _trace(path: Path | None) -> list[TraceRequest]:
-    return [] if path is None else read_trace(path)
-
-
 def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> Lengths:
-    if rows:
-        return TraceLengths(
-            np.array([row.input_tokens for row in rows], np.int64),
-            np.array([row.output_tokens for row in rows], np.int64),
-            in_order,
-        )
-    wanted = cluster.workload
-    return LogNormalLengths(
-        wanted.prompt.to_core() if wanted.prompt else CHAT_MIX.prompt,
-        wanted.output.to_core() if wanted.output else CHAT_MIX.output,
-    )
+    return TraceLengths(*token_counts(rows), in_order) if rows else cluster.workload.lengths
 
 
 def _rates_to_run(

@@ -218,6 +218,11 @@ def hash_of(key: str, hash_key: str | None = None) -> str:
         raise ConfigError("a key must be of visible ASCII characters, without spaces")
     if not _LEAST_KEY_CHARACTERS <= len(key) <= MOST_KEY_BYTES:
         raise ConfigError(f"a key must have {_LEAST_KEY_CHARACTERS} to {MOST_KEY_BYTES} characters")
+    return digest_of(key, hash_key)
+
+
+def digest_of(key: str, hash_key: str | None) -> str:
+    """The same of any key: one that is short may be found by trying, without a secret."""
     if hash_key is None:
         return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
     return "hmac-sha256:" + hmac.digest(hash_key.encode(), key.encode(), "sha256").hex()
@@ -231,12 +236,9 @@ def add_key(path: Path, entry: Mapping[str, Any]) -> None:
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # JSON is YAML, and safe to paste.
-    line = (
-        "  - "
-        + yaml.safe_dump(
-            dict(entry), default_flow_style=True, sort_keys=False, width=10_000
-        ).strip()
-    )
+    told: str = yaml.safe_dump(
+        dict(entry), default_flow_style=True, sort_keys=False, width=10_000
+    ).strip()
     before = read_keys(path) if text.strip() else KeysFile()
     if any(key.name == entry["name"] for key in before.keys):
         raise ConfigError(f"{path}: there is a key named {entry['name']!r} already")
@@ -247,7 +249,7 @@ def add_key(path: Path, entry: Mapping[str, Any]) -> None:
         text += "\n"
     if "keys" not in (yaml.safe_load(text) or {}):
         text += "keys:\n"
-    text += line + "\n"
+    text += f"  - {told}\n"
     try:
         added = parse_keys(text, str(path)) == wanted
     except ConfigError:
@@ -255,7 +257,7 @@ def add_key(path: Path, entry: Mapping[str, Any]) -> None:
     if not added:
         raise ConfigError(
             f"{path}: the list `keys` must be the last in the file, one key a line; add this to "
-            f"it: {line.strip()}"
+            f"it: - {told}"
         )
     write_keys(path, text)
 

@@ -23,10 +23,11 @@ from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.gateway_config import has_gateway_keys
 from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.trace import CHAT_MIX
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
-from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal
+from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal, LogNormalLengths
 
 # Far more than one machine simulates in an hour; a typing error in ``count`` ends here.
 MAX_INSTANCES = 10_000
@@ -90,8 +91,8 @@ class LengthConfig(StrictModel):
         return LogNormal(self.median, self.sigma, self.max)
 
 
-class WorkloadConfig(StrictModel):
-    """What is sent, unless the flags say otherwise."""
+class SentConfig(StrictModel):
+    """Which requests are sent."""
 
     requests: Path | None = None
     """A trace; relative to this file. In place of prompt and output."""
@@ -99,14 +100,27 @@ class WorkloadConfig(StrictModel):
     """Default: a chat mix."""
     output: LengthConfig | None = None
     """Default: a chat mix."""
-    arrival_cv: float = Field(1.0, ge=0, le=20)
-    """Coefficient of variation of the gaps; 1 is Poisson."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> WorkloadConfig:
+    def _one_source(self) -> SentConfig:
         if self.requests is not None and (self.prompt or self.output):
             raise ValueError("requests is a trace, which has lengths: leave out prompt and output")
         return self
+
+    @property
+    def lengths(self) -> LogNormalLengths:
+        """Without a trace."""
+        return LogNormalLengths(
+            self.prompt.to_core() if self.prompt else CHAT_MIX.prompt,
+            self.output.to_core() if self.output else CHAT_MIX.output,
+        )
+
+
+class WorkloadConfig(SentConfig):
+    """What is sent, unless the flags say otherwise."""
+
+    arrival_cv: float = Field(1.0, ge=0, le=20)
+    """Coefficient of variation of the gaps; 1 is Poisson."""
 
 
 class ClusterConfig(StrictModel):

@@ -16,15 +16,13 @@ nobody in: so does one that was cut off.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.client_keys import KeyConfig, KeysFile, read_clients
+from hetero_gateway.files.client_keys import KeyConfig, KeysFile, digest_of, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.secrets import secret
 
@@ -57,7 +55,7 @@ def envoy_keys(config: GatewayConfig, base_dir: Path, *, any_model: bool) -> Env
         lines.append("open")
         notes.append("no keys are configured: without a picker, too, everybody is served")
     if shared is not None:
-        lines.append(f"key {_shared_digest(shared, hash_key)} never any")
+        lines.append(f"key {digest_of(shared, hash_key).replace(':', ' ')} never any")
     bound = [key for key in keys.keys if not any_model and _is_bound(key, keys)]
     lines += [_line(key, keys) for key in keys.keys if key not in bound]
     if bound:
@@ -80,13 +78,6 @@ def envoy_keys(config: GatewayConfig, base_dir: Path, *, any_model: bool) -> Env
             "have one answer 401"
         )
     return EnvoyKeys("\n".join([*lines, "end"]) + "\n", tuple(notes))
-
-
-def _shared_digest(key: str, hash_key: str | None) -> str:
-    """Under the secret where there is one: this key may be short enough to be found by trying."""
-    if hash_key is None:
-        return "sha256 " + hashlib.sha256(key.encode()).hexdigest()
-    return "hmac-sha256 " + hmac.digest(hash_key.encode(), key.encode(), "sha256").hex()
 
 
 def _is_bound(key: KeyConfig, keys: KeysFile) -> bool:

@@ -186,9 +186,6 @@ class GatewayConfig(StrictModel):
 def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
     """Read and check a gateway configuration, with all that it names: profiles, keys, packages.
 
-    Args:
-        overrides: as of ``read_yaml``.
-
     Raises:
         ConfigError: one line with the file and the key.
     """

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError, named_place
-from hetero_gateway.files.cluster_config import LengthConfig
+from hetero_gateway.files.cluster_config import SentConfig
 from hetero_gateway.files.model_file import PlanModelConfig
 from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
@@ -154,25 +154,13 @@ class EngineConfig(StrictModel):
     """chunked, as vLLM V1; or prefill-first, as V0."""
 
 
-class PlanWorkloadConfig(StrictModel):
+class PlanWorkloadConfig(SentConfig):
     """What is sent."""
 
-    requests: Path | None = None
-    """A trace, relative to this file. In place of prompt and output."""
-    prompt: LengthConfig | None = None
-    """Log-normal; default: a chat mix."""
-    output: LengthConfig | None = None
-    """Log-normal; default: a chat mix."""
     rate_per_s: float | None = Field(None, gt=0)
     """Requests per second to hold."""
     prefix_cache: bool = True
     """Hits in prefix caches count, where a trace says what begins alike."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> PlanWorkloadConfig:
-        if self.requests is not None and (self.prompt or self.output):
-            raise ValueError("requests is a trace, which has lengths: leave out prompt and output")
-        return self
 
 
 class GoalsConfig(StrictModel):

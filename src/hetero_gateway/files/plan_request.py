@@ -20,7 +20,7 @@ from hetero_gateway.files.plan_config import (
     load_plan_config,
 )
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
-from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, read_trace
+from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, known_texts, read_trace, token_counts
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.further_sizes import MeanRequest
 from hetero_gateway.planner.goals import DEFAULT_SHARE, Goals, lacking
@@ -30,9 +30,7 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.question import Question
 from hetero_gateway.sim.alone import Engines, Mix
-from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.ordered_trace import OrderedTrace
-from hetero_gateway.sim.prefixes import KnownText, Run
 from hetero_gateway.sim.workload import Lengths, LogNormalLengths, TraceLengths
 
 # Where the file has no max_model_len, the longest request is rounded up to a multiple of this.
@@ -276,8 +274,7 @@ def _trace_lengths(
     rows: Sequence[TraceRequest], trace: Path | None, context: int | None
 ) -> tuple[Lengths, int]:
     """The trace's lengths, and the tokens of its longest request."""
-    prompt: Integers = np.array([row.input_tokens for row in rows], np.int64)
-    output: Integers = np.array([row.output_tokens for row in rows], np.int64)
+    prompt, output = token_counts(rows)
     total = prompt + output
     longest = int(np.argmax(total))
     if context is not None and total[longest] > context:
@@ -305,10 +302,9 @@ def _ordered_trace(rows: Sequence[TraceRequest]) -> OrderedTrace:
     texts = [row.text for row in rows if row.text is not None]
     return OrderedTrace(
         np.array([row.arrival_s or 0.0 for row in rows], float),
-        np.array([row.input_tokens for row in rows], np.int64),
-        np.array([row.output_tokens for row in rows], np.int64),
+        *token_counts(rows),
         np.array([text.session for text in texts], np.int64),
-        tuple(KnownText(tuple(Run(*run) for run in text.runs)) for text in texts),
+        known_texts(rows),
         texts[0].block_tokens,
     )
 
@@ -316,8 +312,7 @@ def _ordered_trace(rows: Sequence[TraceRequest]) -> OrderedTrace:
 def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Lengths, int]:
     """The file's distributions, or ours cut to the context; and the longest request of them."""
     context, asked = config.max_model_len, config.workload
-    prompt = asked.prompt.to_core() if asked.prompt else CHAT_MIX.prompt
-    output = asked.output.to_core() if asked.output else CHAT_MIX.output
+    prompt, output = asked.lengths.prompt, asked.lengths.output
     if context is not None and prompt.maximum + output.maximum > context:
         # What is ours may be cut: the output to a quarter, the prompt to what is left.
         if not asked.output:

@@ -23,12 +23,7 @@ _FILES = frozenset(("ca_file", "certificate_file", "client_ca_file", "key_file",
 
 
 def report_missing(config: BaseModel, base_dir: Path, problems: Problems) -> None:
-    """Report what is not there, by the key that asks for it.
-
-    Args:
-        config: the whole file.
-        base_dir: its folder, to which the files that it names are relative.
-    """
+    """Report what is not there, by the key that asks; files are relative to ``base_dir``."""
     asked = [(k, v) for k, v in fields_of(config) if v is not None and k[0] != "picker"]
     for key, value in asked:
         module, extra = _package(key, value)

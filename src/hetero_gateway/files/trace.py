@@ -20,6 +20,8 @@ import numpy as np
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.prefix_trace import TracedText, is_prefix_trace, read_prefix_trace
 from hetero_gateway.files.whole_file import named
+from hetero_gateway.sim.arrays import Integers
+from hetero_gateway.sim.prefixes import KnownText, Run
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 _REQUIRED = ("input_tokens", "output_tokens")
@@ -74,6 +76,20 @@ def parse_trace(text: str, source: str) -> list[TraceRequest]:
     """Read a trace that came over the wire; ``source`` names it in errors (ConfigError)."""
     with named(source, "read"):
         return _parse_trace(io.StringIO(text, newline=""), source, None)
+
+
+def token_counts(rows: Sequence[TraceRequest]) -> tuple[Integers, Integers]:
+    """Prompt and output tokens of each request."""
+    return (
+        np.array([row.input_tokens for row in rows], np.int64),
+        np.array([row.output_tokens for row in rows], np.int64),
+    )
+
+
+def known_texts(rows: Sequence[TraceRequest]) -> tuple[KnownText, ...]:
+    """What a trace with prefixes says of its texts."""
+    texts = [row.text for row in rows if row.text is not None]
+    return tuple(KnownText(tuple(Run(*run) for run in text.runs)) for text in texts)
 
 
 def synthetic_trace(count: int, seed: int, mix: LogNormalLengths = CHAT_MIX) -> list[TraceRequest]:
