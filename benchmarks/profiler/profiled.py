@@ -165,7 +165,7 @@ async def gates(url: str, planted: Constants) -> None:
         for _ in range(5):
             shot = await sender.measure(GridCell(b, prompt, 16, one_step=True), 512)
             assert shot.reading is not None
-            with_gate.append(shot.reading.prefill_s)
+            with_gate.append(shot.reading.whole.prefill_s)
             await client.warm(b)
             replies = [Reply(0.0, parts=[]) for _ in range(b)]
             bodies = [maker.body(i, prompt, 16) for i in range(b)]

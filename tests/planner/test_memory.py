@@ -1,6 +1,8 @@
 """The memory model against figures of vLLM's own logs and real engines, and its laws."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from hetero_gateway.planner.stages import instance_memory
 
 LLAMA = model_card("Llama-3.1-8B")
 H100 = accelerator("H100-80GB-SXM")
+START_UPS = json.loads(Path(__file__).with_name("published_start_ups.json").read_text())
 
 models = st.sampled_from(sorted(MODEL_CARDS)).map(MODEL_CARDS.__getitem__)
 devices = st.sampled_from(sorted(ACCELERATORS)).map(ACCELERATORS.__getitem__)
@@ -35,23 +38,8 @@ options = st.builds(
 # Published start-ups (public issues of vLLM and its neighbours): what is known, what was logged,
 # and how near the fit comes that has seen it; 0: none has, docs/evidence/planner.md has the table.
 @pytest.mark.parametrize(
-    ("name", "card", "t", "told", "kv_gib", "rel"),
-    [
-        ("Llama-3.1-8B", "H100-80GB-SXM", 1, {"utilisation": 0.95}, 58.11, 0.02),
-        ("Llama-3.1-8B", "H100-80GB-SXM", 2, {"utilisation": 0.95}, 63.76, 0.02),
-        ("Llama-3.1-8B", "H100-80GB-SXM", 4, {"utilisation": 0.95}, 67.44, 0.02),
-        ("gemma-2-9b", "H100-80GB-SXM", 1, {"utilisation": 0.95}, 54.12, 0.02),
-        ("Mixtral-8x7B", "H100-80GB-SXM", 2, {"utilisation": 0.95}, 28.44, 0.02),
-        ("Qwen2.5-1.5B", "H200-141GB", 1, {}, 120.53, 0.02),
-        (
-            "DeepSeek-R1-Distill-Qwen-14B", "RTX4090", 2,
-            {"utilisation": 0.98, "vllm_version": "0.7.2", "max_model_len": 131072}, 8.69, 0.02,
-        ),
-        ("Qwen3-235B-A22B-FP8", "H100-80GB-SXM", 4, {"vllm_version": "0.9.2"}, 8.11, 0),
-        ("Qwen2.5-14B-AWQ", "A10G", 1, {"vllm_version": "0.19.1"}, 9.10, 0),
-        ("Qwen2.5-14B-AWQ", "A10G", 1, {"vllm_version": "0.19.1", "utilisation": 0.5}, 0.18, 0),
-    ],
-)  # fmt: skip
+    ("name", "card", "t", "told", "kv_gib", "rel"), [tuple(row.values()) for row in START_UPS]
+)
 def test_the_kv_memory_of_published_start_ups_comes_out(name, card, t, told, kv_gib, rel):
     options = EngineOptions(**{"vllm_version": "0.19"} | told)
     start = StartUp(model_card(name), accelerator(card), t, options)

@@ -67,26 +67,6 @@ def test_a_text_that_holds_the_mark_stays_as_it_is(instance):
     assert choice["logprobs"]["content"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 100},
-         "Requested sample logprobs of 100, which is greater than max allowed: 20 "
-         "(parameter=logprobs, value=100)"),
-        ("/v1/chat/completions", {**CHAT, "top_logprobs": 1}, "must be set to true"),
-        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "max allowed: 20"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "1:1, 1:N or N:N"),
-        ("/rerank", {"query": "a", "documents": []}, "At least one"),
-        ("/v1/load_lora_adapter", {"lora_name": "x"}, "Both 'lora_name' and 'lora_path'"),
-        ("/v1/load_lora_adapter", {"lora_name": "tiny", "lora_path": "/x"}, "already been loaded"),
-    ],
-)  # fmt: skip
-def test_what_vllm_refuses_is_refused_in_its_words(instance, path, body, said):
-    answer = instance.post(path, body)
-    assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 def test_texts_are_scored_in_pairs(instance, path):
     body = instance.ask(path, {"text_1": "a cat", "text_2": ["a cat", "the sea"]})

@@ -28,7 +28,7 @@ def reply(*parts: tuple[float, bytes]) -> Reply:
 
 def test_a_batch_that_starts_together_is_measured_over_all_its_steps():
     reading = read_batch([steady(1.0, 11), steady(1.0, 11)], start_s=0.4)
-    assert reading.prefill_s == pytest.approx(0.6)
+    assert reading.whole.prefill_s == pytest.approx(0.6)
     assert (reading.together, reading.equal) == (True, True)
     assert (reading.decode.prompt_tokens, reading.decode.output_tokens) == (100, 11)
     assert reading.decode.decode_s == pytest.approx(1.0)
@@ -37,7 +37,7 @@ def test_a_batch_that_starts_together_is_measured_over_all_its_steps():
 def test_a_late_starter_ends_the_prefill_and_shortens_the_window():
     reading = read_batch([steady(1.0, 11), steady(1.3, 11)], start_s=0.5)
     assert not reading.together
-    assert reading.prefill_s == pytest.approx(0.8)
+    assert reading.whole.prefill_s == pytest.approx(0.8)
     # The early one has 4 tokens when the late one has its first, and 7 to go.
     assert reading.decode.steps == 7
     assert reading.decode.decode_s == pytest.approx(0.7)
@@ -60,7 +60,7 @@ def test_sequences_that_follow_each_other_never_ran_together():
 
 def test_one_token_each_has_no_decode_part():
     reading = read_batch([steady(1.0, 1), steady(1.0, 1)], 0.5)
-    assert (reading.decode, reading.prefill_s) == (None, pytest.approx(0.5))
+    assert (reading.decode, reading.whole.prefill_s) == (None, pytest.approx(0.5))
 
 
 def test_unequal_lengths_are_noticed():

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,7 +179,7 @@ class Campaign:
         for _ in range(2):  # the first one compiles
             reading = await self._sender.agree(prompt, output)
         decode_s = reading.decode.decode_s if reading.decode else None
-        self._warm = Sample(1, prompt, reading.output_tokens, reading.prefill_s, decode_s)
+        self._warm = replace(reading.whole, prompt_tokens=prompt, decode_s=decode_s)
         self._waiting = self._items()
         self.progress.total = len(self._waiting) + self.progress.done
         while self._waiting:
@@ -306,10 +306,7 @@ class Campaign:
         reading = shot.reading
         if reading is None:
             return [BatchVerdict(asked, f"{ENGINE_ERROR}: {shot.failure}")]
-        whole = Sample(
-            cell.batch_size, reading.prompt_tokens, reading.output_tokens, reading.prefill_s, None
-        )
-        reason = None
+        whole, reason = reading.whole, None
         if before is not None:
             reason = disturbance(before, await self._settled(before, shot), shot)
         if reason is None and shot.client_cpu > MAX_CLIENT_CPU:

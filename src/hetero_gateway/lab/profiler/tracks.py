@@ -58,17 +58,14 @@ class Reading:
     """What the streams of a batch say.
 
     Args:
-        prompt_tokens, output_tokens: means over its sequences.
-        prefill_s: from ``start_s`` to the last first token.
+        whole: means over its sequences; its prefill is from ``start_s`` to the last first token.
         decode: the window in which all ran; None when there was none.
         together: all sequences emitted their first token in the same step.
         equal: all had the same number of output tokens.
         most_running: sequences that were under way at one time, at most.
     """
 
-    prompt_tokens: float
-    output_tokens: float
-    prefill_s: float
+    whole: Sample
     decode: Sample | None
     together: bool
     equal: bool
@@ -140,10 +137,9 @@ def read_batch(tracks: Sequence[Track], start_s: float) -> Reading:
             prefill_s=None,
             decode_s=late.times_s[end] - begin_s,
         )
+    output_tokens = fmean(t.output_tokens for t in tracks)
     return Reading(
-        prompt_tokens=prompt_tokens,
-        output_tokens=fmean(t.output_tokens for t in tracks),
-        prefill_s=begin_s - start_s,
+        whole=Sample(len(tracks), prompt_tokens, output_tokens, begin_s - start_s, None),
         decode=decode,
         together=not any(leads),
         equal=len({t.output_tokens for t in tracks}) == 1,
