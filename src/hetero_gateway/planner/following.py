@@ -168,10 +168,18 @@ class Follower:
         held_back = self._held(sample.now_s, need)
         cheapest = self.cheapest(held_back, rates, self.desired)
         desired = self._stepped(cheapest, held_back, sample, rates)
-        reason = self._reason(desired, cause, rate_per_s, need, held_back, sample, rates)
         self.desired = desired
         held = rates.of(desired)
         short = held + _ROUNDING < need
+        reason = self._load_text(cause, rate_per_s, sample.queued)
+        if held_back > need * 1.01:
+            most = held_back * self.rules.utilisation
+            reason += f"; up to {most:.3g} within {self.rules.hold_s:g} s"
+        reason += f"; these hold {held:.3g}"
+        if not rates.keeps_goals:
+            reason += "; no type keeps the latency goals at any rate"
+        elif short:
+            reason += "; more is not allowed to run"
         return Proposal(dict(desired), reason, rate_per_s, held, short)
 
     # -- the need
@@ -289,31 +297,14 @@ class Follower:
                 self._reduced_s = sample.now_s
         return desired
 
-    def _reason(
-        self,
-        desired: Mapping[Key, int],
-        cause: Cause,
-        rate_per_s: float,
-        need: float,
-        held_back: float,
-        sample: LoadSample,
-        rates: HeldRates,
-    ) -> str:
+    def _load_text(self, cause: Cause, rate_per_s: float, queued: int) -> str:
         text = f"{rate_per_s:.3g} requests/s"
         if cause == "trend":
             text += f" expected in {round(self.rules.startup_s + _STEP_S)} s"
         elif cause == "queue":
-            text += f", to work off {sample.queued} that wait too"
+            text += f", to work off {queued} that wait too"
         if self.strain > 1.01:
             text += f", × {self.strain:.2f} as goals were missed"
-        if held_back > need * 1.01:
-            most = held_back * self.rules.utilisation
-            text += f"; up to {most:.3g} within {self.rules.hold_s:g} s"
-        text += f"; these hold {rates.of(desired):.3g}"
-        if not rates.keeps_goals:
-            text += "; no type keeps the latency goals at any rate"
-        elif rates.of(desired) + _ROUNDING < need:
-            text += "; more is not allowed to run"
         return text
 
 
