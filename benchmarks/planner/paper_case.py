@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.files.plan_request import load_request
+from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
 from hetero_gateway.planner.layouts import describe
@@ -81,7 +81,7 @@ def row(lengths: str, link: str, method: str, values: Mapping[int, float]) -> st
 
 
 def main() -> None:
-    request = load_request(ROOT / "configs/clusters/plan-paper.yaml")
+    request = load_requests(ROOT / "configs/clusters/plan-paper.yaml")[0]
     engines = Engines("prefill-first", 8192)
     print("| lengths | link | method | t=1 | t=2 | t=4 | t=8 | order |")
     print("|---|---|---|---|---|---|---|---|")

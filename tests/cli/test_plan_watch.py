@@ -12,7 +12,7 @@ from hetero_gateway.cli.plan_again import Replan
 from hetero_gateway.cli.plan_watch import LoadWatch
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.accelerator_catalogue import accelerator
-from hetero_gateway.files.plan_request import load_request
+from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.lab.profiler.seen import SeenGateway
@@ -61,7 +61,7 @@ class Gateway:
     def __init__(self, folder: Path, *instances: Running) -> None:
         file = folder / "cluster.yaml"
         file.write_text(yaml.safe_dump(CLUSTER))
-        self._request = load_request(file, {})
+        self._request = load_requests(file, {})[0]
         self.instances = instances
         self.now_s = 1e9
         self.arrived: list[float] = []

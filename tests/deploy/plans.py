@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
+
+import pytest
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.deploy.instances import DeploymentOptions
@@ -82,4 +85,8 @@ EVERY_VENDOR = plan(
         "gaudi-box": ("Gaudi3-128GB", 2, (2,)),
         "ascend-box": ("Ascend-910B-64GB", 1, (1,)),
     }
+)
+PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR]
+EACH_PLAN = pytest.mark.parametrize(
+    ("planned", "emulate"), list(itertools.product(PLANS, (False, True)))
 )

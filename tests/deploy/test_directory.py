@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import json
 import os
 
@@ -16,10 +15,16 @@ from hetero_gateway.deploy.directory import render_deployment, write_deployment
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import load_profile
-from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
+from tests.deploy.plans import (
+    EACH_PLAN,
+    EVERY_VENDOR,
+    ONE_MACHINE,
+    PLANS,
+    TWO_MACHINES,
+    options,
+    plan,
+)
 from tests.fakes.compose_spec import check_compose
-
-PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR]
 
 
 def texts(directory) -> dict[str, str]:
@@ -30,8 +35,7 @@ def texts(directory) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("planned", PLANS)
+@EACH_PLAN
 def test_the_written_gateway_configurations_are_valid(planned, emulate, tmp_path, monkeypatch):
     monkeypatch.setenv("HETERO_GATEWAY_ADMIN_KEY", "secret")  # as compose.yaml passes it on
     wanted = options(emulate=emulate, time_scale=3.0, priors=(300.5, 120.25))
@@ -85,8 +89,7 @@ def test_the_gateway_of_faster_emulated_instances_has_their_clock(tmp_path):
         assert load_profile(own, tmp_path / "plan") == real
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("planned", PLANS)
+@EACH_PLAN
 def test_the_same_plan_gives_the_same_files(planned, emulate):
     first = render_deployment(planned, options(emulate=emulate))
     shuffled = dataclasses.replace(
@@ -172,8 +175,7 @@ def test_the_document_lists_files_and_instances():
     ]
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("planned", PLANS)
+@EACH_PLAN
 def test_every_file_that_the_readme_names_is_there(planned, emulate):
     files = render_deployment(planned, options(emulate=emulate))
     readme = files["README.md"]
@@ -195,12 +197,10 @@ def test_no_secret_of_the_environment_is_written(monkeypatch):
 
 @pytest.mark.slow
 def test_the_compose_files_match_the_compose_specification(tmp_path):
-    folders = [tmp_path / f"plan{i}" for i in range(2 * len(PLANS))]
-    for folder, (planned, emulate) in zip(
-        folders, itertools.product(PLANS, (False, True)), strict=True
-    ):
-        write_deployment(planned, options(emulate=emulate), folder)
-    code, said = check_compose(*(folder / "compose.yaml" for folder in folders))
+    for emulate in (False, True):
+        for i, planned in enumerate(PLANS):
+            write_deployment(planned, options(emulate=emulate), tmp_path / f"plan{i}{emulate}")
+    code, said = check_compose(*tmp_path.glob("*/compose.yaml"))
     assert code == 0, said
 
 
@@ -209,8 +209,7 @@ def compose(planned, **changes):
     return yaml.safe_load(files["compose.yaml"]), files
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("planned", PLANS)
+@EACH_PLAN
 def test_every_mounted_file_is_written_and_every_volume_declared(planned, emulate):
     data, files = compose(planned, emulate=emulate)
     folders = {name.rsplit("/", n)[0] for name in files for n in range(1, name.count("/") + 1)}

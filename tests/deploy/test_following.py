@@ -23,7 +23,8 @@ from hetero_gateway.deploy.kubernetes import DRAIN_S
 from hetero_gateway.files.following_config import followed_profiles
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.yaml_file import parse_model
-from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
+from tests.deploy import plans
+from tests.deploy.plans import ONE_MACHINE, options, plan
 from tests.fakes.kubernetes import FakeApiServer, pod
 from tests.fakes.vllm import fake_instances
 
@@ -35,7 +36,7 @@ SAME_TYPE_TWICE = plan(
         "c": ("V100-32GB-NVLink2", 8, (2, 2, 2)),
     }
 )
-PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR, SAME_TYPE_TWICE]
+PLANS = [*plans.PLANS, SAME_TYPE_TWICE]
 
 
 class Files:

@@ -18,7 +18,7 @@ from hetero_gateway.deploy.template import pieces
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import MODEL_CARDS
-from hetero_gateway.files.plan_request import load_request
+from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.plan import Plan
@@ -273,7 +273,7 @@ def test_memory_simulation_and_command_have_one_step(card, version, tmp_path):
         f"model: {model}\nmax_model_len: 4096\nengine: {{vllm_version: '{version}'}}\n"
         f"machines: [{{id: box, accelerator: {card}, count: 1}}]\n"
     )
-    request = load_request(path)
+    request = load_requests(path)[0]
     device, simulated = accelerator(card), request.question.engines.max_batched_tokens
     made = plan({"box": ("V100-32GB-NVLink2", 1, (1,))})
     found = request.question.types[device.name, 1]

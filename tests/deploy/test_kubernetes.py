@@ -10,9 +10,8 @@ import yaml
 from hetero_gateway.deploy.directory import render_deployment
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.yaml_file import parse_model
-from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options
+from tests.deploy.plans import EACH_PLAN, EVERY_VENDOR, ONE_MACHINE, PLANS, TWO_MACHINES, options
 
-PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR]
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -26,8 +25,7 @@ class Manifests:
         return {d["metadata"]["name"]: d for d in self.all if d["kind"] == kind}
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("planned", PLANS)
+@EACH_PLAN
 def test_every_object_has_a_name_that_kubernetes_takes_and_has_it_once(planned, emulate):
     manifests = Manifests(planned, emulate=emulate)
     seen = [(d["kind"], d["metadata"]["name"]) for d in manifests.all]
@@ -36,8 +34,7 @@ def test_every_object_has_a_name_that_kubernetes_takes_and_has_it_once(planned, 
     assert all(d["apiVersion"] in ("v1", "apps/v1", "networking.k8s.io/v1") for d in manifests.all)
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("planned", PLANS)
+@EACH_PLAN
 def test_the_gateway_knows_every_pod_by_its_own_name(planned, emulate):
     manifests = Manifests(planned, emulate=emulate)
     data = manifests.of("ConfigMap")["hetero-gateway"]["data"]

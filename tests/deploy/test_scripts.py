@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.ports import free_port
 from hetero_gateway.deploy.directory import render_deployment, write_deployment
-from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options, plan
+from tests.deploy.plans import EACH_PLAN, ONE_MACHINE, options, plan
 
 PATIENCE_S = 60.0
 NASTY = '/models/it\'s a "$HOME" `model` ${X} \\ }'
@@ -123,8 +123,7 @@ def gone(pids: list[int]) -> bool:
     return not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("planned", [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR])
+@EACH_PLAN
 def test_bash_accepts_every_script(planned, emulate, tmp_path):
     files = render_deployment(planned, options(emulate=emulate, model=NASTY))
     scripts = [text for name, text in files.items() if name.endswith(".sh")]

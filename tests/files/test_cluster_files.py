@@ -6,7 +6,7 @@ import pytest
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.files.cluster_config import is_cluster, load_cluster
-from hetero_gateway.files.plan_request import load_request
+from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.files.yaml_file import read_yaml
 from hetero_gateway.sim.experiment import Experiment, mix_moments, run_once
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
@@ -35,5 +35,5 @@ def test_a_cluster_file_loads_and_serves(path):
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.name)
 def test_a_plan_file_loads_and_every_machine_can_hold_the_model(path):
-    question = load_request(path).question
+    question = load_requests(path)[0].question
     assert {m.accelerator for m in question.machines} == {a for a, _ in question.types}

@@ -16,7 +16,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.cluster_config import ClusterConfig, LengthConfig
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.plan_config import PlanConfig
-from hetero_gateway.files.plan_request import PlanRequest, load_request
+from hetero_gateway.files.plan_request import PlanRequest, load_requests
 from hetero_gateway.files.profile_file import builtin_profiles, profile_document
 from hetero_gateway.sim.alone import Mix
 from hetero_gateway.sim.ordered_trace import OrderedTrace
@@ -42,7 +42,7 @@ def write(tmp_path: Path, **changes: Any) -> Path:
 
 
 def load(tmp_path: Path, **changes: Any) -> PlanRequest:
-    return load_request(write(tmp_path, **changes))
+    return load_requests(write(tmp_path, **changes))[0]
 
 
 def error(tmp_path: Path, **changes: Any) -> str:
@@ -95,7 +95,7 @@ def test_copies_are_machines_of_their_own_and_a_price_is_of_one_or_of_its_accele
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, policy="min-max", goals={"goal": "throughput"})
     overrides = {"policy": "round-robin", "goals.goal": "fewest", "workload.rate_per_s": 3.0}
-    question = load_request(path, overrides | {"memory": None}).question
+    question = load_requests(path, overrides | {"memory": None})[0].question
     assert question.policy == "round-robin"
     assert (question.goals.name, question.goals.rate_per_s) == ("fewest", 3.0)
 
@@ -117,7 +117,7 @@ def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
     document = profile_document(built_in, {"how": "measured"}) | {"constants": constants}
     profile = tmp_path / "measured.yaml"
     profile.write_text(yaml.safe_dump(document), encoding="utf-8")
-    types = load_request(write(tmp_path), profiles=[str(profile)]).question.types
+    types = load_requests(write(tmp_path), profiles=[str(profile)])[0].question.types
     assert types[built_in.gpu, 1].profile.source["how"] == "measured"
     assert types[built_in.gpu, 1].profile.constants.p8 == constants["p8"]
     assert types[built_in.gpu, 2].profile.source["how"] != "measured"
@@ -148,11 +148,11 @@ def test_without_a_context_the_longest_request_makes_one(tmp_path: Path) -> None
 def test_a_request_longer_than_the_context_is_named(tmp_path: Path) -> None:
     rows = trace(tmp_path, (10, 20), (4000, 97), (5000, 1))
     with pytest.raises(ConfigError) as caught:
-        load_request(write(tmp_path), requests=rows)
+        load_requests(write(tmp_path), requests=rows)
     text = str(caught.value)
     assert "trace.csv: request 3 needs 5001 tokens" in text
     assert "2 of 3" in text
-    fits = load_request(write(tmp_path), requests=trace(tmp_path, (4000, 96))).question
+    fits = load_requests(write(tmp_path), requests=trace(tmp_path, (4000, 96)))[0].question
     assert fits.lengths.prompt_tokens.tolist() == [4000]
 
 

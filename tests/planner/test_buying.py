@@ -11,7 +11,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.plan_request import PlanRequest, load_request
+from hetero_gateway.files.plan_request import PlanRequest, load_requests
 from hetero_gateway.planner.bound import lower_bound
 from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_hour
 from hetero_gateway.planner.layouts import group_machines
@@ -151,7 +151,7 @@ slo: {ttft_s: 2, tpot_s: 0.1}
 
 def load(path: Path, text: str = FILE) -> PlanRequest:
     path.write_text(text, encoding="utf-8")
-    return load_request(path)
+    return load_requests(path)[0]
 
 
 def test_offers_are_machines_that_need_not_be_used(tmp_path: Path) -> None:

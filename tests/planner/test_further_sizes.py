@@ -11,7 +11,7 @@ from hetero_gateway.core.costs.cost_model import decode_step_time_s
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
-from hetero_gateway.files.plan_request import load_request
+from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.allocation import best_sums
 from hetero_gateway.planner.expert_parallel import expert_parallel_times
@@ -135,7 +135,7 @@ def test_what_is_asked_about() -> None:
 def asked(tmp_path: Path, text: str) -> Question:
     path = tmp_path / "plan.yaml"
     path.write_text(f"max_model_len: 4096\n{text}")
-    return load_request(path).question
+    return load_requests(path)[0].question
 
 
 def planned(tmp_path: Path, text: str) -> Plan:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.plan_request import load_request
+from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.planner.search import search
 
 CLUSTERS = {
@@ -31,7 +31,7 @@ def test_a_plan_or_one_clear_reason(cluster, model, tmp_path):
         for i, (card, count, copies) in enumerate(CLUSTERS[cluster])
     ]
     path.write_text(f"model: {model}\nmax_model_len: 8192\nmachines: [{', '.join(machines)}]\n")
-    question = load_request(path).question
+    question = load_requests(path)[0].question
     if not question.types:
         with pytest.raises(ConfigError, match=r"^the model fits no machine; nearest: .+: .+$"):
             search(question)

@@ -84,9 +84,9 @@ def _validate_cluster(args: argparse.Namespace) -> int:
 
 
 def _validate_plan(args: argparse.Namespace) -> int:
-    from hetero_gateway.files.plan_request import load_request
+    from hetero_gateway.files.plan_request import load_requests
 
-    request = load_request(args.config)
+    request = load_requests(args.config)[0]
     question = request.question
     rows = [{"id": m.id, "accelerator": m.accelerator, "count": m.count} for m in question.machines]
     if args.json:

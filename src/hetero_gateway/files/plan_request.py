@@ -73,17 +73,6 @@ class PlanRequest:
         return self.options.max_model_len
 
 
-def load_request(
-    path: Path,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    requests: Path | None = None,
-    profiles: Sequence[str] = (),
-) -> PlanRequest:
-    """``load_requests``, of the file's ``model`` alone."""
-    return load_requests(path, overrides, requests=requests, profiles=profiles)[0]
-
-
 def load_requests(
     path: Path,
     overrides: Mapping[str, Any] | None = None,

@@ -8,7 +8,9 @@ connections that are open do not.
 
 from __future__ import annotations
 
+import contextlib
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,11 +59,9 @@ class ClientContexts:
         return context
 
     def _made(self, wanted: ClientTls) -> ssl.SSLContext:
-        try:
+        with _usable(f"ca_file: {wanted.ca_file}"):
             ca_file = None if wanted.ca_file is None else self._base_dir / wanted.ca_file
             context = ssl.create_default_context(cafile=ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"ca_file: {wanted.ca_file} cannot be used: {error}") from error
         self._identify(context, wanted)
         context.set_alpn_protocols(["http/1.1"])
         return context
@@ -69,12 +69,8 @@ class ClientContexts:
     def _identify(self, context: ssl.SSLContext, wanted: ClientTls) -> None:
         if wanted.certificate_file is not None and wanted.key_file is not None:
             certificate, key = wanted.certificate_file, wanted.key_file
-            try:
+            with _usable(f"certificate_file, key_file: {certificate} and {key}"):
                 load_identity(context, self._base_dir / certificate, self._base_dir / key)
-            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-                raise ConfigError(
-                    f"certificate_file, key_file: {certificate} and {key} cannot be used: {error}"
-                ) from error
 
     def files(self) -> list[Path]:
         """All that they were made from."""
@@ -130,22 +126,13 @@ class ServerTls:
         context, section = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([self._protocol])
-        try:
-            load_identity(context, *self._identity)
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            certificate, key = self._identity
-            raise ConfigError(
-                f"{section}.certificate_file, {section}.key_file: {certificate} and {key} cannot "
-                f"be used: {error}"
-            ) from error
+        certificate, key = self._identity
+        with _usable(f"{section}.certificate_file, {section}.key_file: {certificate} and {key}"):
+            load_identity(context, certificate, key)
         if self._client_ca_file is not None:
             context.verify_mode = ssl.CERT_REQUIRED
-            try:
+            with _usable(f"{section}.client_ca_file: {self._client_ca_file}"):
                 context.load_verify_locations(self._client_ca_file)
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(
-                    f"{section}.client_ca_file: {self._client_ca_file} cannot be used: {error}"
-                ) from error
         return context
 
     def check(self) -> None:
@@ -173,6 +160,14 @@ def server_tls(
         section=section,
         protocol=protocol,
     )
+
+
+@contextlib.contextmanager
+def _usable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"{what} cannot be used: {error}") from error
 
 
 def load_identity(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
