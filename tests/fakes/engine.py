@@ -19,8 +19,8 @@ from tests.fakes.emulated import serving
 QUICK = Constants(p1=2e-5, p2=1e-3, p3=1e-5, p4=1e-2, p5=1e-7, p6=1e-4, p7=1e-6, p8=3e-3)
 
 
-def quick_profile(max_num_seqs: int = 4, kv_tokens: int = 4096) -> Profile:
-    return Profile("gpu", "m", 1, QUICK, kv_tokens, max_num_seqs)
+def quick_profile() -> Profile:
+    return Profile("gpu", "m", 1, QUICK, 4096, 4)
 
 
 @dataclass

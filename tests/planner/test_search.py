@@ -38,13 +38,12 @@ def plan(types, machines=ONE_MACHINE, lengths=LENGTHS, **options):
     return search(Question(tuple(machines), types, lengths, **options))
 
 
-def best_alone(types, count=4):
+def best_alone(types):
     """The most that equal instances of one machine do, by the types alone."""
     mix = Mix.of(LENGTHS, 0)
     return max(
-        (count // t) * run_alone(found.profile, mix, Engines()).tokens_per_s
+        (4 // t) * run_alone(found.profile, mix, Engines()).tokens_per_s
         for (_, t), found in types.items()
-        if t <= count
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
-from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import refusal
 from hetero_gateway.planner.plan import InstanceType
@@ -64,13 +63,13 @@ def promising(
     Near what ``plain`` ones make, and above it by as much as they are more uncertain: what nobody
     measured is not to win by a little. Where no plain one fits, the smallest serves at all.
     """
-    known = [(worth(f.profile, f.size, mean), f.time_uncertainty) for f in plain]
+    known = [(worth(f, mean), f.time_uncertainty) for f in plain]
 
     def least(uncertainty: float) -> float:
         shares = (value * max(_NEAR, 1 + uncertainty - own) for value, own in known)
         return max(shares, default=0.0)
 
-    per_accelerator = [(worth(f.profile, f.size, mean), f) for f in further]
+    per_accelerator = [(worth(f, mean), f) for f in further]
     near = [(value, f) for value, f in per_accelerator if value >= least(f.time_uncertainty)]
     if not near:
         return []
@@ -79,10 +78,11 @@ def promising(
     return [best] if best is smallest else [best, smallest]
 
 
-def worth(profile: Profile, size: int, mean: MeanRequest) -> float:
+def worth(found: InstanceType, mean: MeanRequest) -> float:
     """Tokens/s of one accelerator with a full batch of mean requests, in closed form."""
+    profile = found.profile
     batch = max(1.0, min(profile.max_num_seqs, profile.kv_capacity_tokens / mean.held))
     step_s = decode_step_time_s(profile.constants, batch, mean.held)
     prefill_s = prefill_time_s(profile.constants, 1, mean.prompt) - profile.constants.p4
     stay_s = mean.output * step_s + batch * max(0.0, prefill_s)
-    return batch * (mean.prompt + mean.output) / stay_s / as_size(size).accelerators
+    return batch * (mean.prompt + mean.output) / stay_s / as_size(found.size).accelerators

@@ -94,11 +94,10 @@ class RateQuestion:
     policy: str = "finish-time"
     engines: Engines = field(default_factory=Engines)
     seed: int = 0
-    compiled: bool = False
 
     @property
     def trials(self) -> Trials:
-        return Trials(self.policy, self.engines, _TOGETHER_REQUESTS, self.compiled, self.goals.slo)
+        return Trials(self.policy, self.engines, _TOGETHER_REQUESTS, slo=self.goals.slo)
 
 
 def find_held_rates(question: RateQuestion) -> HeldRates:

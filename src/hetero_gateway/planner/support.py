@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.planner.accelerators import Accelerator
-from hetero_gateway.planner.memory import EngineOptions, Method, StartUp, is_feasible
+from hetero_gateway.planner.memory import EngineOptions, StartUp, is_feasible
 from hetero_gateway.planner.model_shape import ModelShape, Quantization
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 
@@ -59,7 +59,6 @@ def support(
     model: ModelShape,
     accelerators: Sequence[Accelerator],
     options: EngineOptions,
-    method: Method = "fitted",
 ) -> Support:
     """Every accelerator at every size that vLLM takes.
 
@@ -76,7 +75,7 @@ def support(
         if t > device.max_group:
             return SizeFit(device.name, t, f"at most {device.max_group} work on one instance")
         start = StartUp(model, device, t, options)
-        memory = start.memory(method, context)
+        memory = start.memory(needed_tokens=context)
         if not is_feasible(memory, context):
             missing = start.shortfall_bytes(memory, context)
             return SizeFit(device.name, t, "too little memory", shortfall_bytes=missing)

@@ -6,10 +6,10 @@ from hetero_gateway.lab.load.client import Reply
 from hetero_gateway.lab.profiler.tracks import Track, read_batch, track
 
 
-def steady(first_s: float, tokens: int, step_s: float = 0.1, prompt: int = 100) -> Track:
+def steady(first_s: float, tokens: int) -> Track:
     """A sequence with a token in every step."""
-    times = tuple(first_s + i * step_s for i in range(tokens))
-    return Track(times, tuple(range(1, tokens + 1)), prompt)
+    times = tuple(first_s + i * 0.1 for i in range(tokens))
+    return Track(times, tuple(range(1, tokens + 1)), 100)
 
 
 def event(text: str = "x", tokens: int | None = None) -> bytes:
