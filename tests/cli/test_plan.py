@@ -10,6 +10,7 @@ import pytest
 
 from hetero_gateway.planner import search
 from hetero_gateway.sim import alone
+from tests.fakes.gateway_files import write
 from tests.fakes.planning import compiled_plans  # noqa: F401 - used by all
 
 MACHINES = """
@@ -37,9 +38,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    path = tmp_path / "plan.yaml"
-    path.write_text(PLAN + MACHINES, encoding="utf-8")
-    return path
+    return write(tmp_path / "plan.yaml", PLAN + MACHINES)
 
 
 def test_the_document_has_its_fixed_keys(cluster, document):
@@ -97,8 +96,7 @@ def test_the_table_fits_a_screen_and_says_why_the_others_lose(cluster, run):
 
 
 def test_a_trace_is_planned_for(cluster, tmp_path, document):
-    trace = tmp_path / "trace.csv"
-    trace.write_text("input_tokens,output_tokens\n100,50\n200,30\n", encoding="utf-8")
+    trace = write(tmp_path / "trace.csv", "input_tokens,output_tokens\n100,50\n200,30\n")
     told = document("plan", "-c", cluster, "--requests", trace)
     assert told["mean_prompt_tokens"] == pytest.approx(150, rel=0.02)
     assert told["mean_output_tokens"] == pytest.approx(40, rel=0.02)
@@ -201,9 +199,7 @@ machines: [{id: box, accelerator: L4, count: 1}]
 
 
 def written(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "plan.yaml"
-    path.write_text(text + SHORT, encoding="utf-8")
-    return path
+    return write(tmp_path / "plan.yaml", text + SHORT)
 
 
 def test_the_best_for_the_goal_is_taken(tmp_path, document):

@@ -18,6 +18,7 @@ from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.lab.profiler.seen import SeenGateway
 from hetero_gateway.planner.following import FleetChange, Seat, changes
 from hetero_gateway.planner.present import Running, place
+from tests.fakes.gateway_files import write
 
 GPU = "V100-32GB-NVLink2"
 KEY = (GPU, 1)
@@ -59,8 +60,7 @@ class Gateway:
     """What one would say, of instances and a steady load."""
 
     def __init__(self, folder: Path, *instances: Running) -> None:
-        file = folder / "cluster.yaml"
-        file.write_text(yaml.safe_dump(CLUSTER))
+        file = write(folder / "cluster.yaml", yaml.safe_dump(CLUSTER))
         self._request = load_requests(file, {})[0]
         self.instances = instances
         self.now_s = 1e9
@@ -107,8 +107,7 @@ def test_without_a_request_there_is_nothing_to_propose(tmp_path):
 
 
 def test_it_does_not_go_with_what_plans_once(tmp_path, error):
-    file = tmp_path / "cluster.yaml"
-    file.write_text(yaml.safe_dump(CLUSTER))
+    file = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER))
     words = ("plan", "-c", file, "--watch", "http://127.0.0.1:1", "-o", tmp_path / "x")
     assert "--watch: not together with" in error(*words)
 

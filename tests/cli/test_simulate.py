@@ -11,6 +11,7 @@ import pytest
 from hetero_gateway.cli import main
 from hetero_gateway.core.lengths.length_model import ANY_MODEL, Leaf, LengthModel
 from hetero_gateway.files.length_model_file import write_length_model
+from tests.fakes.gateway_files import write
 
 CLUSTER = """
 instances:
@@ -28,16 +29,12 @@ TRACE = "arrival_s,input_tokens,output_tokens\n1,20,5\n2,30,6\n4,40,7\n9,50,8\n"
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(CLUSTER + WORKLOAD, encoding="utf-8")
-    return path
+    return write(tmp_path / "cluster.yaml", CLUSTER + WORKLOAD)
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.csv"
-    path.write_text(TRACE, encoding="utf-8")
-    return path
+    return write(tmp_path / "trace.csv", TRACE)
 
 
 @pytest.fixture
@@ -138,8 +135,7 @@ def test_a_load_is_a_rate_whose_output_is_that_share_of_the_bound(cluster, docum
 
 
 def test_a_traces_own_times_are_kept_unless_a_rate_is_given(cluster, trace, tmp_path, document):
-    without_mix = tmp_path / "plain.yaml"
-    without_mix.write_text(CLUSTER, encoding="utf-8")
+    without_mix = write(tmp_path / "plain.yaml", CLUSTER)
     flags = ("--policy", "round-robin", "--requests", str(trace))
     own = document(without_mix, *flags)
     assert own["arrivals"] == "trace"
@@ -157,10 +153,8 @@ def test_a_traces_own_times_are_kept_unless_a_rate_is_given(cluster, trace, tmp_
 
 
 def test_the_flag_wins_over_the_files_trace(trace, tmp_path, document):
-    other = tmp_path / "other.csv"
-    other.write_text("input_tokens,output_tokens\n9,3\n", encoding="utf-8")
-    cluster = tmp_path / "c.yaml"
-    cluster.write_text(CLUSTER + "workload: {requests: other.csv}\n", encoding="utf-8")
+    write(tmp_path / "other.csv", "input_tokens,output_tokens\n9,3\n")
+    cluster = write(tmp_path / "c.yaml", CLUSTER + "workload: {requests: other.csv}\n")
     flags = ("--policy", "round-robin", "--rate", "9")
     assert document(cluster, *flags)["mix"]["mean_output_tokens"] == 3
     flags += ("--requests", str(trace))
@@ -186,15 +180,13 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(cluster, flags, said, error)
 
 
 def test_a_trace_without_times_cannot_give_them(cluster, tmp_path, error):
-    trace = tmp_path / "t.csv"
-    trace.write_text("input_tokens,output_tokens\n9,3\n", encoding="utf-8")
+    trace = write(tmp_path / "t.csv", "input_tokens,output_tokens\n9,3\n")
     flags = ("--requests", str(trace), "--arrivals", "trace")
     assert f"{trace}: --arrivals trace: it has no column arrival_s" in error(cluster, *flags)
 
 
 def test_a_wrong_cluster_file_names_the_file_and_the_key(tmp_path, error):
-    path = tmp_path / "c.yaml"
-    path.write_text("instances: [{profile: no-such-gpu}]\n", encoding="utf-8")
+    path = write(tmp_path / "c.yaml", "instances: [{profile: no-such-gpu}]\n")
     assert f"{path}: instances.0.profile: no profile is named" in error(path)
 
 
@@ -227,10 +219,8 @@ def test_help_has_an_example(run):
 
 
 def test_requests_that_fit_nowhere_are_refused_and_shown(tmp_path, run, document):
-    trace = tmp_path / "t.csv"
-    trace.write_text("input_tokens,output_tokens\n900000,5\n10,5\n", encoding="utf-8")
-    path = tmp_path / "c.yaml"
-    path.write_text(CLUSTER, encoding="utf-8")
+    trace = write(tmp_path / "t.csv", "input_tokens,output_tokens\n900000,5\n10,5\n")
+    path = write(tmp_path / "c.yaml", CLUSTER)
     flags = ("--requests", str(trace), "--in-order", "--count", "10", "--rate", "20")
     told = document(path, *flags, "--policy", "min-max", "--predictor", "oracle")
     assert told["results"][0]["refused"] == 5
@@ -239,10 +229,8 @@ def test_requests_that_fit_nowhere_are_refused_and_shown(tmp_path, run, document
 
 
 def test_when_nothing_finishes_the_exit_code_is_1(tmp_path, document, error):
-    trace = tmp_path / "t.csv"
-    trace.write_text("input_tokens,output_tokens\n900000,5\n", encoding="utf-8")
-    path = tmp_path / "c.yaml"
-    path.write_text(CLUSTER, encoding="utf-8")
+    trace = write(tmp_path / "t.csv", "input_tokens,output_tokens\n900000,5\n")
+    path = write(tmp_path / "c.yaml", CLUSTER)
     flags = ("--requests", str(trace), "--rate", "5", "--count", "3", "--policy", "min-max")
     told = document(path, *flags, code=1)
     assert told["results"][0]["latency_s"]["mean"] is None
@@ -266,8 +254,7 @@ def test_a_dead_instance_loses_what_it_had(tmp_path, document):
 
 
 def test_min_max_beats_round_robin_on_unequal_instances(tmp_path, document):
-    path = tmp_path / "c.yaml"
-    path.write_text(CLUSTER, encoding="utf-8")
+    path = write(tmp_path / "c.yaml", CLUSTER)
     flags = ("--policy", "min-max,round-robin", "--rate", "inf", "--count", "300")
     ours, turns = document(path, *flags)["results"]
     assert ours["throughput_tokens_per_s"]["mean"] > 1.2 * turns["throughput_tokens_per_s"]["mean"]
@@ -307,8 +294,7 @@ RECORD = (
 
 
 def test_a_record_is_printed_beside_its_simulation(cluster, tmp_path, capsys):
-    record = tmp_path / "run.jsonl"
-    record.write_text(RECORD, encoding="utf-8")
+    record = write(tmp_path / "run.jsonl", RECORD)
     words = ("simulate", "-c", str(cluster), "--against", str(record))
     assert main([*words]) == 0
     text = capsys.readouterr().out
@@ -335,8 +321,7 @@ def test_a_record_is_printed_beside_its_simulation(cluster, tmp_path, capsys):
     ],
 )
 def test_a_record_that_cannot_be_simulated_says_why(tmp_path, capsys, flags, says):
-    record = tmp_path / "run.jsonl"
-    record.write_text(RECORD, encoding="utf-8")
+    record = write(tmp_path / "run.jsonl", RECORD)
     assert main(["simulate", "--against", str(record), *flags]) != 0
     assert says in capsys.readouterr().err
 

@@ -18,9 +18,10 @@ import resource
 import socket
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.server_config import TimeoutsConfig
 
 _log = logging.getLogger(__name__)
 
@@ -100,27 +101,17 @@ class Watched:
         self.transport.abort()
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Times in seconds; as in the configuration's sections ``timeouts`` and ``server``."""
+class ConnectionLimits(NamedTuple):
+    """How long each may take, and how many there may be."""
 
-    header_s: float
-    body_s: float
-    write_s: float
-    keep_alive_s: float
+    timeouts: TimeoutsConfig
     max_connections: int
 
 
 def client_limits(config: GatewayConfig) -> ConnectionLimits:
     """What a gateway's configuration says, with the descriptors that the process may open."""
-    timeouts, most = config.timeouts, config.server.max_connections
-    return ConnectionLimits(
-        timeouts.header_s,
-        timeouts.body_s,
-        timeouts.write_s,
-        timeouts.keep_alive_s,
-        default_max_connections() if most is None else most,
-    )
+    most = config.server.max_connections
+    return ConnectionLimits(config.timeouts, default_max_connections() if most is None else most)
 
 
 def raise_descriptor_limit() -> None:
@@ -176,7 +167,8 @@ class Watch:
     def set_limits(self, limits: ConnectionLimits) -> None:
         """Other limits from now on, for those that are connected as well."""
         self.limits = limits
-        shortest_s = min(limits.header_s, limits.body_s, limits.write_s, limits.keep_alive_s)
+        each = limits.timeouts
+        shortest_s = min(each.header_s, each.body_s, each.write_s, each.keep_alive_s)
         self._tick_s = min(_MAX_PERIOD_S, max(0.08, shortest_s / 8)) / _PARTS
 
     def __len__(self) -> int:
@@ -246,9 +238,9 @@ class Watch:
             connection.expire()
 
     def _late(self, connection: Watched, phase: Phase, now_s: float) -> bool:
-        limits, taken_s = self.limits, now_s - connection.since_s
+        limits, taken_s = self.limits.timeouts, now_s - connection.since_s
         if phase is Phase.IDLE:
-            if self._served < _CROWDED * limits.max_connections:
+            if self._served < _CROWDED * self.limits.max_connections:
                 return taken_s >= limits.keep_alive_s
             # Idle ones make room, so that they can't keep everyone else out (nginx does so too).
             return taken_s >= min(limits.keep_alive_s, _CROWDED_IDLE_S)
@@ -274,7 +266,7 @@ class Watch:
             connection.acked_bytes = acked
             connection.stalled_s = now_s
             return False
-        return now_s - connection.stalled_s >= self.limits.write_s
+        return now_s - connection.stalled_s >= self.limits.timeouts.write_s
 
 
 def acknowledged_bytes(transport: asyncio.Transport) -> int:
