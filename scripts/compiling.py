@@ -16,12 +16,11 @@ from hetero_gateway import compiled
 MODULES = [
     f"hetero_gateway.core.{name}"
     for name in (
-        *("types", "costs.cost_model"),
+        "costs.cost_model",
         *(
             f"instances.{name}"
             for name in (
-                *("concurrency", "dispatch", "observation", "prefix_hits", "sightings", "speed"),
-                *("state", "table"),
+                *("concurrency", "dispatch", "prefix_hits", "sightings", "speed", "state", "table"),
             )
         ),
         *(

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from mypy_extensions import mypyc_attr
+
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import request_time_s
@@ -269,6 +271,7 @@ class Policy(Protocol):
         ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PlacesAtOnce:
     """A policy that sends every request on as it comes. It says which ``position`` it takes.
 
@@ -322,6 +325,7 @@ class PlacesAtOnce:
         return f"policy {self.name} chose it; its load would be {number(after)}"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LowestScore(PlacesAtOnce):
     """A policy that gives each candidate a number: the lowest has it; equals are drawn from."""
 
