@@ -304,7 +304,7 @@ def plan_large() -> int:
         question = Question(tuple(machines), types, lengths, goals, unfit=tuple(unfit))
         plan = search(question)
         took[goals] = time.perf_counter() - begin_s
-        name = f"{goals.name}{f', {goals.limits}' if goals.has_latency else ''}"
+        name = f"{goals.name}{f', {goals.limits}' if goals.has_limits else ''}"
         print(
             f"{name}: {took[goals]:.1f} s ({time.process_time() - begin_cpu_s:.1f} s of CPU time), "
             f"{sum(c.simulated is not None for c in plan.candidates)} systems simulated, best uses "

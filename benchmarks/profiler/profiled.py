@@ -165,13 +165,14 @@ async def gates(url: str, planted: Constants) -> None:
         for _ in range(5):
             shot = await sender.measure(GridCell(b, prompt, 16, one_step=True), 512)
             assert shot.reading is not None
-            with_gate.append(shot.reading.whole.prefill_s)
+            with_gate.append(shot.reading.whole.prefill_s or 0.0)
             await client.warm(b)
             replies = [Reply(0.0, parts=[]) for _ in range(b)]
             bodies = [maker.body(i, prompt, 16) for i in range(b)]
             await asyncio.gather(*map(client.post, bodies, replies))
             tracks = [t for t in (track(r, prompt) for r in replies) if isinstance(t, Track)]
-            without.append(read_batch(tracks, min(r.sent_s for r in replies)).prefill_s)
+            began_s = min(r.sent_s for r in replies)
+            without.append(read_batch(tracks, began_s).whole.prefill_s or 0.0)
         truth_s = prefill_time_s(planted, b, prompt)
         print(
             f"| {b} × {prompt} | {truth_s * 1e3:.0f} ms | {np.mean(with_gate) / truth_s:.3f} | "
