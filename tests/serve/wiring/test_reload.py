@@ -120,7 +120,7 @@ def in_effect(running: RunningGateway) -> dict[str, Any]:
         "probe_interval_s": gateway.health._config.probe_interval_s,
         "failures": instance.outcomes.rules.consecutive_failures,
         "max_body_bytes": dataplane.body_limits.max_body_bytes,
-        "header_s": running.server.watch.limits.header_s,
+        "header_s": running.server.watch.limits.timeouts.header_s,
         "max_connections": running.server.watch.limits.max_connections,
     }
 
