@@ -187,10 +187,18 @@ def cases(
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All is compared with one scheduler that looks at all instances."""
+    most = decider_module.MOST_CANDIDATES
+    decider_module.MOST_CANDIDATES = 2**31
+    try:
+        yield from rows_of_all(args)
+    finally:
+        decider_module.MOST_CANDIDATES = most
+
+
+def rows_of_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     instances = make_instances(args.instances)
     requests = args.requests or REQUESTS_PER_INSTANCE * args.instances
-    # All is compared with one scheduler that looks at all instances.
-    decider_module.MOST_CANDIDATES = 2**31
     for load in args.loads:
         rate_per_s = load * capacity_per_s(instances)
         workload = make_workload("steady", requests, rate_per_s, args.seed)

@@ -67,7 +67,8 @@ class SharingGateway:
         return {row.instance_id: row.in_flight or 0 for row in decision.explain()}
 
     def in_flight(self) -> float:
-        return sum(self.seen().values())
+        states = self.fleet.scheduler.members.table.states.values()
+        return sum(state.in_flight + state.peers.in_flight for state in states)
 
 
 @contextlib.asynccontextmanager
