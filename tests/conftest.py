@@ -95,6 +95,7 @@ TOGETHER = {
     "tests/gateway/dataplane/test_predictor.py": "installed predictors",
     "tests/serve/processes/test_processes.py": "processes",
     "tests/test_budgets.py": "budgets",
+    "tests/test_compiled.py": "mypyc",
     # What is compiled by numba, which takes a minute and more for finish-time's loop: once, as the
     # others read it from disk.
     "tests/cli/test_plan.py": "compiled",
@@ -107,7 +108,7 @@ TOGETHER = {
     "tests/sim/test_prefixes.py::test_compiled": "compiled",
 }
 # What takes longest, or what others wait for.
-FIRST = ("compiled", "leaving clients", "budgets")
+FIRST = ("compiled", "mypyc", "leaving clients", "budgets")
 
 
 def group_of(nodeid: str) -> str:
