@@ -15,30 +15,17 @@ from hetero_gateway import compiled
 # stays as it is.
 MODULES = [
     f"hetero_gateway.core.{name}"
-    for name in (
-        "costs.cost_model",
-        *(
-            f"instances.{name}"
-            for name in (
-                *("concurrency", "dispatch", "prefix_hits", "sightings", "speed", "state", "table"),
-            )
-        ),
-        *(
-            f"policies.{name}"
-            for name in (
-                *("affinity", "base", "counting", "estimates", "finish_time", "member"),
-                *("rotation", "slo", "workload"),
-            )
-        ),
-        "prefixes.caches",
-        *(
-            f"scheduling.{name}"
-            for name in (
-                *("decider", "decision", "decision_log", "members", "pool", "probes", "queue"),
-                *("restraints", "scheduler", "shedding"),
-            )
-        ),
-    )
+    for name in """
+        costs.cost_model
+        instances.concurrency instances.dispatch instances.prefix_hits instances.sightings
+        instances.speed instances.state instances.table
+        policies.affinity policies.base policies.counting policies.estimates policies.finish_time
+        policies.member policies.rotation policies.slo policies.workload
+        prefixes.caches
+        scheduling.decider scheduling.decision scheduling.decision_log scheduling.members
+        scheduling.pool scheduling.probes scheduling.queue scheduling.restraints
+        scheduling.scheduler scheduling.shedding
+    """.split()
 ]
 SETUP = """\
 import sys
