@@ -126,8 +126,7 @@ def pytest_collection_modifyitems(
     # As if none had begun elsewhere, before pytest puts together what shares a fixture.
     items.sort(key=lambda item: item.location[0])
     yield
-    long = {"slow", "system"}
-    slow = {group_of(i.nodeid) for i in items if long & {m.name for m in i.iter_markers()}}
+    slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
     ranks = dict.fromkeys(slow, len(FIRST)) | {group: i for i, group in enumerate(FIRST)}
     items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(FIRST) + 1))
 

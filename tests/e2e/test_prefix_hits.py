@@ -114,7 +114,7 @@ async def test_what_an_engine_has_cached_is_not_prefilled(
     assert alarms == []
     assert np.mean(speeds[20:]) == pytest.approx(1, abs=0.05)
     constants = fit_observed(seen).constants
-    assert constants.p1 == pytest.approx(PLANTED.p1, rel=0.2)  # on a busy machine
+    assert constants.p1 == pytest.approx(PLANTED.p1, rel=0.1)
     assert row["prefix_caching"] is True
     assert row["cached_share"] == pytest.approx(hit_share, abs=0.2)
     counted = {
