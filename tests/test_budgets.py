@@ -3,8 +3,6 @@
 Nothing here depends on the machine: calls and bytecodes are counted, imports and lines are read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

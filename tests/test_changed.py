@@ -1,7 +1,5 @@
 """Which tests run for which change, on a small repository made for it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

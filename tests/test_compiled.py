@@ -1,7 +1,5 @@
 """The compiled scheduler: the same decisions to the bit, and never one of another source."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

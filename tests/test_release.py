@@ -1,7 +1,5 @@
 """What a release is made of: the package's metadata, its page, and the workflow that publishes."""
 
-from __future__ import annotations
-
 import email
 import os
 import re

@@ -1,7 +1,5 @@
 """What is installed: pinned, with hashes, everywhere the same; and the list of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

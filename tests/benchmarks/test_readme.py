@@ -1,7 +1,5 @@
 """benchmarks/README.md names every script, and no other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

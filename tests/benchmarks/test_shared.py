@@ -1,7 +1,5 @@
 """What benchmarks share: printing, and the search for free ports."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -7,8 +7,6 @@ the end, a broken stream that ends with [DONE], no outcome at all, an answer tha
 not give.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import hashlib

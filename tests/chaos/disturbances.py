@@ -1,7 +1,5 @@
 """What happens to the instances and the gateway during a run, drawn ahead from a seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ until a fault is drawn for the request. Faults are drawn per request, with a sha
 generator; which fault is on is said by whoever disturbs the instance (``instances.py``).
 """
 
-from __future__ import annotations
-
 import random
 import socket
 import struct
@@ -79,7 +77,7 @@ class Faults:
             raise ValueError(f"there is no fault {kind!r}")
         self.kind, self.share = kind, share
 
-    def drawn(self, post: bool) -> Fault | Instead | None:
+    def drawn(self, post: bool) -> "Fault | Instead | None":
         """What to do with the answer of a request that has just come; None: nothing."""
         if self.kind is None or self.rng.random() >= self.share:
             return None

@@ -1,7 +1,5 @@
 """A real ``hetero-gateway serve`` in a process of its own, seen from outside."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -68,7 +66,7 @@ class GatewayProcess(Process):
         )
 
     @classmethod
-    async def start(cls, config: Path, log: Path, workers: int = 1) -> GatewayProcess:
+    async def start(cls, config: Path, log: Path, workers: int = 1) -> "GatewayProcess":
         """Serve on a free port. Raises RuntimeError when it does not come up."""
         process, url = await asyncio.to_thread(_start, config, log, workers)
         return cls(process, url, log)

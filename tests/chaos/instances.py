@@ -5,8 +5,6 @@ in a fraction of a second. Each is the package's own emulator under uvicorn; onl
 write may be disturbed (``faults.py``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ The time of a run is ``asyncio``'s own, from the first client on. Nothing here k
 works: all is seen from the clients' side, /admin, /metrics, /proc and the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

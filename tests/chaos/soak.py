@@ -5,8 +5,6 @@ is the gateway. A stream that ends is replaced by a new one, and so is an idle c
 gateway closes (its keep-alive time-out is shorter than a soak): there are always as many as asked.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -64,7 +62,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 class _InstanceConnection(asyncio.Protocol):
-    def __init__(self, streams: dict[_InstanceConnection, int]) -> None:
+    def __init__(self, streams: "dict[_InstanceConnection, int]") -> None:
         self._streams = streams
         self._buffer = b""
 

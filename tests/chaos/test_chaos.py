@@ -3,8 +3,6 @@
 See docs/evidence/reliability.md.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """A soak, shortly and small; scripts/soak runs the whole one (docs/evidence/reliability.md)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The processes of one gateway, killed one at a time: its workers and its scheduler process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Commands as functions: what they print, after a look at how they ended."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The key that ``serve`` and ``picker`` make, as processes: who is told of it, who finds it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

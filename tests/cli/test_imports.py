@@ -1,7 +1,5 @@
 """What a command imports: memory of a gateway, and the time that every command takes to start."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """``plan``: the table, the document, the report, and one-line errors."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``plan --from-gateway``: what runs, what would be better, and what that is worth."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """``plan -o``: what the command writes is what the plan was made for."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

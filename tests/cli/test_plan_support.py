@@ -1,7 +1,5 @@
 """``plan support``: a model's facts, where it fits, and bounds where it is not modelled."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """``plan --watch``: what is proposed as the load of a gateway changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

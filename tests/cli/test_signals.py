@@ -1,7 +1,5 @@
 """``serve`` as a process: SIGHUP reloads, SIGTERM drains, and a broken file ends nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """``simulate``: flags, the table, the document, and one-line errors."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

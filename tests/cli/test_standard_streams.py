@@ -1,7 +1,5 @@
 """Standard input, output and error that are closed, full or read by nobody."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

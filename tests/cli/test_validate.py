@@ -1,7 +1,5 @@
 """``validate``: one line for what is wrong, a warning for what is hardly meant."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -5,8 +5,6 @@ wheels are kept in ``${XDG_CACHE_HOME:-~/.cache}/hetero-gateway/containers``, an
 containers while they run: podman's own storage is left alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

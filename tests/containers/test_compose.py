@@ -1,7 +1,5 @@
 """The compose files are started: docker/compose.yaml, and what ``init`` and ``plan -o`` write."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

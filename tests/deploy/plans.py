@@ -1,7 +1,5 @@
 """Plans made by hand, for tests of what is written of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping

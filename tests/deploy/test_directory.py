@@ -1,7 +1,5 @@
 """What is written: complete or not at all, the same every time, and accepted by who reads it."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

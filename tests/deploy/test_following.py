@@ -1,7 +1,5 @@
 """Manifests whose numbers follow the load: each set is asked for once, nothing is cut."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

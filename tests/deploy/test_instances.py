@@ -1,7 +1,5 @@
 """A plan's instances have names, devices and ports of their own, and the commands say the plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 

@@ -1,7 +1,5 @@
 """The manifests: what belongs together does, and no secret is in them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripts for bare machines, really run, with a ``vllm`` on PATH that only answers /health."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

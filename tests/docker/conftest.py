@@ -1,7 +1,5 @@
 """The container files, read and resolved as Docker would read them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ Commands come from the files themselves. Only what a container network would pro
 addresses become loopback, ports become free ones, mounted paths become files of the test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@
 gateway exposes.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the container files promise, checked without a Docker engine."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re

@@ -1,7 +1,5 @@
 """docker/kubernetes: the picker's manifests and Helm chart, by the published schemas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two gateways in front of the same instances, behind one real Prometheus, as shipped."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Every relative link of the README and the documents leads to a file, and to a heading in it."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

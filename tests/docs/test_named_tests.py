@@ -1,7 +1,5 @@
 """The documents name tests for what they promise: each of them is there."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

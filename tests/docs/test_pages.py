@@ -1,7 +1,5 @@
 """The pages as a whole: what they quote is there, and the site is built without a warning."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """docs/reference has every command, option, path and error code that the code has."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

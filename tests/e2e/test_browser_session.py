@@ -1,7 +1,5 @@
 """A page in a real browser opens a session with its key, as OpenAI's client for browsers does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

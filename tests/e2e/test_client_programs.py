@@ -1,7 +1,5 @@
 """The light ones of scripts/client_programs, through a gateway with an emulated instance."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -5,8 +5,6 @@ figures are the same on every machine. That start.sh brings up such a directory 
 bench loads it, is shown in tests/cli/test_plan_again.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

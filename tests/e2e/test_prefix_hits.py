@@ -3,8 +3,6 @@ prompts it has, the gateway neither thinks that it has become faster, nor that i
 and finds its constants in the traffic. In virtual time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

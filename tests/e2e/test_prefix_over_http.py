@@ -3,8 +3,6 @@ prefix caches is what two unequal emulated instances do. The benchmark's own mea
 time.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

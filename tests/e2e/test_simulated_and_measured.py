@@ -4,8 +4,6 @@ The benchmark's own measurement, with tasks in place of processes, and in virtua
 are the same on every machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -4,8 +4,6 @@ The fresh environment has what the package itself asks for, and none of the extr
 development needs: links to what is installed here, so that no network is needed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The files with the keys that gateways make: who finds them, and what is not believed."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

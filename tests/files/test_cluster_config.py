@@ -1,7 +1,5 @@
 """The cluster file: strict, every error one line that names the file and the key."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The configuration: strict, every error one line that names the file and the key."""
 
-from __future__ import annotations
-
 import re
 import types
 import typing

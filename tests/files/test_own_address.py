@@ -1,7 +1,5 @@
 """A configuration whose instances are the gateway itself."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

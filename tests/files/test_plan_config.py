@@ -1,7 +1,5 @@
 """The plan's file: strict, every error one line that names the file and the key."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

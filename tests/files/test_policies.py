@@ -1,7 +1,5 @@
 """A policy of an installed package: found by its entry point, served with, simulated, explained."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces with prefixes: what is read, and what is refused with one line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Profiles: those that ship, and those of files; what is wrong with one is named."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

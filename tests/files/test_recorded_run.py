@@ -1,7 +1,5 @@
 """Records: what is read, and what is said of one that cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A file is the old one or the new one, whole, whatever happens while it is written."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

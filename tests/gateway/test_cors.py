@@ -1,7 +1,5 @@
 """CORS, off and on: which pages may use the gateway from a browser; /admin is never theirs."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """A process that has no descriptors left: nothing spins, nobody is marked down, and it recovers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 A real server with its own loop (uvloop), real sockets, and an instance in another thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

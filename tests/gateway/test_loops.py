@@ -1,7 +1,5 @@
 """Gateways that lead back to themselves, one by one or in rings: each request ends at once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

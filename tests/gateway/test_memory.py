@@ -1,7 +1,5 @@
 """What long bodies take of memory: as much as is allowed for them, and no second copy."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

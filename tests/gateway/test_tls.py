@@ -1,7 +1,5 @@
 """TLS towards clients: certificates that are renewed while serving, and clients' own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

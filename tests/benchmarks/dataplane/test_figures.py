@@ -1,7 +1,5 @@
 """What the data plane's benchmark makes of its segments."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fit of the memory model: it finds planted coefficients, and reads what logs look like."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What docs/design/profiling.md says of the ways to fit, on few engines."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.profiler import fit_choices as choices

@@ -1,7 +1,5 @@
 """The recorded times are mended and discarded as the script says, and every group has a row."""
 
-from __future__ import annotations
-
 import csv
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What decisions and pumps cost, also with many instances and in parts: the scripts do it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

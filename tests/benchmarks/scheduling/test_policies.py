@@ -1,7 +1,5 @@
 """The comparison of policies: its table, its goals, and its verdicts, on very small runs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of predictors: its tables, on a small trace and few requests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

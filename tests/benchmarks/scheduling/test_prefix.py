@@ -1,7 +1,5 @@
 """Routers that know of prefix caches: their rules, on made-up candidates and in small runs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The traces that are made: what they say is so, and equal blocks have equal text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """benchmarks/scheduling/recovery.py judges what it should, on made-up runs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What is made of the runs of ``replicas.py``."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

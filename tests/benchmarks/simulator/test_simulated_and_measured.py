@@ -1,7 +1,5 @@
 """What benchmarks/simulator/simulated_and_measured.py makes of its figures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.simulator import simulated_and_measured as benchmark

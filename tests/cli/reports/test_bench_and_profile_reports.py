@@ -1,7 +1,5 @@
 """The pages of ``bench --report`` and ``profile --report``: whole, right and self-contained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The plan's tables: what a narrow terminal keeps, and what is said once."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of ``simulate --report``: whole, self-contained, and without markup from files."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

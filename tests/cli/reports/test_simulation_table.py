@@ -1,7 +1,5 @@
 """The tables of ``simulate`` on terminals of any width."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

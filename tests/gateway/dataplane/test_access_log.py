@@ -1,7 +1,5 @@
 """The access log: a line for each request, however it ended, and nothing of what clients wrote."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

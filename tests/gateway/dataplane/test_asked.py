@@ -1,7 +1,5 @@
 """What is asked of an instance by other methods than POST; wrong methods, unknown paths."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -5,8 +5,6 @@ what a token is; where they serve the path, their usage is asked. A path of the 
 here fails ``test_every_path_that_costs_steps_has_a_case``.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """What a client may not say to an engine, over every transport of a body and of a head."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A response is its client's alone: whatever another one sends, to it there is none."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

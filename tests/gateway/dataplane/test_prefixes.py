@@ -1,7 +1,5 @@
 """Keys of prompts where bodies are read, and clients that are kept apart; over real sockets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import pairwise

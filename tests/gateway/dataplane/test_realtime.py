@@ -1,7 +1,5 @@
 """/v1/realtime over real sockets: a WebSocket to an instance, placed like a request."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What a session may ask for and use, who may open one from a browser, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

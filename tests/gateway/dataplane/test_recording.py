@@ -1,7 +1,5 @@
 """``serve --record``: a line for each request, none of its text, and no harm when disks fail."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """When what came of a request is counted: soon, and ahead of whoever looks."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Responses that others continue: they go where they were made, and their prompts are known."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Aliases, splits and fallbacks, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

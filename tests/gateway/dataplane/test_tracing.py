@@ -1,7 +1,5 @@
 """Traces: through the real gateway to a receiver of OTLP; and nothing of it where it is off."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.server

@@ -1,7 +1,5 @@
 """Sources of instances: two hundred come, move and go under load, and every load is exact."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

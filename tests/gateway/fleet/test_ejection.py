@@ -1,7 +1,5 @@
 """Instances that fail, seen by clients: real sockets, and time that jumps (fakes/clock.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """An API server that is ill, or hostile: it is asked seldom, and what it says is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Hundreds of instances: one TLS context, a start that waits for nobody, and late probes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """What the gateway learns of its instances from real streams, shows, and does only when told to."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Models, adapters and clients that are gone leave nothing behind for good."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A prompt's keys: the next turn begins with those of the last one, and with nothing else's."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import pairwise

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from hetero_gateway.lab.load.comparison import (

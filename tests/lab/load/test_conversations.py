@@ -1,7 +1,5 @@
 """A trace's conversations as chats with real text, in front of an emulated instance."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

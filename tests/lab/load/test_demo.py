@@ -1,7 +1,5 @@
 """The demo as a person runs it: a process, its signals, and what it leaves behind."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Samples of an engine with planted constants, and their fit."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The profile file is complete, loads as it is, and is never half written."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """A gateway's own traffic gives the constants of the engine behind it, whatever it believed."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from typing import Any

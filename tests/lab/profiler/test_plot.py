@@ -1,7 +1,5 @@
 """The plot has both panels and every sample, and says clearly when it cannot be made."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import xml.etree.ElementTree as ET

@@ -1,7 +1,5 @@
 """``profile --from``: from a file of samples to a profile that loads."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of samples: what is written is read, a crash is survived, a mistake is named."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many instances the load needs, as a running gateway publishes it."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import re

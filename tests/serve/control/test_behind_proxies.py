@@ -1,7 +1,5 @@
 """/admin of a gateway on loopback without a key of its operator's, behind real proxies."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Calls that concern an engine, and what the gateway heeds of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Names that /admin, files and instances give: printable and short, or refused in one line."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

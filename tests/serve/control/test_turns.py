@@ -3,8 +3,6 @@
 How long a step takes is benchmarks/dataplane/control_paths.py's to measure; here steps are counted.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """What the dashboard is told: figures now and over 15 minutes, and events of what changes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

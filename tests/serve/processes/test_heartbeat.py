@@ -1,7 +1,5 @@
 """Whether a process works: what its supervisor makes of silence, and who accepts meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

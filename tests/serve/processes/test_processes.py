@@ -1,7 +1,5 @@
 """``serve --workers 2`` as processes: what a SIGKILL of each costs, and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

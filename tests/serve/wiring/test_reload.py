@@ -1,7 +1,5 @@
 """Reloading while serving: what changes, what is refused whole, and that no stream notices."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
