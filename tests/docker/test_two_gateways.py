@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from benchmarks.ports import free_port
-from tests.fakes.running import config_for, running_gateway
+from tests.fakes.running import CHAT, config_for, running_gateway
 from tests.fakes.vllm import fake_instances
 
-CHAT = "/v1/chat/completions"
 PATIENCE_S = 60.0
 
 

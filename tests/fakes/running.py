@@ -36,11 +36,22 @@ from tests.fakes.vllm import FakeInstance, bound
 
 FAST = "V100-32GB-NVLink2/Llama-3-8B/tp4"
 SLOW = "V100-32GB-NVLink2/Llama-3-8B/tp1"
+CHAT = "/v1/chat/completions"
 
 
 # Loaded when they are needed first, which takes time: no test is to wait for that.
 _LOADED = api, byte_scans
 _FASTAPIS_CACHES = [each for each in vars(models).values() if hasattr(each, "cache_clear")]
+
+
+def chat(text: str = "hello", model: str = "m", **fields: Any) -> dict[str, Any]:
+    """A chat's body."""
+    return {"model": model, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def faked(**fake: Any) -> dict[str, Any]:
+    """A chat of which an instance makes this: a stream where it has events."""
+    return chat(stream="events" in fake, fake=fake)
 
 
 @dataclass

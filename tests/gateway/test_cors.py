@@ -10,10 +10,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import CorsConfig
 from hetero_gateway.files.yaml_file import parse_model
-from tests.fakes.running import rig
+from tests.fakes.running import CHAT, faked, rig
 from tests.fakes.vllm import FakeInstance
 
-CHAT = "/v1/chat/completions"
 PAGE, OTHER = "https://chat.example", "https://evil.example"
 ALLOWED = "access-control-allow-origin"
 
@@ -35,10 +34,6 @@ def asks(origin: str, method: str = "POST") -> dict[str, str]:
     }
 
 
-def chat(**fake: object) -> dict[str, object]:
-    return {"model": "m", "messages": [], "stream": "events" in fake, "fake": fake}
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_page_that_is_named_may_and_another_may_not(workers: int) -> None:
     async with serving(PAGE, workers=workers) as (_, client):
@@ -57,10 +52,10 @@ async def test_a_page_that_is_named_may_and_another_may_not(workers: int) -> Non
         for origin, allowed in ((PAGE, PAGE), (OTHER, None), ("null", None), (PAGE + ".x", None)):
             mine = {"origin": origin}
             answers = [
-                await client.post(CHAT, json=chat(), headers=mine),
-                await client.post(CHAT, json=chat(events=2), headers=mine),
+                await client.post(CHAT, json=faked(), headers=mine),
+                await client.post(CHAT, json=faked(events=2), headers=mine),
                 await client.post(CHAT, json={"model": "none"}, headers=mine),
-                await client.post(CHAT, json=chat(status=503), headers=mine),
+                await client.post(CHAT, json=faked(status=503), headers=mine),
                 await client.get("/v1/models", headers=mine),
                 await client.get("/nothing", headers=mine),
             ]
@@ -76,7 +71,7 @@ async def test_any_page_may_where_that_is_said() -> None:
     async with serving("*") as (_, client):
         told = await client.options(CHAT, headers=asks(OTHER))
         assert (told.status_code, told.headers[ALLOWED]) == (204, "*")
-        answer = await client.post(CHAT, json=chat(), headers={"origin": OTHER})
+        answer = await client.post(CHAT, json=faked(), headers={"origin": OTHER})
         assert answer.headers[ALLOWED] == "*"
 
 
@@ -96,7 +91,7 @@ async def test_off_nothing_is_said_whatever_the_engine_says() -> None:
         told = await client.options(CHAT, headers=asks(PAGE))
         assert told.status_code == 405
         fake = {"status": 200, "head": "access-control-allow-origin: *\r\nx-other: 1\r\n"}
-        answer = await client.post(CHAT, json=chat(**fake), headers={"origin": PAGE})
+        answer = await client.post(CHAT, json=faked(**fake), headers={"origin": PAGE})
         assert answer.status_code == 200
         assert answer.headers["x-other"] == "1"
         assert ALLOWED not in answer.headers

@@ -15,10 +15,9 @@ import pytest
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.http.headers import HOPS
 from tests.fakes.redis import free_port
-from tests.fakes.running import RunningGateway, eventually, running_gateway
+from tests.fakes.running import CHAT, RunningGateway, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
-CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 NAME = HOPS.decode()
 

@@ -13,10 +13,9 @@ import trustme
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.serve.app import create_app
-from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.running import CHAT, config_for, eventually, faked, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-CHAT = "/v1/chat/completions"
 PEMS = {"certificate_file": "own.pem", "key_file": "own.key"}
 
 
@@ -36,11 +35,6 @@ def configure(path: Path, fakes: list[FakeInstance], **server: Any) -> GatewayCo
     config = config_for(fakes, server={"port": 0, "shutdown_timeout_s": 1} | PEMS | server)
     path.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
     return config
-
-
-def stream(**fake: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": "hello"}
-    return {"model": "m", "messages": [message], "stream": True, "fake": fake}
 
 
 async def serial(url: str, context: ssl.SSLContext) -> str:
@@ -67,7 +61,7 @@ async def test_a_certificate_is_renewed_and_open_streams_go_on(
         ):
             assert running.url.startswith("https:")
             first = await serial(running.url, context)
-            body = stream(events=20, delay_s=0.5, event_bytes=3000)
+            body = faked(events=20, delay_s=0.5, event_bytes=3000)
             under_way = asyncio.ensure_future(client.post(CHAT, json=body))
             await eventually(lambda: fakes[0].open == 1)
             (tmp_path / "own.pem").write_text("garbage")
@@ -117,7 +111,7 @@ async def test_without_a_certificate_of_the_right_authority_no_client_is_served(
                     whose.issue_cert("client.test").configure_cert(context)
                 async with httpx.AsyncClient(verify=context, timeout=5) as client:
                     try:
-                        answer = await client.post(running.url + CHAT, json=stream())
+                        answer = await client.post(running.url + CHAT, json=faked())
                     except httpx.HTTPError:
                         assert not served
                     else:

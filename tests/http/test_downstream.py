@@ -14,10 +14,8 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.http.clients import Watch, client_limits
 from hetero_gateway.http.protocol import engine_protocol
 from hetero_gateway.serve.app import App, create_app
-from tests.fakes.running import config_for, eventually
+from tests.fakes.running import CHAT, config_for, eventually
 from tests.fakes.vllm import fake_instances
-
-CHAT = "/v1/chat/completions"
 
 
 def of_the_gateway(app: App) -> type[asyncio.Protocol]:

@@ -12,10 +12,8 @@ from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import InstancePool
-from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.running import CHAT, config_for, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
-
-CHAT = "/v1/chat/completions"
 
 
 class Collector:

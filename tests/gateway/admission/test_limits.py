@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from hetero_gateway.core.scheduling.disciplines import Clients
-from tests.fakes.running import FAST, RunningGateway, config_for, eventually, rig, running_gateway
-from tests.fakes.vllm import FakeInstance, fake_instances
+from tests.fakes.reloads import from_file
+from tests.fakes.running import CHAT, FAST, RunningGateway, eventually, faked, rig
+from tests.fakes.vllm import FakeInstance
 
-CHAT = "/v1/chat/completions"
 ADMIN = {"authorization": "Bearer admin-secret-31415"}
 WORKERS = pytest.mark.parametrize("workers", [1, 2])
 
@@ -42,11 +42,6 @@ def sections_with(
     server = {"admin_key_env": "ADMIN_KEY_9", **sections.pop("server", {})}
     clients = {"keys_file": str(file)}
     return {"profiles": (FAST,), "clients": clients, "server": server} | sections
-
-
-def chat(**fake: object) -> dict[str, object]:
-    message = {"role": "user", "content": "hello"}
-    return {"model": "m", "messages": [message], "stream": "events" in fake, "fake": fake}
 
 
 def of(name: str, **headers: str) -> dict[str, str]:
@@ -80,7 +75,7 @@ async def test_of_200_at_once_just_as_many_are_served_as_may_be(
         async def ask(i: int) -> tuple[str, int]:
             name = "ab"[i % 2]
             url = f"http://127.0.0.1:{running.port}{CHAT}"
-            body = chat(events=1, first_delay_s=1.5)
+            body = faked(events=1, first_delay_s=1.5)
             response = await client.post(url, json=body, headers=of(name), timeout=60)
             return name, response.status_code
 
@@ -103,9 +98,9 @@ async def test_who_leaves_in_mid_stream_gives_back_its_place_and_pays_for_what_i
 
         async def leave(i: int) -> None:
             url = f"http://127.0.0.1:{running.port}{CHAT}"
-            body = chat(events=500, delay_s=0.05)
+            body = faked(events=500, delay_s=0.05)
             if i % 2:
-                body = chat(events=1, first_delay_s=60)
+                body = faked(events=1, first_delay_s=60)
             async with asyncio.timeout(1.0 + 0.01 * i):
                 async with client.stream("POST", url, json=body, headers=of("a")) as response:
                     async for _ in response.aiter_bytes():
@@ -127,7 +122,7 @@ async def test_tokens_are_charged_by_estimate_and_settled_by_usage_once(
 ) -> None:
     sections = sections_with(tmp_path, entry("a", tokens_per_minute=10_000))
     async with rig(workers=workers, **sections) as (running, client, _):
-        first = await client.post(CHAT, json=chat(events=3, event_tokens=7), headers=of("a"))
+        first = await client.post(CHAT, json=faked(events=3, event_tokens=7), headers=of("a"))
         told = first.headers
         assert told["x-ratelimit-limit-tokens"] == "10000"
         estimate = 10_000 - int(told["x-ratelimit-remaining-tokens"])
@@ -140,7 +135,7 @@ async def test_tokens_are_charged_by_estimate_and_settled_by_usage_once(
         row = next(usage.rows(usage.days()[0]))
         assert used == row.input_tokens + row.output_tokens
         assert row.output_tokens == 21
-        second = await client.post(CHAT, json=chat(status=400, body="no"), headers=of("a"))
+        second = await client.post(CHAT, json=faked(status=400, body="no"), headers=of("a"))
         assert second.status_code == 400
         await eventually(running.settled)
         assert tokens_used(running, "key a") == used  # what failed costs nothing
@@ -157,19 +152,19 @@ async def test_a_refusal_says_which_limit_and_when_to_come_back(
         groups={"team": {"requests_per_minute": 3}},
     )
     async with rig(workers=workers, **sections) as (running, client, _):
-        answer = await client.post(CHAT, json=chat(), headers=of("b"))
+        answer = await client.post(CHAT, json=faked(), headers=of("b"))
         assert answer.headers["x-ratelimit-limit-requests"] == "1"
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-        refused = await client.post(CHAT, json=chat(), headers=of("b"))
+        refused = await client.post(CHAT, json=faked(), headers=of("b"))
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (429, "rate_limit_exceeded")
         assert "key b on requests per minute" in error["message"]
         assert 58 <= int(refused.headers["retry-after"]) <= 61
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
         for remaining in ("1", "0"):
-            answer = await client.post(CHAT, json=chat(), headers=of("a"))
+            answer = await client.post(CHAT, json=faked(), headers=of("a"))
             assert answer.headers["x-ratelimit-remaining-requests"] == remaining
-        refused = await client.post(CHAT, json=chat(), headers=of("a"))
+        refused = await client.post(CHAT, json=faked(), headers=of("a"))
         assert "group team on" in refused.json()["error"]["message"]
         assert dict(running.gateway.admission.usage.denied) == {
             ("b", "requests_per_minute"): 1,
@@ -187,7 +182,7 @@ async def test_a_key_has_models_classes_and_an_end(workers: int, tmp_path: Path)
     fakes = [FakeInstance(), FakeInstance(("n",))]
     async with rig(fakes, workers=workers, **sections) as (running, client, _):
         await eventually(lambda: len(running.gateway.fleet.models()) == 2)
-        body = chat() | {"model": "n"}
+        body = faked() | {"model": "n"}
 
         async def ask(headers: dict[str, str], body: dict[str, object]) -> tuple[int, str]:
             answer = await client.post(CHAT, json=body, headers=headers)
@@ -195,7 +190,7 @@ async def test_a_key_has_models_classes_and_an_end(workers: int, tmp_path: Path)
             return answer.status_code, code
 
         assert await ask(of("a"), body) == (200, "")
-        assert await ask(of("a"), chat()) == (403, "model_not_allowed")
+        assert await ask(of("a"), faked()) == (403, "model_not_allowed")
         batch, urgent = ({"x-hetero-gateway-class": name} for name in ("batch", "urgent"))
         assert await ask(of("a") | batch, body) == (200, "")
         assert await ask(of("a") | urgent, body) == (403, "class_not_allowed")
@@ -204,7 +199,7 @@ async def test_a_key_has_models_classes_and_an_end(workers: int, tmp_path: Path)
         assert await ask({}, body) == (401, "invalid_api_key")
         models = (await client.get("/v1/models", headers=of("a"))).json()["data"]
         assert [model["id"] for model in models] == ["n"]
-        slow = chat(events=1, first_delay_s=1) | {"model": "n"}
+        slow = faked(events=1, first_delay_s=1) | {"model": "n"}
         stream = asyncio.create_task(client.post(CHAT, json=slow, headers=of("a") | batch))
         await eventually(lambda: not running.settled())
         scheduler = running.gateway.fleet.scheduler
@@ -229,7 +224,7 @@ async def test_the_one_key_goes_on_beside_keys_with_names(
     )
     async with rig(**sections) as (running, client, _):
         for headers in ({"authorization": "Bearer the-one-key"}, of("a")):
-            assert (await client.post(CHAT, json=chat(), headers=headers)).status_code == 200
+            assert (await client.post(CHAT, json=faked(), headers=headers)).status_code == 200
         running.gateway.metrics.catch_up()
         usage = running.gateway.admission.usage
         assert [client for (client, _), _ in usage.entries()] == ["a"]
@@ -239,41 +234,34 @@ async def test_the_one_key_goes_on_beside_keys_with_names(
 async def test_keys_are_taken_up_by_a_reload_and_what_was_used_stays(
     workers: int, tmp_path: Path
 ) -> None:
-    async with fake_instances(1) as fakes:
-        sections = sections_with(tmp_path, entry("a", requests_per_minute=3), entry("b"))
-        config = config_for(fakes, **sections)
-        path = tmp_path / "gateway.yaml"
-        path.write_text(config.model_dump_json(by_alias=True, exclude_none=True))
-        async with (
-            running_gateway(config, path, workers=workers) as running,
-            httpx.AsyncClient() as client,
-        ):
+    sections = sections_with(tmp_path, entry("a", requests_per_minute=3), entry("b"))
+    async with from_file(tmp_path, workers=workers, **sections) as (_, _, running, client, _):
 
-            async def ask(name: str) -> int:
-                urls = [f"http://127.0.0.1:{running.port}{CHAT}" for _ in range(workers)]
-                answers = [await client.post(u, json=chat(), headers=of(name)) for u in urls]
-                (status,) = {answer.status_code for answer in answers}
-                return status
+        async def ask(name: str) -> int:
+            urls = [f"http://127.0.0.1:{running.port}{CHAT}" for _ in range(workers)]
+            answers = [await client.post(u, json=faked(), headers=of(name)) for u in urls]
+            (status,) = {answer.status_code for answer in answers}
+            return status
 
-            async def reload() -> dict[str, Any]:
-                url = f"http://127.0.0.1:{running.port}/admin/reload"
-                answer = await client.post(url, headers=ADMIN)
-                assert answer.status_code == 200
-                document: dict[str, Any] = answer.json()
-                await asyncio.sleep(0.1)
-                return document
+        async def reload() -> dict[str, Any]:
+            url = f"http://127.0.0.1:{running.port}/admin/reload"
+            answer = await client.post(url, headers=ADMIN)
+            assert answer.status_code == 200
+            document: dict[str, Any] = answer.json()
+            await asyncio.sleep(0.1)
+            return document
 
-            assert (await ask("a"), await ask("b"), await ask("c")) == (200, 200, 401)
-            sections_with(tmp_path, entry("a", requests_per_minute=workers), entry("c"))
-            document = await reload()
-            assert document["settings"] == ["key a", "key b", "key c"]
-            assert document["needs_restart"] == []
-            assert (await ask("a"), await ask("b"), await ask("c")) == (429, 401, 200)
-            assert (await reload())["settings"] == []
-            (tmp_path / "keys.yaml").write_text("keys: [{name: a}]")
-            answer = await client.post(f"{running.url}/admin/reload", headers=ADMIN)
-            assert (answer.status_code, "keys.0.hash" in answer.text) == (400, True)
-            assert await ask("c") == 200
+        assert (await ask("a"), await ask("b"), await ask("c")) == (200, 200, 401)
+        sections_with(tmp_path, entry("a", requests_per_minute=workers), entry("c"))
+        document = await reload()
+        assert document["settings"] == ["key a", "key b", "key c"]
+        assert document["needs_restart"] == []
+        assert (await ask("a"), await ask("b"), await ask("c")) == (429, 401, 200)
+        assert (await reload())["settings"] == []
+        (tmp_path / "keys.yaml").write_text("keys: [{name: a}]")
+        answer = await client.post(f"{running.url}/admin/reload", headers=ADMIN)
+        assert (answer.status_code, "keys.0.hash" in answer.text) == (400, True)
+        assert await ask("c") == 200
 
 
 async def test_what_clients_used_is_shown_by_name_and_never_by_key(tmp_path: Path) -> None:
@@ -287,7 +275,7 @@ async def test_what_clients_used_is_shown_by_name_and_never_by_key(tmp_path: Pat
     sections["clients"]["most_labels"] = 1
     async with rig(**sections) as (running, client, _):
         for name in "aabc":
-            await client.post(CHAT, json=chat(events=4), headers=of(name))
+            await client.post(CHAT, json=faked(events=4), headers=of(name))
         await eventually(running.settled)
         assert (await client.get("/metrics")).status_code == 401  # it shows their names
         paths = ("/admin/clients", "/admin/usage", "/metrics")
@@ -343,7 +331,7 @@ async def test_under_fair_shares_nobody_waits_behind_anothers_backlog(
 
         def post(name: str) -> asyncio.Task[httpx.Response]:
             url = f"http://127.0.0.1:{running.port}{CHAT}"
-            body = chat(first_delay_s=0.2)
+            body = faked(first_delay_s=0.2)
             # Of a prompt that is a step by itself, one is sent at a time.
             body["messages"] = [{"role": "user", "content": "word " * 5000}]
             return asyncio.create_task(client.post(url, json=body, headers=of(name)))

@@ -12,10 +12,9 @@ import httpx
 import pytest
 
 from hetero_gateway.gateway.dataplane.access_log import LineWriter, pieces
-from tests.fakes.running import RunningGateway, eventually, rig
+from tests.fakes.running import CHAT, RunningGateway, chat, eventually, rig
 from tests.fakes.vllm import fake_instances
 
-CHAT = "/v1/chat/completions"
 PROMPT = "the-secret-of-this-prompt"
 KEY = "sk-the-key-of-a-client"
 ENGINE_KEY = "sk-the-key-of-an-engine"
@@ -37,13 +36,9 @@ async def lines_of(running: RunningGateway, lines: list[bytes], number: int) -> 
     return [json.loads(line) for line in lines]
 
 
-def chat(**more: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": PROMPT}], **more}
-
-
 async def break_off(client: httpx.AsyncClient, **options: Any) -> None:
     """A stream that its instance breaks off."""
-    body = chat(stream=True, fake={"events": 9, "die": "after_events"})
+    body = chat(PROMPT, stream=True, fake={"events": 9, "die": "after_events"})
     with pytest.raises(httpx.RemoteProtocolError):
         await client.post(CHAT, json=body, **options)
 
@@ -52,7 +47,7 @@ async def break_off(client: httpx.AsyncClient, **options: Any) -> None:
 async def test_a_request_leaves_one_line_with_its_figures(workers: int) -> None:
     async with rig(workers=workers, **JSON) as (running, client, _):
         lines = keep_lines(running)
-        body = chat(stream=True, fake={"events": 4})
+        body = chat(PROMPT, stream=True, fake={"events": 4})
         answer = await client.post(CHAT, json=body, headers={"x-request-id": "mine"})
         assert answer.status_code == 200
         (line,) = await lines_of(running, lines, 1)
@@ -73,8 +68,8 @@ async def test_however_a_request_ends_it_leaves_a_line(workers: int) -> None:
         await client.post(CHAT, content=b"{")
         await client.post(CHAT, json={"model": PROMPT, "messages": []})
         await break_off(client)
-        await client.post(CHAT, json=chat(fake={"status": 400}))
-        slow = chat(stream=True, fake={"events": 9, "delay_s": 5})
+        await client.post(CHAT, json=chat(PROMPT, fake={"status": 400}))
+        slow = chat(PROMPT, stream=True, fake={"events": 9, "delay_s": 5})
         async with client.stream("POST", CHAT, json=slow) as answer:
             await anext(answer.aiter_raw())
         found = await lines_of(running, lines, 5)
@@ -92,11 +87,11 @@ async def test_attempts_are_counted_and_the_last_instance_is_named() -> None:
     retry = {"budget_min": 5, "max_attempts": 3}
     async with rig(2, retry=retry, **JSON) as (running, client, fakes):
         lines = keep_lines(running)
-        await client.post(CHAT, json=chat(fake={"die": "before_head"}))
+        await client.post(CHAT, json=chat(PROMPT, fake={"die": "before_head"}))
         # One dies, and the other answers.
         await fakes[0].kill()
         for _ in range(3):
-            await client.post(CHAT, json=chat())
+            await client.post(CHAT, json=chat(PROMPT))
         found = await lines_of(running, lines, 4)
     assert (found[0]["status"], found[0]["attempts"], found[0]["reason"]) == (502, 2, "reset")
     assert [(line["instance"], line["status"]) for line in found[1:]] == [("i1", 200)] * 3
@@ -127,11 +122,11 @@ async def test_no_line_has_a_prompt_or_a_key(
         async with rig(fakes, **sections) as (running, client, _):
             lines = keep_lines(running)
             headers = {"authorization": f"Bearer {KEY}", "x-request-id": f"id {PROMPT}"}
-            await client.post(CHAT, json=chat(), headers=headers)
-            await client.post(CHAT, json=chat(model=PROMPT), headers=headers)
-            await client.post(f"{CHAT}?key={KEY}", json=chat(), headers=headers)
+            await client.post(CHAT, json=chat(PROMPT), headers=headers)
+            await client.post(CHAT, json=chat(PROMPT, model=PROMPT), headers=headers)
+            await client.post(f"{CHAT}?key={KEY}", json=chat(PROMPT), headers=headers)
             await client.post(CHAT, content=PROMPT.encode(), headers=headers)
-            await client.post(CHAT, json=chat(), headers={"authorization": f"Bearer {KEY}x"})
+            await client.post(CHAT, json=chat(PROMPT), headers={"authorization": f"Bearer {KEY}x"})
             await break_off(client, headers=headers)
             await eventually(lambda: len(lines) >= 6)
     assert len(lines) == 6
@@ -143,7 +138,7 @@ async def test_no_line_has_a_prompt_or_a_key(
 async def test_a_line_for_people_is_one_line_of_words() -> None:
     async with rig() as (running, client, _):
         lines = keep_lines(running)
-        await client.post(CHAT, json=chat(), headers={"x-request-id": "mine"})
+        await client.post(CHAT, json=chat(PROMPT), headers={"x-request-id": "mine"})
         await eventually(lambda: len(lines) == 1)
     words = lines[0].decode().split()
     assert words[1:7] == ["access", "POST", CHAT, "200", "completed", "id=mine"]

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from hetero_gateway.gateway.dataplane import intake
-from tests.fakes.running import eventually, rig
+from tests.fakes.running import CHAT, eventually, rig
 
-CHAT = "/v1/chat/completions"
 FINE = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 

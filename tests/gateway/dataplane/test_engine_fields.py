@@ -14,9 +14,8 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
 from hetero_gateway.gateway.request.openai import parse_body
 from tests.fakes.gateway_files import clients
-from tests.fakes.running import config_for, rig
+from tests.fakes.running import CHAT, config_for, rig
 
-CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
 SPEECH = "/v1/audio/transcriptions"
 FORMS = (SPEECH, "/v1/audio/translations")

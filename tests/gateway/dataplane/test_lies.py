@@ -6,10 +6,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_gateway.core.lengths.predictors import LengthFeatures
-from tests.fakes.running import RunningGateway, eventually, rig
+from tests.fakes.running import CHAT, RunningGateway, eventually, rig
 from tests.fakes.vllm import FakeInstance
 
-CHAT = "/v1/chat/completions"
 FINE = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 

@@ -23,9 +23,8 @@ from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.dataplane import predictor as predictors
 from hetero_gateway.gateway.dataplane.predictor import GuardedPredictor, make_predictor
 from tests.fakes.predictor_package import install_predictors
-from tests.fakes.running import rig
+from tests.fakes.running import CHAT, chat, rig
 
-CHAT = "/v1/chat/completions"
 PROMPT = "seven words that nobody else may read"
 
 
@@ -43,10 +42,6 @@ def configured(**settings: Any) -> GatewayConfig:
     return GatewayConfig.model_validate({"scheduler": {"predictor": settings}})
 
 
-def chat(**fields: object) -> dict[str, object]:
-    return {"model": "m", "messages": [{"role": "user", "content": PROMPT}], **fields}
-
-
 # Installed packages
 
 
@@ -54,18 +49,18 @@ def chat(**fields: object) -> dict[str, object]:
 async def test_an_installed_predictor_reads_the_prompt_and_is_told_the_true_length() -> None:
     settings = {"predictor": {"kind": "words", "options": {"tokens_per_word": 3}}}
     async with rig(scheduler=settings) as (running, client, _):
-        answer = await client.post(CHAT, json=chat())
+        answer = await client.post(CHAT, json=chat(PROMPT))
         decisions = (await client.get("/admin/decisions")).json()["decisions"]
         assert decisions[0]["predicted_output_tokens"] == 1 + 3 * 7
         running.gateway.metrics.catch_up()
-        await client.post(CHAT, json=chat())
+        await client.post(CHAT, json=chat(PROMPT))
         again = (await client.get("/admin/decisions")).json()["decisions"]
         # It learnt a hundredth of the way to what the first one had.
         output = answer.json()["usage"]["completion_tokens"]
         assert again[0]["predicted_output_tokens"] == pytest.approx(
             1 + 7 * (3 + 0.01 * (output / 7 - 3))
         )
-        limited = await client.post(CHAT, json=chat(max_tokens=4))
+        limited = await client.post(CHAT, json=chat(PROMPT, max_tokens=4))
         assert limited.status_code == 200
         capped = (await client.get("/admin/decisions")).json()["decisions"]
         assert capped[0]["predicted_output_tokens"] == 4
@@ -78,7 +73,7 @@ async def test_one_that_raises_fails_no_request_and_its_prompt_stays_out_of_the_
     settings = {"predictor": {"kind": "raising", "mean_tokens": 123}}
     async with rig(scheduler=settings) as (running, client, _):
         with caplog.at_level(logging.WARNING):
-            answers = [await client.post(CHAT, json=chat()) for _ in range(3)]
+            answers = [await client.post(CHAT, json=chat(PROMPT)) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3
         decisions = (await client.get("/admin/decisions")).json()["decisions"]
         assert decisions[-1]["predicted_output_tokens"] == 123
@@ -206,7 +201,7 @@ async def test_it_serves_and_explain_asks_it_too(trained: Path) -> None:
         for limit, tokens in ((40, 7), (500, 77)):
             query = f"/admin/explain?prompt_tokens=9&max_tokens={limit}"
             assert (await client.get(query)).json()["predicted_output_tokens"] == tokens
-            assert (await client.post(CHAT, json=chat(max_tokens=limit))).status_code == 200
+            assert (await client.post(CHAT, json=chat(PROMPT, max_tokens=limit))).status_code == 200
         decisions = (await client.get("/admin/decisions")).json()["decisions"]
         assert [d["predicted_output_tokens"] for d in decisions] == [77, 7]
 

@@ -10,10 +10,8 @@ import pytest
 
 from hetero_gateway.core.types import InstanceId, PrefixKeys, Request
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
-from tests.fakes.running import RunningGateway, eventually, rig
+from tests.fakes.running import CHAT, RunningGateway, eventually, rig
 from tests.fakes.vllm import FakeInstance
-
-CHAT = "/v1/chat/completions"
 
 
 def chat(*contents: str, **fields: Any) -> dict[str, Any]:

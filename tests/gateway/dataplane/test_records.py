@@ -6,9 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.running import RunningGateway, eventually, rig
+from tests.fakes.running import CHAT, RunningGateway, eventually, rig
 
-CHAT = "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from tests.fakes.raw import RawInstance
-from tests.fakes.running import config_for, eventually, rig, running_gateway
+from tests.fakes.running import CHAT, config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n"
 
 

@@ -17,10 +17,9 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.request.openai import parse_body, with_model
 from tests.fakes.gateway_files import clients
-from tests.fakes.running import eventually, rig
+from tests.fakes.running import CHAT, chat, eventually, rig
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-CHAT = "/v1/chat/completions"
 FALLBACK = "x-hetero-gateway-fallback"
 INSTANCE = "x-hetero-gateway-instance"
 
@@ -33,10 +32,6 @@ async def outside_service(
     async with fake_instances(1, models=("big",)) as (outside,):
         there = {"model": "big", "base_url": outside.url} | fields
         yield outside, {"one": {"fallbacks": [*({"model": name} for name in others), there]}}
-
-
-def chat(model: str, **more: Any) -> dict[str, Any]:
-    return {"model": model, "messages": [{"role": "user", "content": "hi"}], **more}
 
 
 # The body
@@ -105,7 +100,7 @@ async def test_an_alias_is_served_by_what_it_stands_for(workers: int) -> None:
             assert FALLBACK not in answer.headers
             assert engine.bodies[-1] == sent.replace(b'"gpt-4o"', b'"llama"')
             assert b"content-length: %d\r\n" % len(engine.bodies[-1]) in engine.heads[-1]
-        untouched = json.dumps(chat("llama")).encode()
+        untouched = json.dumps(chat(model="llama")).encode()
         await client.post(CHAT, content=untouched)
         assert engine.bodies[-1] == untouched
         cards = {c["id"]: c for c in (await client.get("/v1/models")).json()["data"]}
@@ -126,12 +121,12 @@ async def test_a_key_is_asked_for_the_name_that_was_asked_for(tmp_path: Path) ->
     async with rig([engine], models=models, clients=keys) as (running, client, _):
         for key, name, status in (("ka", "gpt", 200), ("ka", "llama", 403), ("kb", "gpt", 403)):
             headers = {"authorization": f"Bearer {key}"}
-            answer = await client.post(CHAT, json=chat(name), headers=headers)
+            answer = await client.post(CHAT, json=chat(model=name), headers=headers)
             assert answer.status_code == status, (key, name)
         # A fallback that it may not ask for is none of its.
         engine.fault = {"status": 503}
         headers = {"authorization": "Bearer kb"}
-        answer = await client.post(CHAT, json=chat("llama"), headers=headers)
+        answer = await client.post(CHAT, json=chat(model="llama"), headers=headers)
         assert answer.status_code == 503
         assert FALLBACK not in answer.headers
         await eventually(running.settled)
@@ -151,7 +146,7 @@ async def test_a_split_follows_the_requests_id(workers: int) -> None:
                 headers = {"x-request-id": f"r{number}"}
                 port = running.port if again else client.base_url.port
                 url = f"http://127.0.0.1:{port}{CHAT}"
-                answer = await client.post(url, json=chat("chat"), headers=headers)
+                answer = await client.post(url, json=chat(model="chat"), headers=headers)
                 assert answer.status_code == 200
                 home = answer.headers[INSTANCE]
                 assert seen.setdefault(headers["x-request-id"], home) == home
@@ -167,7 +162,9 @@ async def test_a_split_by_client_keeps_a_client_where_it_is() -> None:
         for key in range(12):
             headers = {"authorization": f"Bearer k{key}"}
             asked = {
-                (await client.post(CHAT, json=chat("chat"), headers=headers)).headers[INSTANCE]
+                (await client.post(CHAT, json=chat(model="chat"), headers=headers)).headers[
+                    INSTANCE
+                ]
                 for _ in range(4)
             }
             assert len(asked) == 1
@@ -187,7 +184,7 @@ async def test_another_model_is_asked_where_nothing_can_take_a_request(
     asked = "nobody" if why == "unknown" else "one"
     models = {asked: {"fallbacks": [{"model": "other"}]}}
     async with rig([one, other], workers=workers, models=models) as (running, client, _):
-        assert (await client.post(CHAT, json=chat("other"))).headers[INSTANCE] == "i1"
+        assert (await client.post(CHAT, json=chat(model="other"))).headers[INSTANCE] == "i1"
         if why == "down":
             await one.kill()
         elif why == "busy":
@@ -197,8 +194,8 @@ async def test_another_model_is_asked_where_nothing_can_take_a_request(
         elif why == "draining":
             await client.patch("/admin/instances/i0", json={"draining": True})
         for number in range(3):
-            stream = chat(asked, stream=True, fake={"events": 3})
-            answer = await client.post(CHAT, json=stream if number == 1 else chat(asked))
+            stream = chat(model=asked, stream=True, fake={"events": 3})
+            answer = await client.post(CHAT, json=stream if number == 1 else chat(model=asked))
             assert answer.status_code == 200, answer.text
             assert answer.headers[INSTANCE] == "i1"
             assert answer.headers[FALLBACK] == "other"
@@ -249,10 +246,14 @@ async def test_what_an_engine_refuses_or_has_begun_does_not_fall_back() -> None:
     one, other = FakeInstance(("one",)), FakeInstance(("other",))
     models = {"one": {"fallbacks": [{"model": "other"}]}}
     async with rig([one, other], models=models) as (_, client, _):
-        refused = await client.post(CHAT, json=chat("one", fake={"status": 400, "body": "{}"}))
+        refused = await client.post(
+            CHAT, json=chat(model="one", fake={"status": 400, "body": "{}"})
+        )
         assert refused.status_code == 400
         with pytest.raises(httpx.RemoteProtocolError):
-            await client.post(CHAT, json=chat("one", stream=True, fake={"die": "after_events"}))
+            await client.post(
+                CHAT, json=chat(model="one", stream=True, fake={"die": "after_events"})
+            )
         assert not other.requests
 
 
@@ -271,7 +272,7 @@ async def test_a_service_elsewhere_answers_with_its_own_key(
             {"authorization": "Bearer ka", "x-api-key": "ka", "cookie": "c=1", "x-mine": "1"}
         )
         for stream in (False, True) * 2:
-            answer = await client.post(CHAT, json=chat("one", stream=stream))
+            answer = await client.post(CHAT, json=chat(model="one", stream=stream))
             assert answer.status_code == 200, answer.text
             assert answer.headers[FALLBACK] == "127.0.0.1/big"
             assert answer.headers[INSTANCE] == "outside:127.0.0.1"
@@ -279,7 +280,7 @@ async def test_a_service_elsewhere_answers_with_its_own_key(
             assert b"authorization: bearer sk-elsewhere\r\n" in head
             for secret in (b"ka\r\n", b"cookie", b"x-mine", b"x-request-id", b"x-api-key"):
                 assert secret not in head
-            assert json.loads(outside.bodies[-1]) == chat("big", stream=stream)
+            assert json.loads(outside.bodies[-1]) == chat(model="big", stream=stream)
         await eventually(running.settled)
         used = await running.used_by("a")
         text = json.dumps(used)
@@ -291,10 +292,10 @@ async def test_a_service_elsewhere_answers_with_its_own_key(
         assert 'outcome="completed"' in shown
         # And where that fails as well, the client hears of it, once.
         outside.fault = {"status": 500, "body": '{"error": "outside"}'}
-        failed = await client.post(CHAT, json=chat("one"))
+        failed = await client.post(CHAT, json=chat(model="one"))
         assert failed.status_code == 500
         await outside.kill()
-        failed = await client.post(CHAT, json=chat("one"))
+        failed = await client.post(CHAT, json=chat(model="one"))
         assert failed.status_code == 503
         # What is not OpenAI's is not sent to a stranger.
         assert (await client.post("/tokenize", json={"model": "one"})).status_code == 503
@@ -307,7 +308,7 @@ async def test_a_client_that_leaves_a_service_elsewhere_leaves_nothing() -> None
         rig([one], models=models) as (running, client, _),
     ):
         await one.kill()
-        body = chat("one", fake={"hang": True})
+        body = chat(model="one", fake={"hang": True})
         with pytest.raises(httpx.ReadTimeout):
             await client.post(CHAT, json=body, timeout=1)
         await eventually(lambda: outside.aborted == 1)
@@ -336,8 +337,8 @@ def test_a_configuration_that_cannot_be_meant_is_refused(models: Any, says: str)
 async def test_routes_are_reloaded() -> None:
     engine = FakeInstance(("llama",))
     async with rig([engine]) as (running, client, _):
-        assert (await client.post(CHAT, json=chat("gpt"))).status_code == 404
+        assert (await client.post(CHAT, json=chat(model="gpt"))).status_code == 404
         gateway = running.gateway
         data = gateway.config.model_dump() | {"models": {"gpt": {"serve": "llama"}}}
         gateway.take_up(gateway.settings.prepare(GatewayConfig.model_validate(data)))
-        assert (await client.post(CHAT, json=chat("gpt"))).status_code == 200
+        assert (await client.post(CHAT, json=chat(model="gpt"))).status_code == 200

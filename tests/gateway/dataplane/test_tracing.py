@@ -14,10 +14,9 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.fakes.running import rig
+from tests.fakes.running import CHAT, chat, rig
 from tests.fakes.vllm import FakeInstance
 
-CHAT = "/v1/chat/completions"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 PROMPT = "the-secret-of-this-prompt"
@@ -66,16 +65,12 @@ def traceparent_at(fake: FakeInstance) -> list[str]:
     return [line.split(": ", 1)[1] for line in lines if line.startswith("traceparent: ")]
 
 
-def chat(**more: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": PROMPT}], **more}
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_span_continues_its_clients_trace_into_the_instance(workers: int) -> None:
     with receiver() as (endpoint, spans):
         traces = {"endpoint": endpoint}
         async with rig(workers=workers, traces=traces) as (_, client, fakes):
-            body = chat(stream=True, max_tokens=50, fake={"events": 4})
+            body = chat(PROMPT, stream=True, max_tokens=50, fake={"events": 4})
             headers = {"traceparent": TRACEPARENT, "x-request-id": "mine"}
             assert (await client.post(CHAT, json=body, headers=headers)).status_code == 200
         # What was there at the end was exported.
@@ -104,7 +99,7 @@ async def test_what_fails_and_what_is_never_sent_have_spans_too() -> None:
     with receiver() as (endpoint, spans):
         async with rig(traces={"endpoint": endpoint}) as (_, client, _):
             await client.post(CHAT, json={"model": PROMPT, "messages": []})
-            breaks = chat(stream=True, fake={"events": 9, "die": "after_events"})
+            breaks = chat(PROMPT, stream=True, fake={"events": 9, "die": "after_events"})
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.post(CHAT, json=breaks)
         outcomes = {attributes_of(span)["hetero_gateway.outcome"] for span in spans}
@@ -122,7 +117,7 @@ async def test_a_client_that_does_not_trace_is_followed_in_that() -> None:
     with receiver() as (endpoint, spans):
         async with rig(traces={"endpoint": endpoint}) as (_, client, fakes):
             headers = {"traceparent": TRACEPARENT[:-2] + "00"}
-            await client.post(CHAT, json=chat(), headers=headers)
+            await client.post(CHAT, json=chat(PROMPT), headers=headers)
     assert spans == []
     (sent,) = traceparent_at(fakes[0])
     assert sent.startswith(f"00-{TRACE}-")
@@ -132,14 +127,14 @@ async def test_a_client_that_does_not_trace_is_followed_in_that() -> None:
 async def test_switched_off_the_header_passes_as_it_came() -> None:
     async with rig() as (running, client, fakes):
         assert running.gateway.dataplane.rooms.tracing is None
-        await client.post(CHAT, json=chat(), headers={"traceparent": TRACEPARENT})
+        await client.post(CHAT, json=chat(PROMPT), headers={"traceparent": TRACEPARENT})
         assert traceparent_at(fakes[0]) == [TRACEPARENT]
 
 
 async def test_a_collector_that_does_not_answer_holds_nothing_up() -> None:
     traces = {"endpoint": "http://127.0.0.1:9/v1/traces"}
     async with asyncio.timeout(60), rig(traces=traces) as (_, client, _):
-        assert (await client.post(CHAT, json=chat())).status_code == 200
+        assert (await client.post(CHAT, json=chat(PROMPT))).status_code == 200
 
 
 def test_switched_off_nothing_of_it_is_imported(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from tests.fakes.dns import FakeNameServer
 from tests.fakes.kubernetes import FakeApiServer, pod
-from tests.fakes.running import FAST, SLOW, RunningGateway, eventually, running_gateway
+from tests.fakes.running import CHAT, FAST, SLOW, RunningGateway, eventually, faked, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-CHAT = "/v1/chat/completions"
 HEALTH = {"probe_interval_s": 1, "probe_timeout_s": 30, "scrape_interval_s": 5}
 
 
@@ -38,11 +37,6 @@ def names_of(server: FakeNameServer, **more: Any) -> dict[str, Any]:
     """A source."""
     source = {"name": "pool", "kind": "dns", "host": "vllm.test", "nameserver": server.address}
     return source | more
-
-
-def chat(**fake: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": "hello"}
-    return {"model": "m", "messages": [message], "stream": True, "fake": fake}
 
 
 def shown(running: RunningGateway) -> dict[str, str]:
@@ -100,7 +94,7 @@ class Load:
     async def _client(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=None) as client:
             while not self._over:
-                answer = await client.post(CHAT, json=chat(events=4, delay_s=0.7))
+                answer = await client.post(CHAT, json=faked(events=4, delay_s=0.7))
                 self.answers.append((answer.status_code, answer.text.endswith("[DONE]\n\n")))
 
     async def end(self) -> None:
@@ -253,7 +247,7 @@ async def test_a_pod_that_moves_drains_where_it_was() -> None:
         async with running_gateway(config_of(source)) as running:
             await eventually(lambda: list(shown(running)) == ["a"])
             async with httpx.AsyncClient(base_url=running.url, timeout=None) as client:
-                body = chat(events=20, delay_s=0.5)
+                body = faked(events=20, delay_s=0.5)
                 under_way = asyncio.ensure_future(client.post(CHAT, json=body))
                 await eventually(lambda: made.fake.open == 1)
                 api.put(pod("a", address(1)))

@@ -9,9 +9,8 @@ import openai
 import pytest
 
 from hetero_gateway.core.types import InstanceId
-from tests.fakes.running import FAST, RunningGateway, counted, eventually, rig
+from tests.fakes.running import CHAT, FAST, RunningGateway, chat, counted, eventually, faked, rig
 
-CHAT = "/v1/chat/completions"
 EQUAL = (FAST,)
 # What a good instance takes for an answer.
 WORKS = {"first_delay_s": 0.5}
@@ -26,10 +25,6 @@ FAULTS = {
     "503": {"status": 503},
     "429": {"status": 429},
 }
-
-
-def chat(text: str = "hello", **fake: object) -> dict[str, object]:
-    return {"model": "m", "messages": [{"role": "user", "content": text}], "fake": fake}
 
 
 class Clients:
@@ -52,7 +47,7 @@ class Clients:
     async def _one(self, client: httpx.AsyncClient, count: int, fake: dict[str, Any]) -> None:
         while self._sent < count:
             self._sent += 1
-            answer = await client.post(CHAT, json=chat(f"question {self._sent}", **fake))
+            answer = await client.post(CHAT, json=chat(f"question {self._sent}", fake=fake))
             well = answer.status_code == 200 and not answer.content
             self.statuses[0 if well else answer.status_code] += 1
 
@@ -138,7 +133,7 @@ async def test_a_stream_that_begins_is_enough_to_come_back() -> None:
         await clients.send(40, **WORKS)
         fakes[0].fault = {}
         await asyncio.sleep(60)
-        slow = chat(events=100, delay_s=1) | {"stream": True}
+        slow = faked(events=100, delay_s=1)
         async with httpx.AsyncClient(base_url=running.url, timeout=900) as client:
             answers = [asyncio.ensure_future(client.post(CHAT, json=slow)) for _ in range(4)]
             await asyncio.sleep(5)
@@ -182,7 +177,7 @@ async def test_a_poisonous_request_in_a_loop_is_tried_a_few_times_and_ejects_nob
     async with rig(3, profiles=EQUAL) as (running, client, fakes):
         for i in range(40):
             before = sum(fake.requests for fake in fakes)
-            answer = await client.post(CHAT, json=chat(f"poison {i}", **poison))
+            answer = await client.post(CHAT, json=chat(f"poison {i}", fake=poison))
             tries = sum(fake.requests for fake in fakes) - before
             most = 2 if "status" in poison else 3
             assert 1 <= tries <= most
@@ -200,13 +195,13 @@ async def test_a_poisonous_request_in_a_loop_is_tried_a_few_times_and_ejects_nob
 async def test_where_all_engines_are_busy_the_client_gets_ones_own_answer(status: int) -> None:
     async with rig(2, profiles=EQUAL) as (running, client, fakes):
         busy = {"status": status, "body": '{"object": "busy"}', "head": "retry-after: 7\r\n"}
-        answer = await client.post(CHAT, json=chat(**busy))
+        answer = await client.post(CHAT, json=faked(**busy))
         assert [fake.requests for fake in fakes] == [1, 1]
         assert (answer.status_code, answer.text) == (status, '{"object": "busy"}')
         assert answer.headers["retry-after"] == "7"
         assert "x-should-retry" not in answer.headers
         # They are spared now, but for what nobody else could take: one attempt and no more.
-        await client.post(CHAT, json=chat(**busy))
+        await client.post(CHAT, json=faked(**busy))
         assert sum(fake.requests for fake in fakes) == 3
         assert (await client.post(CHAT, json=chat())).status_code == 200
         text = await running.metrics()
@@ -219,7 +214,7 @@ async def test_a_long_error_and_other_statuses_pass_at_once() -> None:
     async with rig(2, profiles=EQUAL) as (_, client, fakes):
         for status, body in [(500, "x" * 70_000), (501, "{}"), (504, "{}"), (404, "{}")]:
             before = sum(fake.requests for fake in fakes)
-            answer = await client.post(CHAT, json=chat(status=status, body=body))
+            answer = await client.post(CHAT, json=faked(status=status, body=body))
             assert (answer.status_code, answer.text) == (status, body)
             assert sum(fake.requests for fake in fakes) == before + 1
 

@@ -19,10 +19,9 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.gateway.fleet import recalibration
-from tests.fakes.running import FAST, RunningGateway, eventually, rig
+from tests.fakes.running import CHAT, FAST, RunningGateway, eventually, rig
 from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance
 
-CHAT = "/v1/chat/completions"
 I0 = InstanceId("i0")
 METRICS = NO_PREFIX_CACHE.replace("{", '{block_size="16",num_gpu_blocks="4000",')
 

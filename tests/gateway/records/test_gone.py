@@ -1,23 +1,16 @@
 """Models, adapters and clients that are gone leave nothing behind for good."""
 
-import hashlib
 from pathlib import Path
 
-import httpx
 import pytest
-import yaml
 
 from hetero_gateway.core.types import Reject
 from hetero_gateway.gateway.records.metrics import KEPT_S, MOST_KEPT, Metrics
 from tests.core.builders import request, scheduler, spec
-from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
-
-CHAT = "/v1/chat/completions"
-
-
-def chat(model: str) -> dict[str, object]:
-    return {"model": model, "messages": [{"role": "user", "content": "x"}]}
+from tests.fakes.gateway_files import clients
+from tests.fakes.reloads import from_file
+from tests.fakes.running import CHAT, RunningGateway, chat, eventually, rig
+from tests.fakes.vllm import FakeInstance
 
 
 async def series_of(running: RunningGateway, model: str) -> int:
@@ -70,83 +63,58 @@ def test_a_workers_counts_are_gone_with_being_taken() -> None:
 
 
 async def test_an_adapter_that_was_unloaded_leaves_metrics_and_trend() -> None:
-    async with fake_instances(1) as fakes:
-        fakes[0].models = ("base", "lora")
-        async with running_gateway(config_for(fakes)) as running:
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                for model in ("base", "lora"):
-                    assert (await client.post(CHAT, json=chat(model))).status_code == 200
-                # What clients make up is no label, wherever it turns up.
-                invented = "invented-by-a-client"
-                assert (await client.post(CHAT, json=chat(invented))).status_code == 404
-                assert await series_of(running, invented) == 0
+    async with rig([FakeInstance(("base", "lora"))]) as (running, client, fakes):
+        for model in ("base", "lora"):
+            assert (await client.post(CHAT, json=chat(model=model))).status_code == 200
+        # What clients make up is no label, wherever it turns up.
+        invented = "invented-by-a-client"
+        assert (await client.post(CHAT, json=chat(model=invented))).status_code == 404
+        assert await series_of(running, invented) == 0
+        running.gateway.board._step()
+        assert await series_of(running, "lora") > 70
+        assert running.gateway.board.trend.models() == ["base", "lora"]
+        fakes[0].models = ("base",)
+        instance = next(iter(running.gateway.fleet.instances.values()))
+        await eventually(lambda: instance.models == {"base"})
+        for _ in range(int(KEPT_S / 5) + 30):
             running.gateway.board._step()
-            assert await series_of(running, "lora") > 70
-            assert running.gateway.board.trend.models() == ["base", "lora"]
-            fakes[0].models = ("base",)
-            instance = next(iter(running.gateway.fleet.instances.values()))
-            await eventually(lambda: instance.models == {"base"})
-            for _ in range(int(KEPT_S / 5) + 30):
-                running.gateway.board._step()
-            assert await series_of(running, "lora") > 70, "as long as it can be scraped"
-            metrics = running.gateway.metrics
-            for key, (requests, since_s) in metrics._unserved.items():
-                metrics._unserved[key] = (requests, since_s - KEPT_S)
-            for _ in range(13):
-                running.gateway.board._step()
-            assert await series_of(running, "lora") == 0
-            assert await series_of(running, "base") > 70
-            assert running.gateway.board.trend.models() == ["base"]
+        assert await series_of(running, "lora") > 70, "as long as it can be scraped"
+        metrics = running.gateway.metrics
+        for key, (requests, since_s) in metrics._unserved.items():
+            metrics._unserved[key] = (requests, since_s - KEPT_S)
+        for _ in range(13):
+            running.gateway.board._step()
+        assert await series_of(running, "lora") == 0
+        assert await series_of(running, "base") > 70
+        assert running.gateway.board.trend.models() == ["base"]
 
 
 async def test_clients_that_were_removed_leave_metrics_and_so_do_their_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADMIN_KEY_OF_GONE", "admin")
+    keys, admin = clients(tmp_path, stays={}, goes={}), {"admin_key_env": "ADMIN_KEY_OF_GONE"}
+    async with from_file(tmp_path, clients=keys, server=admin) as (_, _, running, client, _):
 
-    def write(*names: str) -> None:
-        keys = [
-            {
-                "name": name,
-                "hash": "sha256:" + hashlib.sha256(f"key-of-{name}".encode()).hexdigest(),
-            }
-            for name in names
-        ]
-        (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-
-    write("stays", "goes")
-    async with fake_instances(1) as fakes:
-        config = config_for(
-            fakes,
-            clients={"keys_file": str(tmp_path / "keys.yaml")},
-            server={"admin_key_env": "ADMIN_KEY_OF_GONE"},
-        )
-        path = tmp_path / "gateway.yaml"
-        path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
-        async with (
-            running_gateway(config, path) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-
-            async def shown() -> str:
-                headers = {"authorization": "Bearer admin"}
-                return (await client.get("/metrics", headers=headers)).text
-
-            for name in ("stays", "goes"):
-                headers = {"authorization": f"Bearer key-of-{name}"}
-                assert (await client.post(CHAT, json=chat("m"), headers=headers)).status_code == 200
-            await eventually(running.settled)
-            text = await shown()
-            assert 'client="goes",model="m"' in text
-            write("stays")
-            await running.gateway.reloader.reload("a test")
-            text = await shown()
-            assert 'client="stays",model="m"' in text
-            assert "goes" not in text
-            assert 'client="other"' not in text, "it is nobody else's either"
-            # A day's CSV has it all the same.
+        async def shown() -> str:
             headers = {"authorization": "Bearer admin"}
-            assert ",goes," in (await client.get("/admin/usage", headers=headers)).text
+            return (await client.get("/metrics", headers=headers)).text
+
+        for name in ("stays", "goes"):
+            headers = {"authorization": f"Bearer k{name}"}
+            assert (await client.post(CHAT, json=chat(), headers=headers)).status_code == 200
+        await eventually(running.settled)
+        text = await shown()
+        assert 'client="goes",model="m"' in text
+        clients(tmp_path, stays={})
+        await running.gateway.reloader.reload("a test")
+        text = await shown()
+        assert 'client="stays",model="m"' in text
+        assert "goes" not in text
+        assert 'client="other"' not in text, "it is nobody else's either"
+        # A day's CSV has it all the same.
+        headers = {"authorization": "Bearer admin"}
+        assert ",goes," in (await client.get("/admin/usage", headers=headers)).text
 
 
 def test_queues_of_models_that_nobody_serves_are_not_kept() -> None:

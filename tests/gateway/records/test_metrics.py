@@ -17,9 +17,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.families import InstanceGauges
 from hetero_gateway.gateway.records.metrics import Histogram, Metrics
-from tests.fakes.running import eventually, rig
-
-CHAT = "/v1/chat/completions"
+from tests.fakes.running import CHAT, eventually, rig
 
 
 async def written(metrics: Metrics) -> str:

@@ -17,18 +17,9 @@ from hetero_gateway.planner.following import Follower, LoadSample, ScaledType
 from hetero_gateway.planner.held_rates import RateQuestion
 from hetero_gateway.serve.autoscaling import following_process
 from hetero_gateway.serve.autoscaling.following_process import FollowingAnswer, Task
-from tests.fakes.running import (
-    FAST,
-    SLOW,
-    RunningGateway,
-    config_for,
-    eventually,
-    rig,
-    running_gateway,
-)
-from tests.fakes.vllm import fake_instances
+from tests.fakes.reloads import from_file
+from tests.fakes.running import CHAT, FAST, SLOW, RunningGateway, chat, eventually, rig
 
-CHAT = "/v1/chat/completions"
 TP4, TP1 = "V100-32GB-NVLink2/tp4", "V100-32GB-NVLink2/tp1"
 TYPES = [
     {"model": "m", "profile": FAST, "min": 0, "max": 3},
@@ -57,11 +48,6 @@ def published(text: str, name: str = "desired_instances") -> dict[str, float]:
     return {f"{accelerator}/tp{t}": float(value) for accelerator, t, value in found}
 
 
-def chat(**fake: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": "hello " * 50}
-    return {"model": "m", "messages": [message], "stream": True, "fake": fake}
-
-
 async def test_it_is_off_unless_types_are_configured() -> None:
     async with rig(2) as (running, client, _):
         assert running.gateway.following is None
@@ -81,8 +67,8 @@ async def test_more_load_wants_more_instances_and_less_wants_fewer_after_a_while
         assert published(await running.metrics()) == {TP4: 1, TP1: 1}
         assert sum(published(await running.metrics(), "ready_instances").values()) == 2
         for _ in range(15):
-            asked = (client.post(CHAT, json=chat(event_tokens=100)) for _ in range(20))
-            await asyncio.gather(*asked)
+            body = chat("hello " * 50, stream=True, fake={"event_tokens": 100})
+            await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(20)))
             await asyncio.sleep(1)
         await eventually(lambda: sum(published_now(running).values()) > 2)
         (row,) = (await client.get("/admin/following")).json()["models"]
@@ -116,25 +102,16 @@ async def test_a_failure_leaves_the_last_answer_and_is_counted() -> None:
 
 
 async def test_a_reload_takes_up_other_bounds_and_turns_it_off(tmp_path: Path) -> None:
-    file = tmp_path / "gateway.yaml"
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes, following=FOLLOWING)
-        data = config.model_dump(mode="json", exclude_unset=True)
-        async with running_gateway(config, file) as running:
-
-            async def reload() -> dict[str, Any]:
-                file.write_text(yaml.safe_dump(data))
-                return await running.gateway.reloader.reload("a test")
-
-            follow_here(running)
-            await eventually(lambda: running.gateway.following.describe()[0]["reason"])
-            data["following"]["types"][1] |= {"min": 3}
-            assert (await reload())["settings"] == ["following.types"]
-            await asyncio.sleep(20)
-            assert published(await running.metrics())[TP1] == 3
-            data["following"]["types"] = []
-            await reload()
-            assert "desired_instances" not in await running.metrics()
+    async with from_file(tmp_path, 2, following=FOLLOWING) as rig:
+        running = rig.running
+        follow_here(running)
+        await eventually(lambda: running.gateway.following.describe()[0]["reason"])
+        told = await rig.reload(following={"types": [TYPES[0], TYPES[1] | {"min": 3}]})
+        assert told["settings"] == ["following.types"]
+        await asyncio.sleep(20)
+        assert published(await running.metrics())[TP1] == 3
+        await rig.reload(following={"types": []})
+        assert "desired_instances" not in await running.metrics()
 
 
 @pytest.mark.parametrize(

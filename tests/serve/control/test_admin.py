@@ -16,10 +16,9 @@ from hetero_gateway.core.policies.base import PlacesAtOnce, number
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
-from tests.fakes.running import FAST, config_for, eventually, rig, running_gateway
+from tests.fakes.running import CHAT, FAST, config_for, eventually, faked, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-CHAT = "/v1/chat/completions"
 ADMIN_KEY = "admin-secret-31415"
 INSTANCE_KEY = "instance-secret-27182"
 EVERY_READ = (
@@ -28,11 +27,6 @@ EVERY_READ = (
     "/admin/requests",
     "/admin/explain?prompt_tokens=9",
 )
-
-
-def chat(**fake: object) -> dict[str, object]:
-    message = {"role": "user", "content": "hello"}
-    return {"model": "m", "messages": [message], "stream": "events" in fake, "fake": fake}
 
 
 async def decided(client: httpx.AsyncClient, **query: Any) -> Any:
@@ -55,7 +49,7 @@ async def test_the_list_shows_load_share_and_both_kv_usages() -> None:
     async with rig([reports, FakeInstance()], profiles=(FAST, None)) as (running, client, _):
         first = running.gateway.fleet.instances[InstanceId("i0")]
         await eventually(lambda: first.engine_kv_usage is not None)
-        stream = asyncio.create_task(client.post(CHAT, json=chat(events=1, first_delay_s=0.5)))
+        stream = asyncio.create_task(client.post(CHAT, json=faked(events=1, first_delay_s=0.5)))
         await eventually(lambda: not running.settled())
         document = (await client.get("/admin/instances")).json()
         await stream
@@ -81,7 +75,7 @@ async def test_an_instance_is_added_and_serves() -> None:
         assert (response.status_code, response.json()["id"]) == (201, "late")
         await eventually(lambda: running.gateway.fleet.instances[InstanceId("late")].up)
         await client.patch("/admin/instances/i0", json={"draining": True})
-        answer = await client.post(CHAT, json=chat())
+        answer = await client.post(CHAT, json=faked())
         assert answer.headers["x-hetero-gateway-instance"] == "late"
 
 
@@ -113,7 +107,7 @@ async def test_what_is_no_instance_is_refused_and_changes_nothing() -> None:
             assert error_of(response)[0] == status, body[:99]
             assert says in response.json()["error"]["message"]
         assert list(running.gateway.fleet.instances) == ["i0"]
-        assert (await client.post(CHAT, json=chat())).status_code == 200
+        assert (await client.post(CHAT, json=faked())).status_code == 200
 
 
 async def test_draining_and_weight_are_changed() -> None:
@@ -121,11 +115,11 @@ async def test_draining_and_weight_are_changed() -> None:
         patched = await client.patch("/admin/instances/i0", json={"draining": True, "weight": 2.5})
         assert (patched.json()["draining"], patched.json()["weight"]) == (True, 2.5)
         for _ in range(5):
-            answer = await client.post(CHAT, json=chat())
+            answer = await client.post(CHAT, json=faked())
             assert answer.headers["x-hetero-gateway-instance"] == "i1"
         back = await client.patch("/admin/instances/i0", json={"draining": False})
         assert (back.json()["draining"], back.json()["weight"]) == (False, 2.5)
-        assert (await client.post(CHAT, json=chat())).headers["x-hetero-gateway-instance"] == "i0"
+        assert (await client.post(CHAT, json=faked())).headers["x-hetero-gateway-instance"] == "i0"
 
 
 async def test_a_bad_change_is_refused() -> None:
@@ -151,9 +145,9 @@ async def test_a_bad_change_is_refused() -> None:
 async def test_a_removed_instance_leaves_no_series_and_its_stream_ends_well() -> None:
     async with rig(2) as (running, client, fakes):
         await client.patch("/admin/instances/i1", json={"draining": True})
-        await client.post(CHAT, json=chat())
-        await client.post(CHAT, json=chat(die="before_head"))
-        stream = asyncio.create_task(client.post(CHAT, json=chat(events=5, delay_s=0.1)))
+        await client.post(CHAT, json=faked())
+        await client.post(CHAT, json=faked(die="before_head"))
+        stream = asyncio.create_task(client.post(CHAT, json=faked(events=5, delay_s=0.1)))
         await eventually(lambda: fakes[0].open == 1)
         assert 'backend="i0"' in await running.metrics()
         removed = await client.delete("/admin/instances/i0")
@@ -224,7 +218,7 @@ async def test_a_bad_question_is_refused_and_one_without_a_model_where_there_are
 async def test_decisions_come_newest_first_each_with_its_reason() -> None:
     async with rig(2) as (_, client, _):
         for i in range(3):
-            await client.post(CHAT, json=chat(), headers={"x-request-id": f"r{i}"})
+            await client.post(CHAT, json=faked(), headers={"x-request-id": f"r{i}"})
         document = (await client.get("/admin/decisions?limit=2")).json()
         assert [d["request_id"] for d in document["decisions"]] == ["r2", "r1"]
         for decision in document["decisions"]:
@@ -349,7 +343,7 @@ async def test_without_a_key_it_is_off_unless_bound_to_loopback() -> None:
             assert error_of(response) == (403, "admin_off")
         assert "admin_key_env" in response.json()["error"]["message"]
         assert list(running.gateway.fleet.instances) == ["i0"]
-        assert (await client.post(CHAT, json=chat())).status_code == 200
+        assert (await client.post(CHAT, json=faked())).status_code == 200
 
 
 async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +364,7 @@ async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.Mo
             reloaded = await client.post("/admin/reload", headers=headers)
             assert reloaded.json()["changed"] == ["i0", "i1"]
             await eventually(lambda: all(i.up for i in running.gateway.fleet.instances.values()))
-            await client.post(CHAT, json=chat())
+            await client.post(CHAT, json=faked())
             assert INSTANCE_KEY.encode() in b"".join(fakes[0].heads + fakes[1].heads)
             await fakes[1].kill()
             second = running.gateway.fleet.instances[InstanceId("i1")]

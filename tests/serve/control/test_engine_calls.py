@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from hetero_gateway.core.types import InstanceId
-from tests.fakes.running import FAST, eventually, rig
+from tests.fakes.running import CHAT, FAST, eventually, rig
 from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance
 
-CHAT = "/v1/chat/completions"
 KEY = "admin-secret-31415"
 
 

@@ -16,8 +16,6 @@ from hetero_gateway.serve.dashboard.board import MOST_VIEWERS
 from hetero_gateway.serve.dashboard.trend import MOST_MODELS, NOW_STEPS, STEP_S, STEPS, Trend
 from tests.fakes.running import eventually, rig
 
-CHAT = "/v1/chat/completions"
-
 
 def count(metrics: Metrics, number: int, *, model: str = "m", outcome: str = "completed") -> None:
     series = metrics.counts(model, "i0")

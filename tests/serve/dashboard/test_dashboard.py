@@ -16,10 +16,9 @@ import httpx
 import pytest
 
 from hetero_gateway.core.types import InstanceId
-from tests.fakes.running import FAST, SLOW, config_for, eventually, rig, running_gateway
+from tests.fakes.running import CHAT, FAST, SLOW, chat, config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-CHAT = "/v1/chat/completions"
 OPEN_ALL = "for (const panel of document.querySelectorAll('details.panel')) panel.open = true"
 EVIL = "<img src=x onerror=alert(1)>"
 ADMIN_KEY = "admin-secret-31415"
@@ -28,10 +27,6 @@ FLAGS = [
     *("--headless", "--no-sandbox", "--no-first-run"),
     *(f"--disable-{part}" for part in ("gpu", "background-networking", "component-update", "sync")),
 ]
-
-
-def chat(model: str, **fake: object) -> dict[str, object]:
-    return {"model": model, "messages": [{"role": "user", "content": "hello"}], "fake": fake}
 
 
 # As served
@@ -195,7 +190,9 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             await page.run(OPEN_ALL)
             await client.patch("/admin/instances/i1", json={"draining": False})
             answers = [
-                asyncio.create_task(client.post(CHAT, json=chat(model, first_delay_s=4)))
+                asyncio.create_task(
+                    client.post(CHAT, json=chat(model=model, fake={"first_delay_s": 4}))
+                )
                 for model in ("m", "m", "m", "m", EVIL)
             ]
             rows = await page.until("#instances", lambda text: "draining" not in text)

@@ -3,10 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -15,60 +13,15 @@ from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId, Request
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.config_changes import differences
-from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
+from hetero_gateway.files.gateway_config import load_gateway_config
 from tests.fakes.gateway_files import write
-from tests.fakes.running import SLOW, RunningGateway, config_for, eventually, running_gateway
-from tests.fakes.vllm import FakeInstance, fake_instances
-
-CHAT = "/v1/chat/completions"
-
-
-class Rig(NamedTuple):
-    """A gateway that was started from a file, and a client of it."""
-
-    path: Path
-    config: GatewayConfig
-    running: RunningGateway
-    client: httpx.AsyncClient
-    fakes: list[FakeInstance]
-
-    def write(self, path: Path | None = None, **sections: Any) -> None:
-        """The file as at the start, these sections merged over it."""
-        data = self.config.model_dump(mode="json", exclude_unset=True)
-        for name, section in sections.items():
-            if isinstance(section, dict):
-                data.setdefault(name, {}).update(section)
-            else:
-                data[name] = section
-        write(path or self.path, data)
-
-    async def reload(self, **sections: Any) -> dict[str, Any]:
-        """Write the file, and have it read."""
-        self.write(**sections)
-        return await self.running.gateway.reloader.reload("a test")
-
-    def post(self, **fake: Any) -> asyncio.Future[httpx.Response]:
-        return asyncio.ensure_future(self.client.post(CHAT, json=stream(**fake)))
+from tests.fakes.reloads import FromFile, from_file
+from tests.fakes.running import CHAT, SLOW, RunningGateway, eventually, faked, running_gateway
+from tests.fakes.vllm import fake_instances
 
 
-@asynccontextmanager
-async def started(
-    folder: Path, instances: int = 1, workers: int = 1, **sections: Any
-) -> AsyncIterator[Rig]:
-    path, many = folder / "gateway.yaml", httpx.Limits(max_connections=None)
-    async with fake_instances(instances) as fakes:
-        config = config_for(fakes, **sections)
-        write(path, config.model_dump(mode="json", exclude_unset=True))
-        async with (
-            running_gateway(load_gateway_config(path), path, workers=workers) as running,
-            httpx.AsyncClient(base_url=running.url, limits=many, timeout=None) as client,
-        ):
-            yield Rig(path, config, running, client, fakes)
-
-
-def stream(**fake: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": "hello"}
-    return {"model": "m", "messages": [message], "stream": True, "fake": fake}
+def post(rig: FromFile, **fake: Any) -> asyncio.Future[httpx.Response]:
+    return asyncio.ensure_future(rig.client.post(CHAT, json=faked(**fake)))
 
 
 EVERYTHING: dict[str, Any] = {
@@ -131,7 +84,7 @@ def measure(path: Path, step_s: float, **changes: Any) -> None:
 
 
 async def test_what_a_reload_changes_is_as_if_it_had_been_started_so(tmp_path: Path) -> None:
-    async with started(tmp_path) as rig:
+    async with from_file(tmp_path) as rig:
         told, running = await rig.reload(**EVERYTHING), rig.running
         fresh = load_gateway_config(rig.path)
         assert sorted(told["settings"]) == sorted(differences(rig.config, fresh))
@@ -140,14 +93,14 @@ async def test_what_a_reload_changes_is_as_if_it_had_been_started_so(tmp_path: P
         reloaded = in_effect(running)
         shown = await running.metrics()
         assert 'hetero_gateway_config_reloads_total{outcome="applied"} 1.0' in shown
-        assert (await rig.post()).status_code == 200
+        assert (await post(rig)).status_code == 200
         assert 'policy="least-requests"' in await running.metrics()
         async with running_gateway(fresh, rig.path) as anew:
             assert in_effect(anew) == reloaded
 
 
 async def test_limits_of_requests_come_change_and_go_by_a_reload(tmp_path: Path) -> None:
-    async with started(tmp_path) as rig:
+    async with from_file(tmp_path) as rig:
         for section, slo in (
             ({"ttft_s": 1, "tpot_s": 0.1}, Slo(1.0, 0.1)),
             ({"ttft_s": 2, "classes": {"interactive": {"tpot_s": 0.2}}}, Slo(tpot_s=0.2)),
@@ -162,7 +115,7 @@ async def test_limits_of_requests_come_change_and_go_by_a_reload(tmp_path: Path)
 
 
 async def test_what_needs_a_restart_is_named_until_there_is_one(tmp_path: Path) -> None:
-    async with started(tmp_path) as rig:
+    async with from_file(tmp_path) as rig:
         before = rig.running.gateway.config
         for _ in range(2):
             told = await rig.reload(server={"port": 9, "workers": 3}, scheduler={"seed": 5})
@@ -177,7 +130,7 @@ async def test_what_needs_a_restart_is_named_until_there_is_one(tmp_path: Path) 
 async def test_what_the_command_line_says_wins_over_the_file_at_a_reload_too(
     tmp_path: Path,
 ) -> None:
-    async with started(tmp_path) as rig:
+    async with from_file(tmp_path) as rig:
         rig.running.gateway.reloader.flags = {"scheduler.policy": "finish-time"}
         told = await rig.reload(scheduler={"policy": "min-max"})
         assert (told["settings"], told["flags"]) == ([], ["scheduler.policy"])
@@ -208,7 +161,7 @@ BROKEN: dict[str, dict[str, Any] | str | None] = {
 async def test_a_broken_file_is_refused_whole_and_log_and_metrics_say_so(
     tmp_path: Path, broken: dict[str, Any] | str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with started(tmp_path, 2) as rig:
+    async with from_file(tmp_path, 2) as rig:
         gateway = rig.running.gateway
         before, config = in_effect(rig.running), gateway.config
         instances = dict(gateway.fleet.instances)
@@ -227,7 +180,7 @@ async def test_a_broken_file_is_refused_whole_and_log_and_metrics_say_so(
         assert "refused" in caplog.text
         assert (in_effect(rig.running), gateway.config) == (before, config)
         assert gateway.fleet.instances == instances
-        assert (await rig.post()).status_code == 200
+        assert (await post(rig)).status_code == 200
         shown = await rig.running.metrics()
         assert 'hetero_gateway_config_reloads_total{outcome="refused"} 1.0' in shown
         assert "hetero_gateway_config_last_reload_successful 0.0" in shown
@@ -236,7 +189,7 @@ async def test_a_broken_file_is_refused_whole_and_log_and_metrics_say_so(
 
 
 async def test_the_instances_are_brought_in_line_with_the_file(tmp_path: Path) -> None:
-    async with started(tmp_path, 2) as rig, fake_instances(1) as more:
+    async with from_file(tmp_path, 2) as rig, fake_instances(1) as more:
         first = rig.config.model_dump(mode="json", exclude_unset=True)["instances"][0]
         fleet = rig.running.gateway.fleet
         rig.write(instances=[first, {"id": "i2", "base_url": more[0].url, "profile": SLOW}])
@@ -244,7 +197,7 @@ async def test_the_instances_are_brought_in_line_with_the_file(tmp_path: Path) -
         assert (told["added"], told["removed"], told["changed"]) == (["i2"], ["i1"], [])
         assert list(fleet.instances) == ["i0", "i2"]
         assert 'backend="i1"' not in await rig.running.metrics()
-        assert (await rig.post()).status_code == 200
+        assert (await post(rig)).status_code == 200
         # One that only weighs more now goes on serving.
         instance, second = fleet.instances.values()
         rig.write(instances=[first | {"weight": 3.0}, second.config.model_dump(mode="json")])
@@ -261,7 +214,7 @@ async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
     most = {name: s for name, s in EVERYTHING.items() if name != "server"}
     queue = {"timeout_s": 60, "discipline": "clients"}
     most["scheduler"] = EVERYTHING["scheduler"] | {"queue": queue}
-    async with started(tmp_path, 4) as rig:
+    async with from_file(tmp_path, 4) as rig:
         ids = {"i0": rig.fakes[0], "n": rig.fakes[3]}
         others = [{"id": name, "base_url": fake.url} for name, fake in ids.items()]
         gateway = rig.running.gateway
@@ -269,7 +222,7 @@ async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
         async def one(i: int) -> str:
             await asyncio.sleep(i * 0.05)
             each_s = (reloads - 7) / 6  # so that all 200 are there nearly all the time
-            response = await rig.post(events=6, delay_s=each_s)
+            response = await post(rig, events=6, delay_s=each_s)
             assert response.status_code == 200
             return response.text
 
@@ -301,10 +254,10 @@ async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
 async def test_a_removed_instance_ends_its_streams_and_is_counted_until_then(
     tmp_path: Path,
 ) -> None:
-    async with started(tmp_path, 2) as rig:
+    async with from_file(tmp_path, 2) as rig:
         fleet, fakes = rig.running.gateway.fleet, rig.fakes
         await eventually(fleet.ready)
-        streams = [rig.post(events=20, delay_s=0.5) for _ in range(6)]
+        streams = [post(rig, events=20, delay_s=0.5) for _ in range(6)]
         await eventually(lambda: fakes[0].open + fakes[1].open == 6)
         left = InstanceId("i1" if fakes[1].open else "i0")
         entries = rig.config.model_dump(mode="json", exclude_unset=True)["instances"]
@@ -313,7 +266,7 @@ async def test_a_removed_instance_ends_its_streams_and_is_counted_until_then(
         held = fakes[int(left[1])]
         assert fleet.scheduler.members.snapshot(left).in_flight == held.open > 0
         requests = held.requests
-        assert (await rig.post()).status_code == 200
+        assert (await post(rig)).status_code == 200
         assert held.requests == requests
         for response in await asyncio.gather(*streams):
             assert response.text.endswith("data: [DONE]\n\n")
@@ -322,8 +275,8 @@ async def test_a_removed_instance_ends_its_streams_and_is_counted_until_then(
 
 
 async def test_what_is_wanted_again_before_it_has_gone_stays(tmp_path: Path) -> None:
-    async with started(tmp_path) as rig:
-        under_way = rig.post(events=20, delay_s=0.5)
+    async with from_file(tmp_path) as rig:
+        under_way = post(rig, events=20, delay_s=0.5)
         await eventually(lambda: rig.fakes[0].open == 1)
         fleet = rig.running.gateway.fleet
         [instance] = fleet.instances.values()
@@ -333,12 +286,12 @@ async def test_what_is_wanted_again_before_it_has_gone_stays(tmp_path: Path) -> 
         assert list(fleet.instances.values()) == [instance]
         assert not instance.leaving
         assert fleet.scheduler.members.snapshot(instance.id).in_flight == 1
-        assert (await rig.post()).status_code == 200
+        assert (await post(rig)).status_code == 200
         assert (await under_way).text.endswith("data: [DONE]\n\n")
 
 
 async def test_what_came_over_admin_is_not_the_files_to_take_away(tmp_path: Path) -> None:
-    async with started(tmp_path) as rig, fake_instances(1) as more:
+    async with from_file(tmp_path) as rig, fake_instances(1) as more:
         mine = {"id": "mine", "base_url": more[0].url}
         added = (await rig.client.post("/admin/instances", json=mine)).json()
         assert added["source"] == "admin"
@@ -357,7 +310,7 @@ async def test_what_came_over_admin_is_not_the_files_to_take_away(tmp_path: Path
 async def test_a_changed_profile_file_is_read_again(tmp_path: Path) -> None:
     profile = tmp_path / "p.yaml"
     measure(profile, 0.01)
-    async with started(tmp_path, profiles=("p.yaml",)) as rig:
+    async with from_file(tmp_path, profiles=("p.yaml",)) as rig:
         measure(profile, 0.02)
         assert (await rig.reload())["changed"] == ["i0"]
         spec = rig.running.gateway.fleet.scheduler.members.specs[InstanceId("i0")]
@@ -368,8 +321,8 @@ async def test_a_changed_profile_file_is_read_again(tmp_path: Path) -> None:
 
 async def test_requests_in_the_queue_are_placed_when_the_policy_has_none(tmp_path: Path) -> None:
     measure(tmp_path / "p.yaml", 0.01, max_num_seqs=1)
-    async with started(tmp_path, profiles=("p.yaml",)) as rig:
-        answers = [rig.post(events=20, delay_s=0.5) for _ in range(12)]
+    async with from_file(tmp_path, profiles=("p.yaml",)) as rig:
+        answers = [post(rig, events=20, delay_s=0.5) for _ in range(12)]
         scheduler, [fake] = rig.running.gateway.fleet.scheduler, rig.fakes
         await eventually(lambda: fake.open + scheduler.queued == 12)
         assert scheduler.queued >= 3
@@ -381,7 +334,7 @@ async def test_requests_in_the_queue_are_placed_when_the_policy_has_none(tmp_pat
 
 @pytest.mark.parametrize("how", ["written", "renamed", "linked"])
 async def test_a_watched_file_is_taken_up_by_itself(tmp_path: Path, how: str) -> None:
-    async with started(tmp_path, server={"watch_files_s": 0.5}) as rig:
+    async with from_file(tmp_path, server={"watch_files_s": 0.5}) as rig:
         path, gateway = rig.path, rig.running.gateway
         if how == "linked":  # as Kubernetes mounts a ConfigMap
             path.rename(tmp_path / "one.yaml")
@@ -402,8 +355,8 @@ async def test_a_watched_file_is_taken_up_by_itself(tmp_path: Path, how: str) ->
 
 
 async def test_a_reload_reaches_all_workers(tmp_path: Path) -> None:
-    async with started(tmp_path, 2, workers=2) as rig:
-        under_way = rig.post(events=10, delay_s=0.5)
+    async with from_file(tmp_path, 2, workers=2) as rig:
+        under_way = post(rig, events=10, delay_s=0.5)
         await eventually(lambda: rig.fakes[0].open + rig.fakes[1].open == 1)
         rig.write(**EVERYTHING | {"scheduler": {"policy": "session"}})
         told = (await rig.client.post("/admin/reload")).json()
@@ -415,6 +368,6 @@ async def test_a_reload_reaches_all_workers(tmp_path: Path) -> None:
             assert worker.remote.headers
             assert worker.dataplane.rooms.budget.config.max_attempts == 1
             assert worker.config.pool.max_connections == 2048  # its share
-        assert (await rig.post()).status_code == 200
+        assert (await post(rig)).status_code == 200
         assert (await under_way).text.endswith("data: [DONE]\n\n")
         await eventually(rig.running.settled)
