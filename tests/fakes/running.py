@@ -183,7 +183,9 @@ async def running_gateway(
             server, _ = await stack.enter_async_context(serving(app, app.gateway, listen(control)))
             with secret:
                 many = [Worker(shared, config_path, i, hub, control) for i in range(workers)]
-            servers = [await stack.enter_async_context(serving(worker, worker)) for worker in many]
+            servers = [
+                await stack.enter_async_context(serving(worker.app, worker)) for worker in many
+            ]
             urls = [url for _, url in servers]
             if one_port:
                 turns = dealt([each for each, _ in servers], config.server.port)

@@ -14,7 +14,7 @@ import argparse
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def _add(subparsers: Any, name: str, told: Mapping[str, Any], run: str) -> None:
     )
     sets: dict[str, str] = {}
     _add_arguments(parser, told.get("arguments", {}), sets)
-    parser.set_defaults(run=_Run(told.get("run", run)), sets=sets)
+    parser.set_defaults(run=partial(_run, told.get("run", run)), sets=sets)
     if "actions" in told:
         actions = parser.add_subparsers(**told["subparsers"])
         for action, of_action in told["actions"].items():
@@ -84,29 +84,20 @@ def _add_arguments(
         if words.get("action") == "boolean":
             words["action"] = argparse.BooleanOptionalAction
         if words.get("choices") == "policies":
-            words["choices"] = _policies()
+            from hetero_gateway.core.policies import POLICY_NAMES
+
+            words["choices"] = POLICY_NAMES
         words.setdefault("help", argparse.SUPPRESS)
         added = container.add_argument(*names.split(", "), **words)
         if key is not None:
             sets[added.dest] = key
 
 
-class _Run:
+def _run(name: str, args: argparse.Namespace) -> int:
     """A command's function, imported when it is called."""
-
-    def __init__(self, name: str) -> None:
-        self._module, _, self._function = name.partition(".")
-
-    def __call__(self, args: argparse.Namespace) -> int:
-        module = importlib.import_module(f"hetero_gateway.cli.{self._module}")
-        code: int = getattr(module, self._function)(args)
-        return code
-
-
-def _policies() -> tuple[str, ...]:
-    from hetero_gateway.core.policies import POLICY_NAMES
-
-    return POLICY_NAMES
+    module, _, function = name.partition(".")
+    code: int = getattr(importlib.import_module(f"hetero_gateway.cli.{module}"), function)(args)
+    return code
 
 
 # argparse reports a ValueError itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import sys
 
@@ -27,8 +26,7 @@ from hetero_gateway.plain_httpx import httpx
 
 def run(args: argparse.Namespace) -> int:
     """Run the load; 0 when at least one request was answered, else 1."""
-    if args.report is not None:
-        page.check_can_write(args.report)
+    page.check_can_write(args.report)
     target = parse_target(args.url, secret(args.api_key_env, "--api-key-env"))
     if args.requests is None:
         trace = synthetic_trace(args.limit or 200, args.seed)
@@ -49,17 +47,12 @@ def run(args: argparse.Namespace) -> int:
     async def load() -> list[RequestRecord]:
         with progress_bar(Console(stderr=True)) as progress:
             async with watch(progress, "bench", len(requests)) as counter:
+                most, timeout_s = args.concurrency, args.timeout
                 return await replay(
-                    target,
-                    requests,
-                    maker,
-                    counter.add,
-                    concurrency=args.concurrency,
-                    timeout_s=args.timeout,
+                    target, requests, maker, counter.add, concurrency=most, timeout_s=timeout_s
                 )
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        records = runner.run(load())
+    records = uvloop.run(load())
     summary = summarise(records, slo)
     report(summary, records, target.base_url, maker.model).tell(args)
     if summary.errors == summary.requests:

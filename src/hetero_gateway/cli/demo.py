@@ -58,6 +58,10 @@ TIME_SCALE = 6.0
 # Requests per second of hardware time: half of it is more than the t=1 instance carries (about 4.5
 # of these requests per second), all of it is less than both do (about 16).
 RATE_PER_S = 12.0
+# Chat with some context: prompts of about 960 tokens on average, outputs about 190. Between
+# ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221), and shorter,
+# so that the longest answer does not outlast the run.
+_MIX = LogNormalLengths(LogNormal(768, 0.8, 3072), LogNormal(160, 0.7, 512))
 # A policy's run lasts about as long as its arrivals and the longest answer, 1.2 times the arrivals
 # at the default length; round robin's lasts twice. With starting, that makes five times this share.
 _ARRIVAL_SHARE = 0.2
@@ -70,8 +74,8 @@ _TOLERATED_LAG_S = 1.0
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; whatever ends it, no process stays behind."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signal(args))
+    code: int = uvloop.run(_until_signal(args))
+    return code
 
 
 async def _until_signal(args: argparse.Namespace) -> int:
@@ -133,7 +137,7 @@ class _Demo:
         self._cluster = EmulatedCluster(instances, MODEL, TIME_SCALE, port, folder, children)
         self._maker = BodyMaker(MODEL, PromptKind.CHAT, True, 4.0, filler_pool())
         count = max(20, round(args.seconds * _ARRIVAL_SHARE * RATE_PER_S * TIME_SCALE))
-        trace = synthetic_trace(count, args.seed, _mix())
+        trace = synthetic_trace(count, args.seed, _MIX)
         self._load = schedule(trace, RATE_PER_S * TIME_SCALE, args.seed)
         self._lost_s = 0.0
         self._late_s = 0.0
@@ -208,18 +212,9 @@ class _Demo:
         seed = self._seed
         while True:
             seed += 1
-            load = schedule(synthetic_trace(20, seed, _mix()), _TRICKLE_PER_S, seed)
+            load = schedule(synthetic_trace(20, seed, _MIX), _TRICKLE_PER_S, seed)
             await replay(target, load, self._maker, timeout_s=_REQUEST_TIMEOUT_S)
             self._children.check()
-
-
-def _mix() -> LogNormalLengths:
-    """Chat with some context: prompts of about 960 tokens on average, outputs about 190.
-
-    Between ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221),
-    and shorter, so that the longest answer does not outlast the run.
-    """
-    return LogNormalLengths(LogNormal(768, 0.8, 3072), LogNormal(160, 0.7, 512))
 
 
 def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:

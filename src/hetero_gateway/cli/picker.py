@@ -12,6 +12,8 @@ from hetero_gateway.cli.log_lines import start_logging
 from hetero_gateway.cli.made_key import MadeKey
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.http.clients import raise_descriptor_limit
+from hetero_gateway.serve.garbage import freeze_what_start_made
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
 
     def announce(address: str, url: str) -> None:
+        freeze_what_start_made()
         print(
             f"hetero-gateway: picking for Envoy on {address}, serving on {url} (policy "
             f"{config.scheduler.policy}, {len(config.instances)} instances, dashboard "
@@ -45,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    picker = server.make_server(config, args.config, announce, flags)
+    picker = server.PickerServer(config, args.config, announce, flags)
     with closing(MadeKey(picker.made_admin_key)) as key:
-        server.run(picker)
+        raise_descriptor_limit()
+        picker.serve_until_signal()
     return 0

@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("plan: name the cluster with -c CLUSTER.yaml, or ask: plan support MODEL")
     if args.watch is not None:
         return plan_watch.run(args, settings(args))
-    if args.report is not None:
-        page.check_can_write(args.report)
+    page.check_can_write(args.report)
     plan_output.check_arguments(args)
     if args.from_gateway is None:
         again = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.plan_config import load_plan_config
 from hetero_gateway.files.plan_request import PlanRequest, plan_request
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.files.trace import TraceRequest, read_trace
+from hetero_gateway.files.trace import read_trace
 from hetero_gateway.lab.load.admin import printable
 from hetero_gateway.lab.profiler.seen import SeenGateway, ask
 from hetero_gateway.planner.present import (
@@ -54,8 +54,8 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
     seen = ask(args.from_gateway, args.admin_key_env)
-    own = _Asked(args, overrides, seen)
-    first = own.request([], lengths=False)
+    # By the file's distributions: enough to know model and machines.
+    first = _asked(args, overrides, seen)([], rows=None, trace=None)
     model = first.model
     present = place(seen.running, first.question.machines, model, accelerator)
     if not present.placed:
@@ -65,11 +65,11 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
             f"{printable(reasons)}"
         )
     seen = seen.of_models({m for p in present.placed for m in p.instance.models})
-    asked = _Asked(args, overrides, seen)
-    believed = asked.request([]).question
+    asked = _asked(args, overrides, seen)
+    believed = asked([]).question
     mix = Mix.of(believed.lengths, believed.seed)
     profiles = observed_profiles(present, believed.types, model, mix.mean_prompt, mix.mean_output)
-    request = asked.request(profiles)
+    request = asked(profiles)
     notes = (
         *request.question.notes,
         *_notes(seen, args.requests is not None),
@@ -80,41 +80,32 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
     return Replan(seen, dataclasses.replace(request, question=question), present)
 
 
-class _Asked:
-    """The file, with flags over what the gateway saw, and that over what the file says."""
+def _asked(
+    args: argparse.Namespace, overrides: Mapping[str, Any], seen: SeenGateway
+) -> Callable[..., PlanRequest]:
+    """Makes the request of further profiles, which come first, and the file's.
 
-    def __init__(
-        self, args: argparse.Namespace, overrides: Mapping[str, Any], seen: SeenGateway
-    ) -> None:
-        wanted = dict(overrides)
-        for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
-            if wanted.get(key) is None:
-                wanted[key] = value
-        self._path: Path = args.config
-        base_dir = self._path.parent
-        self._config = load_plan_config(self._path, wanted)
-        self._profiles = [load_profile(name) for name in args.profile]
-        self._profiles += [load_profile(name, base_dir) for name in self._config.profiles]
-        file_trace = self._config.workload.requests
-        self._trace: Path | None = None
-        self._rows: Sequence[TraceRequest] | None = None
-        if args.requests is not None or (not seen.rows and file_trace is not None):
-            self._trace = args.requests or base_dir / str(file_trace)
-            self._rows = read_trace(self._trace)
-        elif seen.rows:
-            self._trace, self._rows = _TRACE, seen.rows
+    The file has flags over what the gateway saw, and that over what it says itself.
+    """
+    wanted = dict(overrides)
+    for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):
+        if wanted.get(key) is None:
+            wanted[key] = value
+    path, base_dir = args.config, args.config.parent
+    config = load_plan_config(path, wanted)
+    profiles = [load_profile(name) for name in args.profile]
+    profiles += [load_profile(name, base_dir) for name in config.profiles]
+    trace: Path | None = args.requests
+    if trace is None and not seen.rows and config.workload.requests is not None:
+        trace = base_dir / config.workload.requests
+    rows = seen.rows or None if trace is None else read_trace(trace)
+    trace = trace or (_TRACE if rows else None)
 
-    def request(self, profiles: Sequence[Profile], *, lengths: bool = True) -> PlanRequest:
-        """What the planner is asked; ``profiles`` come first. Without ``lengths``, by the file's
-        distributions: enough to know model and machines."""
-        return plan_request(
-            self._config,
-            str(self._path),
-            self._path.parent,
-            rows=self._rows if lengths else None,
-            trace=self._trace if lengths else None,
-            measured=[*profiles, *self._profiles],
-        )
+    def request(measured: Sequence[Profile], **lengths: Any) -> PlanRequest:
+        what = {"rows": rows, "trace": trace, "measured": [*measured, *profiles]} | lengths
+        return plan_request(config, str(path), base_dir, **what)
+
+    return request
 
 
 def _notes(seen: SeenGateway, own_trace: bool) -> list[str]:

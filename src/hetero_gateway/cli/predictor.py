@@ -130,21 +130,16 @@ def _report(
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
-    rows = []
     held_out = report["held_out"]
     parts = [(_bucket_name(b["prompt_tokens"]), b["errors"]) for b in held_out["buckets"]]
-    for name, errors in [*parts, ("all", held_out["total"])]:
-        for predictor, error in errors.items():
-            rows.append(
-                (
-                    name,
-                    str(error["requests"]),
-                    predictor,
-                    f"{error['mae_tokens']:.1f}",
-                    f"{error['bias_tokens']:+.1f}",
-                    f"{error['rmse_tokens']:.1f}",
-                )
-            )
+    rows = [
+        (
+            *(name, str(error["requests"]), predictor, f"{error['mae_tokens']:.1f}"),
+            *(f"{error['bias_tokens']:+.1f}", f"{error['rmse_tokens']:.1f}"),
+        )
+        for name, errors in [*parts, ("all", held_out["total"])]
+        for predictor, error in errors.items()
+    ]
     later = held_out["total"]["mean"]["requests"]
     print(
         f"{report['source']}: {report['requests']} requests; error on the last {later}, in tokens"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import signal
 import sys
@@ -42,10 +41,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "profile: give one of a URL to measure, --from FILE, and --from-gateway URL"
         )
-    if args.report is not None:
-        if chosen[0] is _observed:
-            raise ConfigError("--report: there is none of a gateway's traffic")
-        page.check_can_write(args.report)
+    if args.report is not None and chosen[0] is _observed:
+        raise ConfigError("--report: there is none of a gateway's traffic")
+    page.check_can_write(args.report)
     return chosen[0](args)
 
 
@@ -136,8 +134,7 @@ def _live(args: argparse.Namespace) -> int:
                 on_start=on_start,
             )
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            result = runner.run(measured())
+        result = uvloop.run(measured())
     return _tell(args, result)
 
 

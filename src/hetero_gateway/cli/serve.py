@@ -138,4 +138,4 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
         (clients,) = role.sockets()
         worker = Worker(config, args.config, role.worker, role.hub_path, role.control_path)
         with _access_log(config) as worker.access:
-            server.run(worker, worker, ready, clients, heartbeat)
+            server.run(worker.app, worker, ready, clients, heartbeat)

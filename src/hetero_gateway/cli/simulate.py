@@ -37,7 +37,7 @@ from hetero_gateway.sim.experiment import (
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.prefixes import Prefixes
 from hetero_gateway.sim.result import Cell
-from hetero_gateway.sim.workload import Lengths, TraceLengths, mean_rate_per_s
+from hetero_gateway.sim.workload import TraceLengths, mean_rate_per_s
 
 # Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
 _LOADS = (0.7, 0.9)
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("simulate: give a cluster, -c CLUSTER.yaml, or a record, --against")
     _check_policies(args.policy)
-    if args.report is not None:
-        page.check_can_write(args.report)
+    page.check_can_write(args.report)
     cluster = load_cluster(args.config)
     experiment = _experiment(args, cluster)
     moments = mix_moments(experiment.lengths)
@@ -71,14 +70,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
     """Flags over the cluster file."""
-    if args.scheduling == "chunked":
-        for instance in cluster.instances:
-            if instance.profile.max_num_seqs > args.max_batched_tokens:
-                raise ConfigError(
-                    f"{args.config}: {instance.instance_id} runs up to "
-                    f"{instance.profile.max_num_seqs} sequences (max_num_seqs), more than the "
-                    f"{args.max_batched_tokens} tokens of a step; raise --max-batched-tokens"
-                )
+    for instance in cluster.instances if args.scheduling == "chunked" else ():
+        if instance.profile.max_num_seqs > args.max_batched_tokens:
+            raise ConfigError(
+                f"{args.config}: {instance.instance_id} runs up to "
+                f"{instance.profile.max_num_seqs} sequences (max_num_seqs), more than the "
+                f"{args.max_batched_tokens} tokens of a step; raise --max-batched-tokens"
+            )
     path = args.requests or cluster.trace
     rows = [] if path is None else read_trace(path)
     texts = any(row.text is not None for row in rows)
@@ -97,7 +95,9 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         rows = sorted(rows, key=lambda row: row.arrival_s or 0.0)[: args.count]
     return Experiment(
         instances=cluster.instances,
-        lengths=_lengths(rows, cluster, in_order=args.in_order or own_times or texts),
+        lengths=TraceLengths(*token_counts(rows), args.in_order or own_times or texts)
+        if rows
+        else cluster.workload.lengths,
         count=len(rows) if own_times else args.count or (len(rows) if texts else _COUNT),
         slo=Slo(args.slo_ttft, args.slo_tpot),
         arrival_cv=cluster.workload.arrival_cv,
@@ -131,10 +131,6 @@ def _length_model(args: argparse.Namespace) -> LengthModel | None:
     if (args.predictor_file is not None) != (args.predictor == "trained"):
         raise ConfigError("--predictor trained needs --predictor-file, and no other takes one")
     return None if args.predictor_file is None else read_length_model(args.predictor_file)
-
-
-def _lengths(rows: list[TraceRequest], cluster: Cluster, *, in_order: bool) -> Lengths:
-    return TraceLengths(*token_counts(rows), in_order) if rows else cluster.workload.lengths
 
 
 def _rates_to_run(

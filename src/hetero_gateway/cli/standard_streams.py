@@ -12,9 +12,11 @@ is printed would go there, and libuv refuses to close it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 from hetero_gateway.errors import OutputError
@@ -26,24 +28,22 @@ class _Output(io.TextIOWrapper):
     """What a command is for: that it cannot be written is an error."""
 
     def write(self, text: str) -> int:
-        try:
+        with _reported():
             return super().write(text)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise _output_error(error) from error
 
     def flush(self) -> None:
-        try:
+        with _reported():
             super().flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise _output_error(error) from error
 
 
-def _output_error(error: OSError) -> OutputError:
-    return OutputError(f"standard output cannot be written: {error.strerror}")
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output cannot be written: {error.strerror}") from error
 
 
 class _Tolerant(io.TextIOWrapper):
@@ -56,17 +56,13 @@ class _Tolerant(io.TextIOWrapper):
         super().__init__(raw, encoding, "backslashreplace", line_buffering=True)
 
     def write(self, text: str) -> int:
-        try:
+        with contextlib.suppress(OSError):
             super().write(text)
-        except OSError:
-            pass
         return len(text)
 
     def flush(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             super().flush()
-        except OSError:
-            pass
 
 
 def prepare() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_gateway.files.gateway_config import has_gateway_keys, load_gateway_config
@@ -27,42 +28,32 @@ def run(args: argparse.Namespace) -> int:
     config = load_gateway_config(args.config)
     rows: list[dict[str, Any]] = []
     seen: list[Seen] = []
-    for instance in config.instances:
-        profile = instance_profile(instance, args.config.parent)
-        rows.append(
-            {
-                "id": instance.id,
-                "base_url": instance.base_url,
-                "models": sorted(instance.models),
-                "profile": profile.name if profile else None,
-            }
-        )
-        seen.append(
-            Seen(
-                instance.id,
-                instance.base_url,
-                instance.models,
-                profile_model=None if profile is None else profile.model,
-            )
-        )
+    for each in config.instances:
+        profile = instance_profile(each, args.config.parent)
+        made_for = None if profile is None else profile.model
+        seen.append(Seen(each.id, each.base_url, each.models, profile_model=made_for))
+        told = {"id": each.id, "base_url": each.base_url, "models": sorted(each.models)}
+        rows.append(told | {"profile": profile.name if profile else None})
     warnings = setup_warnings(seen) if seen or not config.discovery else []
-    if args.json:
-        document = {"file": str(args.config), "valid": True, "instances": rows}
-        print(json.dumps(document | {"warnings": [str(each) for each in warnings]}))
-        return 0
-    for each in warnings:
-        line = None
-        if each.key is not None:
-            number = next(n for n, i in enumerate(config.instances) if i.id == each.instance_id)
-            line = data.line(("instances", number, each.key))
-        where = f"{args.config}:{line}" if line else str(args.config)
-        print(f"hetero-gateway: {where}: warning: {each}", file=sys.stderr)
-    print(f"{args.config}: valid; policy {config.scheduler.policy}, {len(rows)} instances")
-    for row in rows:
-        models = ", ".join(row["models"]) or "asked of the instance"
-        profile_name = row["profile"] or "none"
-        print(f"  {row['id']}: {row['base_url']}, models: {models}, profile: {profile_name}")
-    return 0
+    if not args.json:
+        ids: list[str | None] = [each.id for each in config.instances]
+        for warning in warnings:
+            line = None
+            if warning.key is not None:
+                line = data.line(("instances", ids.index(warning.instance_id), warning.key))
+            where = f"{args.config}:{line}" if line else str(args.config)
+            print(f"hetero-gateway: {where}: warning: {warning}", file=sys.stderr)
+    return _tell(
+        args,
+        {"instances": rows, "warnings": [str(warning) for warning in warnings]},
+        f"valid; policy {config.scheduler.policy}, {len(rows)} instances",
+        [
+            f"{row['id']}: {row['base_url']}, "
+            f"models: {', '.join(row['models']) or 'asked of the instance'}, "
+            f"profile: {row['profile'] or 'none'}"
+            for row in rows
+        ],
+    )
 
 
 def _validate_cluster(args: argparse.Namespace) -> int:
@@ -73,27 +64,33 @@ def _validate_cluster(args: argparse.Namespace) -> int:
     if cluster.trace is not None:
         read_trace(cluster.trace)
     rows = [{"id": i.instance_id, "profile": i.profile.name} for i in cluster.instances]
-    if args.json:
-        document = {"file": str(args.config), "valid": True, "kind": "cluster", "instances": rows}
-        print(json.dumps(document | {"faults": len(cluster.faults)}))
-        return 0
-    print(f"{args.config}: valid for simulate; {len(rows)} instances, {len(cluster.faults)} faults")
-    for row in rows:
-        print(f"  {row['id']}: profile: {row['profile']}")
-    return 0
+    return _tell(
+        args,
+        {"kind": "cluster", "instances": rows, "faults": len(cluster.faults)},
+        f"valid for simulate; {len(rows)} instances, {len(cluster.faults)} faults",
+        [f"{row['id']}: profile: {row['profile']}" for row in rows],
+    )
 
 
 def _validate_plan(args: argparse.Namespace) -> int:
     from hetero_gateway.files.plan_request import load_requests
 
     request = load_requests(args.config)[0]
-    question = request.question
-    rows = [{"id": m.id, "accelerator": m.accelerator, "count": m.count} for m in question.machines]
+    machines = request.question.machines
+    rows = [{"id": m.id, "accelerator": m.accelerator, "count": m.count} for m in machines]
+    return _tell(
+        args,
+        {"kind": "plan", "machines": rows, "model": request.model.name},
+        f"valid for plan; {request.model.name} on {len(rows)} machines",
+        [f"{m.id}: {m.count}x {m.accelerator}" for m in machines],
+    )
+
+
+def _tell(
+    args: argparse.Namespace, document: Mapping[str, Any], said: str, lines: Sequence[str]
+) -> int:
     if args.json:
-        document = {"file": str(args.config), "valid": True, "kind": "plan", "machines": rows}
-        print(json.dumps(document | {"model": request.model.name}))
-        return 0
-    print(f"{args.config}: valid for plan; {request.model.name} on {len(rows)} machines")
-    for row in rows:
-        print(f"  {row['id']}: {row['count']}x {row['accelerator']}")
+        print(json.dumps({"file": str(args.config), "valid": True, **document}))
+    else:
+        print(*[f"{args.config}: {said}", *lines], sep="\n  ")
     return 0

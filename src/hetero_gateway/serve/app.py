@@ -12,7 +12,7 @@ import importlib
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from hetero_gateway.serve.control.errors import error as _error
 from hetero_gateway.serve.control.errors import nothing_at
 from hetero_gateway.serve.control.public import PlainPath, plain_app, public_paths
 from hetero_gateway.serve.garbage import freeze_what_came_later
-from hetero_gateway.serve.wiring.gateway import Gateway
+from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 
 if TYPE_CHECKING:
     from hetero_gateway.gateway.dataplane.realtime import Realtime
@@ -53,39 +53,60 @@ _NO_PAGES = re.compile(r"/(?:admin|dashboard|docs|openapi\.json|metrics)(?:/|\Z)
 _DOTS = re.compile(r"/\.{1,2}(?:/|$)")
 
 
-class App:
-    """What uvicorn serves. ``gateway`` is the running state, ``control`` what is no engine's path.
+class PartsApp:
+    """What uvicorn serves: of a gateway of one process, or of a worker.
 
     A ``http.protocol.Service``, and an ASGI application for all that does not come that way.
+
+    Args:
+        parts: start and stop with it.
+        control: makes what has the lifespan, and serves what is no engine's path.
     """
 
-    def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
-        self.gateway = gateway
-        self.control = control
-        self._realtime = functools.cache(lambda: realtime(gateway.dataplane))
+    def __init__(self, parts: Parts, control: Callable[[Lifespan[Starlette]], ASGIApp]) -> None:
+        self._parts = parts
+        self.control = control(self._live)
 
     @property
     def body_limits(self) -> BodyLimits:
-        return self.gateway.dataplane.body_limits
+        return self._parts.dataplane.body_limits
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
         """A request on an engine path, from the callbacks of the server's own protocol."""
-        return self.gateway.dataplane.open(inbound, downstream)
+        return self._parts.dataplane.open(inbound, downstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await self._realtime().serve(scope, receive, send)
+            await self._realtime.serve(scope, receive, send)
         elif scope["type"] == "http":
-            await route(scope, receive, send, self.gateway.dataplane, self.control)
+            await route(scope, receive, send, self._parts.dataplane, self.control)
         else:
             await self.control(scope, receive, send)
 
+    @functools.cached_property
+    def _realtime(self) -> Realtime:
+        """What serves WebSockets; ``websockets`` comes with it, 1 MB."""
+        from hetero_gateway.gateway.dataplane.realtime import Realtime
 
-def realtime(dataplane: DataPlane) -> Realtime:
-    """What serves WebSockets; ``websockets`` comes with it, 1 MB."""
-    from hetero_gateway.gateway.dataplane.realtime import Realtime
+        return Realtime(self._parts.dataplane)
 
-    return Realtime(dataplane)
+    @asynccontextmanager
+    async def _live(self, _: Starlette) -> AsyncIterator[None]:
+        await self._parts.start()
+        # A request goes there straight from its connection.
+        self.open = self._parts.dataplane.open  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            await self._parts.stop()
+
+
+class App(PartsApp):
+    """Of a whole ``gateway``."""
+
+    def __init__(self, gateway: Gateway, control: Callable[[Lifespan[Starlette]], ASGIApp]) -> None:
+        super().__init__(gateway, control)
+        self.gateway = gateway
 
 
 async def route(
@@ -192,19 +213,7 @@ def create_app(
     Raises ConfigError for what only shows when it is put together.
     """
     gateway = Gateway(config, config_path, hub_listener, record, flags)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await gateway.start()
-        # A request goes there straight from its connection.
-        app.open = gateway.dataplane.open  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            await gateway.stop()
-
-    app = App(gateway, Control(gateway, lifespan))
-    return app
+    return App(gateway, functools.partial(Control, gateway))
 
 
 def _with_headers(send: Send, extra: Headers) -> Send:

@@ -1,5 +1,6 @@
 """What a process makes at its start stays for good: the garbage collector need not walk it again
-and again, which would hold every stream for milliseconds. And what a long body took goes back to the system with it.
+and again, which would hold every stream for milliseconds. And what a long body took goes back to
+the system with it.
 """
 
 import contextlib

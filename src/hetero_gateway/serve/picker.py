@@ -10,12 +10,10 @@ from typing import Any
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.answers import answer
-from hetero_gateway.http.clients import raise_descriptor_limit
 from hetero_gateway.http.downstream import Downstream, Listener
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.scaleout.picker.service import Picker
 from hetero_gateway.serve.app import App, create_app
-from hetero_gateway.serve.garbage import freeze_what_start_made
 from hetero_gateway.serve.server import GatewayServer, url_host
 
 _ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are served by Envoy.")
@@ -62,7 +60,8 @@ class PickerServer(GatewayServer):
         flags: Mapping[str, Any] | None = None,
     ) -> None:
         app = create_app(config, config_path, flags=flags)
-        super().__init__(ControlApp(app.gateway, app.control), app.gateway, lambda _: None)
+        service = ControlApp(app.gateway, lambda _: app.control)
+        super().__init__(service, app.gateway, lambda _: None)
         base_dir = config_path.parent if config_path else Path()
         self.made_admin_key = app.gateway.made_admin_key
         self.picker = Picker(app.gateway, config.picker, base_dir)
@@ -79,24 +78,3 @@ class PickerServer(GatewayServer):
         self.gateway.draining = True
         await self.picker.stop()
         await super().shutdown(sockets)
-
-
-def make_server(
-    config: GatewayConfig,
-    config_path: Path | None,
-    on_ready: Callable[[str, str], None],
-    flags: Mapping[str, Any] | None = None,
-) -> PickerServer:
-    """A process's only one; see ``PickerServer``. Raises ConfigError."""
-
-    def ready(address: str, url: str) -> None:
-        freeze_what_start_made()
-        on_ready(address, url)
-
-    return PickerServer(config, config_path, ready, flags)
-
-
-def run(server: PickerServer) -> None:
-    """Serve until SIGINT or SIGTERM. Raises HeteroGatewayError when an address is taken."""
-    raise_descriptor_limit()
-    server.serve_until_signal()

@@ -28,12 +28,14 @@ _COLOURS = (
 )
 
 
-def check_can_write(path: Path) -> None:
-    """Find out before minutes of work what would fail after them.
+def check_can_write(path: Path | None) -> None:
+    """Find out before minutes of work what would fail after them; None: no page is wanted.
 
     Raises:
         ConfigError: there is no such folder.
     """
+    if path is None:
+        return
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"--report: {path}: its folder does not exist, or it is one itself")
 

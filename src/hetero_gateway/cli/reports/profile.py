@@ -17,7 +17,6 @@ from hetero_gateway.core.costs.fitting import (
     DECODE_NAMES,
     PREFILL_NAMES,
     Fit,
-    PartFit,
     Sample,
     decode_terms,
     prefill_terms,
@@ -100,16 +99,13 @@ def _constant_rows(fit: Fit) -> list[tuple[str, ...]]:
 
 def _error_rows(fit: Fit) -> list[tuple[str, ...]]:
     """A row per equation."""
-    return [
-        (name, str(part.used), str(part.outliers), *_error_cells(part))
-        for name, part in (("prefill", fit.prefill), ("decode", fit.decode))
-    ]
-
-
-def _error_cells(part: PartFit) -> Sequence[str]:
-    errors = (part.median_error, part.mean_error, part.worst_error, part.eq_3_error)
-    r2 = f"{part.r2:.3f}" if math.isfinite(part.r2) else "–"
-    return [r2, *("–" if error is None else f"{error:.1%}" for error in errors)]
+    rows = []
+    for name, part in (("prefill", fit.prefill), ("decode", fit.decode)):
+        errors = (part.median_error, part.mean_error, part.worst_error, part.eq_3_error)
+        r2 = f"{part.r2:.3f}" if math.isfinite(part.r2) else "–"
+        cells = ("–" if error is None else f"{error:.1%}" for error in errors)
+        rows.append((name, str(part.used), str(part.outliers), r2, *cells))
+    return rows
 
 
 def prefill_figure(samples: Sequence[Sample], fit: Fit) -> dict[str, Any]:

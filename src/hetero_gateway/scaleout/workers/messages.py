@@ -291,25 +291,8 @@ class Rejected(_FromScheduler, tag=104):
 
 
 class Refused(_FromScheduler, tag=105):
-    """The fields of ``Refusal``."""
-
     key: int
-    status: int
-    code: str
-    message: str
-    param: str | None
-    kind: str
-    retry_after_s: int | None
-    headers: list[tuple[bytes, bytes]]
-
-    @classmethod
-    def of(cls, key: int, refusal: Refusal) -> Refused:
-        return cls(key, *(getattr(refusal, name) for name in cls.__struct_fields__[1:]))
-
-    def refusal(self) -> Refusal:
-        fields = msgspec.structs.asdict(self)
-        del fields["key"]
-        return Refusal(**fields)
+    refusal: Refusal
 
 
 class Failed(_FromScheduler, tag=106):
@@ -347,10 +330,14 @@ FromScheduler: Any = functools.reduce(operator.or_, _FromScheduler.__subclasses_
 def _of_error(error: Any) -> Any:
     if isinstance(error, InstanceError):
         return error.failure, str(error), error.retry_after_s
+    if isinstance(error, Refusal):
+        return vars(error)
     raise NotImplementedError
 
 
-def _error_of(kind: type, parts: Any) -> InstanceError:
+def _error_of(kind: type, parts: Any) -> InstanceError | Refusal:
+    if kind is Refusal:
+        return Refusal(**parts | {"headers": [(name, value) for name, value in parts["headers"]]})
     return InstanceError(*msgspec.convert(parts, tuple[Failure, str, float | None]))
 
 

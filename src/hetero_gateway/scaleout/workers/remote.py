@@ -28,10 +28,7 @@ from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.admission.clients import Admission, Client
-from hetero_gateway.gateway.dataplane.dispatcher import (
-    Owner,
-    Waiting,
-)
+from hetero_gateway.gateway.dataplane.dispatcher import Owner, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
@@ -499,14 +496,14 @@ class RemoteDispatcher:
             self._charged(message.key, None)
         elif ask is None:
             if kind is messages.Refused:
-                self._charged(message.key, message.refusal())
+                self._charged(message.key, message.refusal)
             # Else its owner has left, and whoever answers hears of it.
         elif kind is messages.PlacedAt:
             self._placed(ask, message)
         elif kind is messages.Rejected:
             ask.owner.placed(Reject(message.reason, message.detail))
         elif kind is messages.Refused:
-            ask.owner.turned_away(message.refusal())
+            ask.owner.turned_away(message.refusal)
         else:
             ask.owner.broke(RuntimeError("the scheduler process could not place it"))
 

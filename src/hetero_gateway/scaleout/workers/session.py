@@ -64,7 +64,7 @@ class _Request:
 
     def turned_away(self, refusal: Refusal) -> None:
         self.wait = None
-        self.session.send(messages.Refused.of(self.key, refusal))
+        self.session.send(messages.Refused(self.key, refusal))
 
     def broke(self, error: Exception) -> None:
         self.wait = None
@@ -200,7 +200,7 @@ class RequestSession:
             job = self._job_of(said.facts, adopts=False)
         except Refusal as refusal:
             self.dispatcher.note(None, "rejected")
-            self.send(messages.Refused.of(said.key, refusal))
+            self.send(messages.Refused(said.key, refusal))
             return
         request = _Request(self, said.key, job, said.facts.deadline_s)
         self._requests[said.key] = request
@@ -230,7 +230,7 @@ class RequestSession:
             if request is not None:
                 self.dispatcher.extend(request.job, said.tokens)
         except Refusal as refusal:
-            self.send(messages.Refused.of(said.key, refusal))
+            self.send(messages.Refused(said.key, refusal))
         else:
             self.send(messages.Spent(said.key))
 

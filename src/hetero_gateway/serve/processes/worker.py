@@ -8,23 +8,23 @@ itself; all others that are not an engine's are passed on to that process (``con
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Lifespan
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.models import InstanceListing
 from hetero_gateway.gateway.dataplane.predictor import predictor_settings
 from hetero_gateway.gateway.fleet.health import HealthMonitor
-from hetero_gateway.http.bodies import BodyLimits
-from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
-from hetero_gateway.http.heads import Inbound
+from hetero_gateway.http.downstream import Receive, Scope, Send
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.remote import RemoteDispatcher
-from hetero_gateway.serve.app import realtime, route
+from hetero_gateway.serve.app import PartsApp
 from hetero_gateway.serve.control.public import is_public, plain_app, public_paths
 from hetero_gateway.serve.processes.control import ControlRelay
 from hetero_gateway.serve.wiring.gateway import Parts
@@ -81,54 +81,29 @@ class Worker(Parts):
     ) -> None:
         super().__init__(share_of(config, config.server.workers), config_path)
         self.number = number
-        self.has_admin = False
-        self.control = ControlRelay(control_path, lambda: self.remote.alone)
-        self._paths = plain_app(self, public_paths(self))
+        self.app = PartsApp(self, self._control)
+        self._control_path = control_path
         self._hub_path = hub_path
-        self._realtime = functools.cache(lambda: realtime(self.dataplane))
         self.remote: RemoteDispatcher
 
-    # A Service
+    def _control(self, lifespan: Lifespan[Starlette]) -> ASGIApp:
+        own = plain_app(self, public_paths(self), lifespan)
 
-    @property
-    def body_limits(self) -> BodyLimits:
-        return self.dataplane.body_limits
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            is_own = scope["type"] == "lifespan" or is_public(scope["path"])
+            await (own if is_own else self._relay)(scope, receive, send)
 
-    def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
-        return self.dataplane.open(inbound, downstream)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["type"] == "websocket":
-            await self._realtime().serve(scope, receive, send)
-        else:
-            await route(scope, receive, send, self.dataplane, self._answer)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        paths = self._paths if is_public(scope["path"]) else self.control
-        await paths(scope, receive, send)
+        return answer
 
     @property
     def listing(self) -> InstanceListing:
         """What /readyz and /v1/models answer by: what the scheduler process said last."""
         return self.remote.mirror
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        try:
-            await self.start()
-        except Exception as error:
-            _log.exception("worker %d cannot start", self.number)
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            return
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self.stop()
-        await send({"type": "lifespan.shutdown.complete"})
-
     async def start(self) -> None:
         """Connect to the scheduler process; returns once it has named the instances."""
+        self._relay = ControlRelay(self._control_path, lambda: self.remote.alone)
+        self._stack.push_async_callback(self._relay.close)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._begin_placing(recalibrate=False)
         # Never started: probes are the scheduler process's.
@@ -144,8 +119,6 @@ class Worker(Parts):
             lambda: self.draining,
             self._take_up,
         )
-        # A request goes there straight from its connection.
-        self.open = self.dataplane.open  # type: ignore[method-assign]
         self._stack.callback(self.remote.close)
         self.dataplane.rooms.dispatcher = self.remote
         self.fleet.settings(self.settings)
@@ -156,11 +129,6 @@ class Worker(Parts):
             task = tasks.create_task(work)
             self._stack.callback(task.cancel)
         await self.remote.ready.wait()
-
-    async def stop(self) -> None:
-        self.draining = True
-        await self._stack.aclose()
-        await self.control.close()
 
     def _take_up(self, config: GatewayConfig) -> None:
         """The scheduler process has another configuration in effect."""

@@ -84,9 +84,10 @@ class Parts:
         config_path: the file that it came from; what it names is relative to that.
     """
 
+    has_admin = False  # in this process
+
     def __init__(self, config: GatewayConfig, config_path: Path | None) -> None:
         self.settings = Settings(config)
-        self.has_admin: bool  # in this process
         self.draining = False
         # Takes the lines of the access log; None: nobody does.
         self.access: Callable[[list[bytes]], None] | None = None
@@ -124,6 +125,13 @@ class Parts:
     def listing(self) -> InstanceListing:
         """What /readyz and /v1/models answer by."""
         raise NotImplementedError
+
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        self.draining = True
+        await self._stack.aclose()
 
     def drain(self) -> None:
         """It was asked to stop, and is to end soon: no longer ready."""
@@ -176,6 +184,8 @@ class Gateway(Parts):
         flags: dotted names of fields that the command line has set, and their values.
     """
 
+    has_admin = True
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -191,7 +201,6 @@ class Gateway(Parts):
         super().__init__(config, config_path)
         self._record = record
         self.config_path = config_path
-        self.has_admin = True
         self._hub_listener = hub_listener
         self.hub: Hub | None = None
         # Where there are workers: remembers the configuration for processes that start.
@@ -367,10 +376,6 @@ class Gateway(Parts):
     def drain(self) -> None:
         super().drain()
         self.board.let_go()
-
-    async def stop(self) -> None:
-        self.draining = True
-        await self._stack.aclose()
 
     def predict_output_tokens(
         self, model: str, prompt_tokens: int, max_tokens: int | None
