@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.files.trace import read_trace
-from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.workload import LogNormal, TraceLengths
 
 POOL_REQUESTS = 20_000

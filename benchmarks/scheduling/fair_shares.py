@@ -52,7 +52,7 @@ from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.plain_httpx import httpx
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, poisson_arrivals
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, gamma_arrivals
 
 GOAL = 0.10
 PROFILES = ("V100-32GB-NVLink2/Llama-3-8B/tp4", "V100-32GB-NVLink2/Llama-3-8B/tp1")
@@ -95,7 +95,7 @@ def workload(other_per_s: float, seconds: float, seed: int) -> Workload:
         if not count:
             continue
         rng = np.random.default_rng((seed, k))
-        arrival_s = poisson_arrivals(count, rate_per_s, rng)
+        arrival_s = gamma_arrivals(count, rate_per_s, 1.0, rng)
         parts.append((arrival_s, *LENGTHS.draw(count, rng), np.full(count, k)))
     arrival_s, prompts, outputs, whose = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(arrival_s, kind="stable")

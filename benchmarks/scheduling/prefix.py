@@ -42,7 +42,7 @@ from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
 from hetero_gateway.sim.result import RunResult, summarise
-from hetero_gateway.sim.workload import Workload, all_at_once
+from hetero_gateway.sim.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = {"A": "paper-a", "B": "paper-b", "eight": "eight-of-four-kinds", "mix": "modern-mix"}
@@ -151,7 +151,7 @@ def at_load(workload: Workload, rate_per_s: float) -> Workload:
 
 def capacity_per_s(instances: Sequence[SimulatedInstance], workload: Workload, seed: int) -> float:
     """Requests per second that the blind ``finish-time`` serves in its stride."""
-    at_once = dataclasses.replace(workload, arrival_s=all_at_once(len(workload)))
+    at_once = dataclasses.replace(workload, arrival_s=np.zeros(len(workload)))
     result = run(BLIND, instances, at_once, seed)
     return result.steady_tokens_per_s / float(workload.output_tokens.mean())
 

@@ -160,7 +160,7 @@ class PeerGateway:
         _, counts, _, caches, *_ = fleet.tables()
         candidates = []
         for i, (spec, load) in enumerate(zip(self._specs, self._loads, strict=True)):
-            if prompt + 1 > fleet.capacity_tokens(i):
+            if prompt + 1 > fleet.capacity_tokens[i]:
                 continue
             n = counts[i]
             hits = 0

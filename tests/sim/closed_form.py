@@ -56,7 +56,7 @@ def in_closed_form(case: Case, *, compiled: bool = False) -> tuple[list[Job], En
                     job.cached_tokens = fleet.cached_tokens(slot)
                 elif kind == kernel.FINISHED:
                     job.finish_s = now_s
-                    fleet.free_slot(slot)
+                    fleet.free_slots.append(slot)
                 elif kind == kernel.PREEMPTED:
                     job.preemptions += 1
 

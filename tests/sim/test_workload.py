@@ -18,11 +18,9 @@ from hetero_gateway.sim.workload import (
     LogNormalLengths,
     TraceLengths,
     Workload,
-    all_at_once,
     at_rate,
     gamma_arrivals,
     mean_rate_per_s,
-    poisson_arrivals,
 )
 
 
@@ -70,7 +68,7 @@ def test_gaps_have_the_rate_and_the_variation_asked_for(cv: float) -> None:
 
 def test_a_variation_of_zero_is_a_clock_and_poisson_gaps_are_exponential() -> None:
     assert gamma_arrivals(4, 2.0, 0, rng()).tolist() == [0, 0.5, 1.0, 1.5]
-    gaps = np.diff(poisson_arrivals(100_000, 1.0, rng()))
+    gaps = np.diff(gamma_arrivals(100_000, 1.0, 1.0, rng()))
     assert (gaps > 2).mean() == pytest.approx(math.exp(-2), rel=0.03)
 
 
@@ -96,7 +94,6 @@ def test_given_times_are_stretched_to_a_rate_unless_they_are_all_the_same() -> N
     assert at_rate(times, math.inf).tolist() == [0, 0, 0]
     assert mean_rate_per_s(np.array([3.0, 3.0])) == math.inf
     assert at_rate(np.array([3.0, 3.0]), 5.0).tolist() == [0, 0]
-    assert all_at_once(2).tolist() == [0, 0]
 
 
 # Lengths

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.prefix_trace import TracedText, is_prefix_trace, read_prefix_trace
 from hetero_gateway.files.whole_file import named
-from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.prefixes import KnownText, Run
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 

@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner.goals import Goals, price_per_hour_usd
 from hetero_gateway.planner.layouts import Group, together
@@ -41,8 +41,6 @@ from hetero_gateway.sim.alone import Mix
 _SLICES = 6
 _TIME_LIMIT_S = 5.0
 _GAP = 1e-4
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ class _Program:
     def height(self) -> int:
         return len(self.lower)
 
-    def costs(self, by_price: bool) -> Floats:
+    def costs(self, by_price: bool) -> FloatArray:
         result = np.zeros(self.integers.size)
         if by_price:
             result[: len(self._groups)] = [price_per_hour_usd(g) for g in self._groups]

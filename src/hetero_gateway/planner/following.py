@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.planner.held_rates import HeldRates
 from hetero_gateway.planner.plan import Key
 
@@ -197,7 +197,7 @@ class Follower:
             cause = "queue"
         return rate, cause
 
-    def _line(self, series: NDArray[np.float64], now_s: float) -> float:
+    def _line(self, series: FloatArray, now_s: float) -> float:
         """Where the line through the last quarter of an hour is when what starts now is ready."""
         steps = int((now_s - series[0, 0]) // _STEP_S)
         if steps < _LEAST_STEPS:
@@ -308,7 +308,7 @@ class Follower:
         return text
 
 
-def _rate_now(series: NDArray[np.float64], now_s: float) -> float:
+def _rate_now(series: FloatArray, now_s: float) -> float:
     """Requests/s of the last two minutes, or since there is something to see."""
     from_s = max(now_s - _NOW_S, series[0, 0])
     if now_s <= from_s:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.planner.batch_estimate import Estimator
@@ -16,7 +17,6 @@ from hetero_gateway.planner.goals import HEADROOM, Goals, Goodput, find_goodput
 from hetero_gateway.planner.plan import InstanceType, Key, Machine, Plan, SystemFigures, Unfit
 from hetero_gateway.planner.trials import SYSTEM_REQUESTS, System, Trials, at_most
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
-from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.workload import Lengths, even_rows
 

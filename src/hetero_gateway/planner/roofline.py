@@ -25,8 +25,8 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.cost_model import (
     attended_pairs,
     decode_step_time_s,
@@ -245,7 +245,7 @@ def grid(
     return [shape for shape in shapes if shape[0] * shape[1] <= MAX_PREFILL_TOKENS], shapes
 
 
-def _terms(shapes: list[tuple[int, int]]) -> NDArray[np.float64]:
+def _terms(shapes: list[tuple[int, int]]) -> FloatArray:
     """The rows (b·n, b, n, 1) of Eqs. (3) and (4)."""
     return np.array([(b * n, b, n, 1.0) for b, n in shapes], dtype=np.float64)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import Flags
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
@@ -42,7 +42,7 @@ from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.figures import Distribution, request_times, within_slo
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.result import tokens_between
-from hetero_gateway.sim.workload import Workload, all_at_once, gamma_arrivals
+from hetero_gateway.sim.workload import Workload, gamma_arrivals
 
 # Batches of a whole system that follow the half-done ones; fewer where those would be more requests
 # than the budget. With 2, instances of 670 sequences were not full yet: 9 % too few tokens.
@@ -142,7 +142,7 @@ class Trials(NamedTuple):
             per_output_token = 1 + float(prompt.sum() / output.sum())
         else:
             prompt, output = mix.requests(half_done, fresh)
-            workload = Workload(all_at_once(prompt.size), prompt, output)
+            workload = Workload(np.zeros(prompt.size), prompt, output)
             per_output_token = mix.tokens_per_output_token
         instances = system.simulated()
         records = self._simulate(instances, workload, mix)
@@ -284,7 +284,7 @@ def _figures_at_rate(
     )
 
 
-def _cached_share(workload: Workload, records: Records, counted: NDArray[np.bool_]) -> float:
+def _cached_share(workload: Workload, records: Records, counted: Flags) -> float:
     """Of the prompt tokens of the counted requests; nan where no prompts are known to be alike."""
     prompt_tokens = float(workload.prompt_tokens[counted].sum())
     if workload.prefixes is None or not prompt_tokens:

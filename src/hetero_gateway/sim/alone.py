@@ -27,13 +27,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.cluster import Records
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.recorded import Placements, run_as_placed
 from hetero_gateway.sim.result import tokens_between
-from hetero_gateway.sim.workload import Lengths, Workload, all_at_once
+from hetero_gateway.sim.workload import Lengths, Workload
 
 # The mix's moments, and the pool that half-done requests are drawn from.
 _POOL = 20_000
@@ -84,11 +84,6 @@ class Mix:
             lengths, seed, prompt, output,
             float(prompt.mean()), mean_output, float(output.std()), held,
         )  # fmt: skip
-
-    @property
-    def longest(self) -> int:
-        """Prompt and output tokens of the longest request."""
-        return int((self.prompt_pool + self.output_pool).max())
 
     @property
     def mean_tokens(self) -> float:
@@ -162,7 +157,7 @@ def _run_alone(
     profile: Profile, mix: Mix, engines: Engines, half_done: int, fresh: int
 ) -> Alone | None:
     prompt, output = mix.requests(half_done, fresh)
-    workload = Workload(all_at_once(prompt.size), prompt, output)
+    workload = Workload(np.zeros(prompt.size), prompt, output)
     records = simulate_alone(profile, workload, engines)
     window = stride(records, half_done)
     if window is None:

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
@@ -53,7 +53,7 @@ from hetero_gateway.sim.compiled.jit import compiled as jit_loop
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.fleet import EngineFleet, can_compile
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
-from hetero_gateway.sim.workload import Fault, FaultKind, Workload
+from hetero_gateway.sim.workload import Fault, FaultEvent, FaultKind, Workload, fault_events
 
 # The kinds of external events; at one time they happen in this order.
 _FAULT, _ARRIVAL, _TICK = range(3)
@@ -91,12 +91,12 @@ class Records:
     ``cached_tokens``: of its prompt, what its engine had in its prefix cache.
     """
 
-    instance: NDArray[np.int64]
-    placed_s: NDArray[np.float64]
-    first_token_s: NDArray[np.float64]
-    finish_s: NDArray[np.float64]
-    preemptions: NDArray[np.int64]
-    cached_tokens: NDArray[np.int64]
+    instance: Integers
+    placed_s: FloatArray
+    first_token_s: FloatArray
+    finish_s: FloatArray
+    preemptions: Integers
+    cached_tokens: Integers
 
     @classmethod
     def empty(cls, size: int) -> Records:
@@ -116,7 +116,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     scheduling: Scheduling = "chunked",
     max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
-    predictions: NDArray[np.float64] | None = None,
+    predictions: FloatArray | None = None,
     observe_interval_s: float = 1.0,
     compiled: bool | None = None,
     watch: Callable[[EngineFleet], None] = lambda fleet: None,
@@ -176,7 +176,7 @@ class _Run:
         predictor: OutputLengthPredictor,
         fleet: EngineFleet,
         model: str,
-        predictions: NDArray[np.float64] | None,
+        predictions: FloatArray | None,
     ) -> None:
         size = len(workload.arrival_s)
         self._scheduler = scheduler
@@ -184,7 +184,6 @@ class _Run:
         self._fleet = fleet
         self._model = model
         self._positions = {instance.instance_id: i for i, instance in enumerate(instances)}
-        self._capacity_tokens = [fleet.capacity_tokens(i) for i in range(len(instances))]
         self._specs = [
             InstanceSpec(
                 instance.instance_id, frozenset({model}), instance.believed, weight=instance.weight
@@ -216,16 +215,12 @@ class _Run:
         self._tick = 0
         self._told_steps = [0] * len(instances)
         self._told_s = [0.0] * len(instances)
-        self._dead = [0] * len(instances)  # DEAD faults that hold now
-        self._slow: list[list[float]] = [[] for _ in instances]  # factors that hold now
 
     def to_the_end(self, faults: Sequence[Fault], interval_s: float) -> Records:
         events, scheduler, fleet = self._events, self._scheduler, self._fleet
         arrival_s = self._arrival_s
-        for i, fault in enumerate(faults):
-            events.append((fault.start_s, _FAULT, 2 * i))
-            if math.isfinite(fault.end_s):
-                events.append((fault.end_s, _FAULT, 2 * i + 1))
+        changes = fault_events(faults)
+        events += [(change.at_s, _FAULT, i) for i, change in enumerate(changes)]
         if len(arrival_s):
             events.append((arrival_s[0], _ARRIVAL, 0))
         heapq.heapify(events)
@@ -266,11 +261,7 @@ class _Run:
                 self._observe_steps()
             else:
                 heapq.heappop(events)
-                fault = faults[sequence // 2]
-                if fault.kind is FaultKind.SLOW:
-                    self._change_speed(fault, begins=sequence % 2 == 0)
-                else:
-                    self._change_life(fault, begins=sequence % 2 == 0)
+                self._change(changes[sequence])
 
     # -- requests
 
@@ -323,7 +314,7 @@ class _Run:
         self._instance[request] = position
         self._placed_s[request] = self._now_s
         prompt_tokens, output_tokens = self._prompt_tokens[request], self._output_tokens[request]
-        if prompt_tokens + output_tokens - 1 > self._capacity_tokens[position]:
+        if prompt_tokens + output_tokens - 1 > self._fleet.capacity_tokens[position]:
             self._scheduler.settle(dispatch, Outcome.UPSTREAM_ERROR, self._now_s)
             return False
         slot = self._fleet.new_slot()
@@ -372,7 +363,7 @@ class _Run:
 
     def _release(self, slot: int) -> None:
         self._dispatches[slot] = None
-        self._fleet.free_slot(slot)
+        self._fleet.free_slots.append(slot)
         self._in_flight -= 1
 
     # -- instances
@@ -386,19 +377,13 @@ class _Run:
                 self._scheduler.members.observe_steps(spec.instance_id, made, took_s, self._now_s)
         self._told_steps, self._told_s = steps, seconds
 
-    def _change_speed(self, fault: Fault, *, begins: bool) -> None:
-        factors = self._slow[fault.instance]
-        if begins:
-            factors.append(fault.factor)
-        else:
-            factors.remove(fault.factor)
-        self._fleet.set_slowdown(fault.instance, math.prod(factors), self._now_s)
-
-    def _change_life(self, fault: Fault, *, begins: bool) -> None:
-        i = fault.instance
-        self._dead[i] += 1 if begins else -1
-        self._scheduler.replace(dataclasses.replace(self._specs[i], available=not self._dead[i]))
-        if begins:
+    def _change(self, event: FaultEvent) -> None:
+        i = event.fault.instance
+        if event.fault.kind is FaultKind.SLOW:
+            self._fleet.set_slowdown(i, math.prod(event.holding), self._now_s)
+            return
+        self._scheduler.replace(dataclasses.replace(self._specs[i], available=not event.holding))
+        if event.begins:
             self._lose_all(i)
         self._pump()
 

@@ -49,7 +49,7 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass
 from enum import Enum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.sim import block_cache, kernel
@@ -154,6 +154,17 @@ class StepResult(Generic[S]):
     finished: list[S]
 
 
+class EngineRules(TypedDict, total=False):
+    """See ``Engine``."""
+
+    scheduling: Scheduling
+    max_num_seqs: int | None
+    block_tokens: int
+    max_batched_tokens: int
+    slowdown: float
+    prefix_caching: bool
+
+
 def instance_rows(
     profile: Profile,
     heads: int,
@@ -207,11 +218,6 @@ def list_heads(first: int) -> kernel.Rows:
     return rows
 
 
-def fits(n: kernel.Row, prompt_tokens: int, output_tokens: int) -> bool:
-    """Whether a sequence of these lengths can ever finish here (its last token needs no KV)."""
-    return kernel.blocks(n, prompt_tokens + output_tokens - 1) <= n[kernel.TOTAL_BLOCKS]
-
-
 class Engine(Generic[S]):
     """The engine of one instance, step by step.
 
@@ -243,29 +249,10 @@ class Engine(Generic[S]):
     prefix_queries_total = _Number(kernel.QUERIES_TOTAL)
     prefix_hits_total = _Number(kernel.HITS_TOTAL)
 
-    def __init__(
-        self,
-        profile: Profile,
-        *,
-        scheduling: Scheduling = "chunked",
-        max_num_seqs: int | None = None,
-        block_tokens: int = DEFAULT_BLOCK_TOKENS,
-        max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
-        slowdown: float = 1.0,
-        prefix_caching: bool = False,
-    ) -> None:
-        self._row, self._x = instance_rows(
-            profile,
-            0,
-            scheduling=scheduling,
-            max_num_seqs=max_num_seqs,
-            block_tokens=block_tokens,
-            max_batched_tokens=max_batched_tokens,
-            slowdown=slowdown,
-            prefix_caching=prefix_caching,
-        )
+    def __init__(self, profile: Profile, **rules: Unpack[EngineRules]) -> None:
+        self._row, self._x = instance_rows(profile, 0, **rules)
         self._q = list_heads(0)
-        self._c = [block_cache.cache_rows(self.total_blocks)] if prefix_caching else None
+        self._c = [block_cache.cache_rows(self.total_blocks)] if self.prefix_caching else None
         self._k: kernel.Rows = [[] for _ in range(2 * len(self._q))]
         self._sequences: dict[int, S] = {}  # by slot
         self._free_slots: list[int] = []
@@ -316,8 +303,8 @@ class Engine(Generic[S]):
         return row[kernel.GENERATED]
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether a sequence of these lengths can ever finish here."""
-        return fits(self._row, prompt_tokens, output_tokens)
+        """Whether a sequence of these lengths can ever finish here (its last token needs no KV)."""
+        return kernel.blocks(self._row, prompt_tokens + output_tokens - 1) <= self.total_blocks
 
     def submit(self, sequence: S) -> None:
         """Put a new sequence at the end of the waiting queue.

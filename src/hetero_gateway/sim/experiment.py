@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.length_model import LengthModel, TrainedPredictor
 from hetero_gateway.core.lengths.predictors import (
@@ -34,7 +35,6 @@ from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS
 from hetero_gateway.sim import cluster
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
-from hetero_gateway.sim.arrays import Floats
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.held import held_loads
@@ -45,7 +45,6 @@ from hetero_gateway.sim.workload import (
     Fault,
     Lengths,
     Workload,
-    all_at_once,
     at_rate,
     gamma_arrivals,
 )
@@ -102,7 +101,7 @@ class Experiment:
     count: int
     slo: Slo
     arrival_cv: float = 1.0
-    trace_arrival_s: Floats | None = None
+    trace_arrival_s: FloatArray | None = None
     faults: tuple[Fault, ...] = ()
     scheduling: Scheduling = "chunked"
     max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS
@@ -251,7 +250,7 @@ def make_workload(experiment: Experiment, rate_per_s: float, seed: int) -> Workl
     """The requests of one run: the same for every policy, in the same pattern at every rate."""
     prompt, output = experiment.lengths.draw(experiment.count, np.random.default_rng((seed, 0)))
     if math.isinf(rate_per_s):
-        arrival_s = all_at_once(experiment.count)
+        arrival_s = np.zeros(experiment.count)
     elif experiment.trace_arrival_s is not None:
         arrival_s = at_rate(experiment.trace_arrival_s, rate_per_s)
     else:

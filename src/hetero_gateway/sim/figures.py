@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # measuring runs needs no simulator
+    from hetero_gateway.core.costs.arrays import Flags, FloatArray
     from hetero_gateway.core.policies.slo import Slo
-    from hetero_gateway.sim.arrays import Floats
     from hetero_gateway.sim.cluster import Records
     from hetero_gateway.sim.workload import Workload
 
@@ -34,7 +33,7 @@ class Distribution:
     max: float = math.nan
 
     @classmethod
-    def of(cls, values: Sequence[float] | Floats) -> Distribution:
+    def of(cls, values: Sequence[float] | FloatArray) -> Distribution:
         array = np.asarray(values, dtype=float)
         if not array.size:
             return cls()
@@ -59,13 +58,13 @@ def finite(value: float) -> float | None:
 class RequestTimes:
     """Of finished requests, in order: latency and TTFT of all, TPOT where ``has_tpot``."""
 
-    latency_s: Floats
-    ttft_s: Floats
-    tpot_s: Floats
-    has_tpot: NDArray[np.bool_]
+    latency_s: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    has_tpot: Flags
 
 
-def request_times(workload: Workload, records: Records, chosen: NDArray[np.bool_]) -> RequestTimes:
+def request_times(workload: Workload, records: Records, chosen: Flags) -> RequestTimes:
     """Of the ``chosen`` requests, all of which finished."""
     arrival_s, finish_s = workload.arrival_s[chosen], records.finish_s[chosen]
     first_s, output = records.first_token_s[chosen], workload.output_tokens[chosen]
@@ -74,7 +73,7 @@ def request_times(workload: Workload, records: Records, chosen: NDArray[np.bool_
     return RequestTimes(finish_s - arrival_s, first_s - arrival_s, tpot_s, has_tpot)
 
 
-def within_slo(workload: Workload, records: Records, slo: Slo) -> NDArray[np.bool_]:
+def within_slo(workload: Workload, records: Records, slo: Slo) -> Flags:
     """(N,): which requests finished within both limits; what was refused or lost did not."""
     done = np.isfinite(records.finish_s)
     times = request_times(workload, records, done)

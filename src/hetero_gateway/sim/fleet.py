@@ -84,15 +84,11 @@ class EngineFleet:
         most_blocks: int = 0,
     ) -> None:
         self.profiles = tuple(profiles)
-        self._options: dict[str, Any] = {
-            "scheduling": scheduling,
-            "max_batched_tokens": max_batched_tokens,
-        }
+        self._scheduling, self._max_batched_tokens = scheduling, max_batched_tokens
         self._prefix_caching = tuple(prefix_caching) or (False,) * len(profiles)
-        rows = [
-            instance_rows(p, 3 * i, prefix_caching=self._prefix_caching[i], **self._options)
-            for i, p in enumerate(profiles)
-        ]
+        rows = [self._rows(i, 1.0) for i in range(len(profiles))]
+        # By instance: the largest prompt + output - 1 that it can ever finish.
+        self.capacity_tokens = [n[kernel.TOTAL_BLOCKS] * n[kernel.BLOCK_TOKENS] for n, _ in rows]
         leaves = 1 << (len(rows) - 1).bit_length()
         if leaves > len(rows):  # one more instance, never busy, fills the tournament up
             rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
@@ -104,7 +100,7 @@ class EngineFleet:
         self._c = self._caches([n for n, _ in rows])
         self._most_blocks = 0 if self._c is None else max(1, most_blocks)
         self._k = self._key_rows(len(self._q))
-        self._free_slots: list[int] = []
+        self.free_slots: list[int] = []
         first = [0] * leaves + [min(i, len(rows) - 1) for i in range(leaves)]
         for i in range(0, leaves, 2):
             kernel.rank(self._n, self._x, first, i)
@@ -120,6 +116,16 @@ class EngineFleet:
         # Reading single numbers from a memoryview is as fast as from a list.
         self.log: kernel.Row = self._view(self._log)
         self.log_s: kernel.Times = self._view(self._log_s)
+
+    def _rows(self, i: int, slowdown: float) -> tuple[kernel.Row, kernel.Times]:
+        return instance_rows(
+            self.profiles[i],
+            3 * i,
+            scheduling=self._scheduling,
+            max_batched_tokens=self._max_batched_tokens,
+            slowdown=slowdown,
+            prefix_caching=self._prefix_caching[i],
+        )
 
     def _view(self, vector: Any) -> Any:
         return memoryview(vector) if self.compiled else vector
@@ -150,8 +156,8 @@ class EngineFleet:
         return [[0] * self._most_blocks for _ in range(2 * slots)]
 
     def new_slot(self) -> int:
-        """A slot for one sequence; ``free_slot`` takes it back."""
-        if not self._free_slots:
+        """A slot for one sequence; whoever has it gives it back to ``free_slots``."""
+        if not self.free_slots:
             size = len(self._q)
             more = self._key_rows(size if self._most_blocks else 0)
             self._k = np.concatenate((self._k, more)) if self.compiled else self._k + more
@@ -159,25 +165,13 @@ class EngineFleet:
                 self._q = np.concatenate((self._q, np.zeros_like(self._q)))
             else:
                 self._q += [[0] * kernel.SEQUENCE_FIELDS for _ in range(size)]
-            self._free_slots.extend(range(2 * size - 1, size - 1, -1))
-        return self._free_slots.pop()
-
-    def free_slot(self, slot: int) -> None:
-        self._free_slots.append(slot)
-
-    def free_slots(self) -> list[int]:
-        """Those that nobody has."""
-        return list(self._free_slots)
+            self.free_slots.extend(range(2 * size - 1, size - 1, -1))
+        return self.free_slots.pop()
 
     def tables(self) -> tuple[Any, ...]:
         """What the kernel works on, for a loop of one's own: q, n, x, c, k, first, log, log_s."""
         engines = (self._q, self._n, self._x, self._c, self._k, self._first)
         return (*engines, self._log, self._log_s)
-
-    def capacity_tokens(self, i: int) -> int:
-        """The largest prompt + output - 1 that instance i can ever finish."""
-        n = self._n[i]
-        return int(n[kernel.TOTAL_BLOCKS] * n[kernel.BLOCK_TOKENS])
 
     def submit(
         self, i: int, slot: int, prompt: int, output: int, now_s: float, keys: Sequence[int] = ()
@@ -201,13 +195,7 @@ class EngineFleet:
 
     def clear(self, i: int) -> None:
         """Drop all that instance i has, as a crash does; its slow-down stays."""
-        n, x = instance_rows(
-            self.profiles[i],
-            3 * i,
-            slowdown=self._x[i][kernel.SLOWDOWN],
-            prefix_caching=self._prefix_caching[i],
-            **self._options,
-        )
+        n, x = self._rows(i, self._x[i][kernel.SLOWDOWN])
         if self._prefix_caching[i]:
             cache = block_cache.cache_rows(n[kernel.TOTAL_BLOCKS])
             for field, cached in enumerate(cache):

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_gateway.sim.arrays import Floats, Integers
+from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.sim.prefixes import FIRST_OWN_ID, KnownText, Prefixes, Run
 from hetero_gateway.sim.workload import (
     Workload,
-    all_at_once,
     at_rate,
+    gamma_arrivals,
     mean_rate_per_s,
-    poisson_arrivals,
 )
 
 _SESSIONS, _ARRIVALS, _HALF_DONE = range(3)
@@ -41,7 +40,7 @@ class OrderedTrace:
         texts: one per row, in blocks of ``block_tokens``.
     """
 
-    arrival_s: Floats
+    arrival_s: FloatArray
     prompt_tokens: Integers
     output_tokens: Integers
     sessions: Integers
@@ -82,14 +81,14 @@ class OrderedTrace:
         old = rng.choice(rows, size=half_done, replace=half_done > rows.size, p=weight)
         done = np.floor(rng.random(half_done) * self.output_tokens[old]).astype(np.int64)
         return self._workload(
-            all_at_once(half_done + fresh),
+            np.zeros(half_done + fresh),
             np.concatenate((old, row)),
             np.concatenate((np.zeros(half_done, np.int64), laps + 1)),
             np.concatenate((done, np.zeros(fresh, np.int64))),
         )
 
     def _workload(
-        self, arrival_s: Floats, row: Integers, laps: Integers, done: Integers
+        self, arrival_s: FloatArray, row: Integers, laps: Integers, done: Integers
     ) -> Workload:
         prompt, output = self.prompt_tokens[row] + done, self.output_tokens[row] - done
         prefixes = Prefixes(self._texts(row, laps), prompt, output, self.block_tokens)
@@ -115,13 +114,14 @@ class OrderedTrace:
 
     def _arrivals(
         self, rows: Integers, row: Integers, laps: Integers, rate_per_s: float, seed: int
-    ) -> Floats:
+    ) -> FloatArray:
         if math.isinf(rate_per_s):
-            return all_at_once(row.size)
+            return np.zeros(row.size)
         times_s = self.arrival_s[rows]
         own_per_s = mean_rate_per_s(times_s) if rows.size > 1 else math.inf
         if math.isinf(own_per_s):  # it has no times
-            return poisson_arrivals(row.size, rate_per_s, np.random.default_rng((seed, _ARRIVALS)))
+            rng = np.random.default_rng((seed, _ARRIVALS))
+            return gamma_arrivals(row.size, rate_per_s, 1.0, rng)
         lap_s = float(times_s[-1] - times_s[0]) + 1 / own_per_s
         begin = laps * lap_s
         return at_rate(self.arrival_s[row] + begin, rate_per_s)

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_gateway.core.prefixes.keys import (
-    keys_of,
-)
+from hetero_gateway.core.costs.arrays import Integers
+from hetero_gateway.core.prefixes.keys import keys_of
 from hetero_gateway.core.types import PrefixKeys
-from hetero_gateway.sim.arrays import Integers
 
 BYTES_PER_TOKEN = 4
 # 64-bit constants of splitmix64 (Steele, Lea, Flood 2014): they spread what differs in few bits.
@@ -98,11 +96,6 @@ class Prefixes:
     def most_tokens(self) -> int:
         """Prompt and output tokens of the longest request."""
         return int((self._prompt_tokens + self._output_tokens).max())
-
-    def first(self, count: int) -> Prefixes:
-        """Those of the first requests."""
-        tables = (self._prompt_tokens[:count], self._output_tokens[:count])
-        return Prefixes(self._texts[:count], *tables, self.block_tokens)
 
     def engine_keys(self, request: int, block_tokens: int) -> Integers:
         """The keys of a request's full blocks, in an engine with blocks of this many tokens."""

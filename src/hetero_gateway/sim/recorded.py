@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import Flags, FloatArray, Integers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import ConstantPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.sim.arrays import Floats, Integers
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.figures import Distribution
@@ -39,7 +38,7 @@ class Placements:
     """
 
     instance: Integers
-    placed_s: Floats
+    placed_s: FloatArray
     prompt_tokens: Integers
     output_tokens: Integers
 
@@ -74,7 +73,7 @@ def run_as_placed(
         if now_s > until_s:
             _work_until(fleet, now_s, owners, records)
             until_s = now_s
-        if prompt + output - 1 <= fleet.capacity_tokens(i):
+        if prompt + output - 1 <= fleet.capacity_tokens[i]:
             slot = fleet.new_slot()
             owners[slot] = request
             fleet.submit(i, slot, prompt, output, now_s)
@@ -97,7 +96,7 @@ def _work_until(
                 records.preemptions[owners[slot]] += 1
             elif kind == FINISHED:
                 records.finish_s[owners[slot]] = fleet.log_s[at]
-                fleet.free_slot(slot)
+                fleet.free_slots.append(slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +112,11 @@ class Recording:
     """
 
     placements: Placements
-    arrival_s: Floats
-    predicted_tokens: Floats
-    first_token_s: Floats
-    finish_s: Floats
-    streams: NDArray[np.bool_]
+    arrival_s: FloatArray
+    predicted_tokens: FloatArray
+    first_token_s: FloatArray
+    finish_s: FloatArray
+    streams: Flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,11 @@ class RequestFigures:
 
 
 def figures(
-    recording: Recording, instance: Integers, first_token_s: Floats, finish_s: Floats, only: int
+    recording: Recording,
+    instance: Integers,
+    first_token_s: FloatArray,
+    finish_s: FloatArray,
+    only: int,
 ) -> RequestFigures:
     """Sum up times, measured or simulated; of one instance (position), or -1: of all.
 

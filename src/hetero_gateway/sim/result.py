@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import Flags, FloatArray
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.cluster import Records
 from hetero_gateway.sim.figures import Distribution, RequestTimes, finite, request_times, within_slo
@@ -76,7 +76,7 @@ class RunResult:
     preemptions: int
     refused: int
     lost: int
-    latencies_s: NDArray[np.float64]  # of the finished requests, sorted
+    latencies_s: FloatArray  # of the finished requests, sorted
     cached_share: float = 0.0
     classes: Mapping[str, ClassResult] = field(default_factory=dict)
 
@@ -124,9 +124,7 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
     )
 
 
-def _classes(
-    workload: Workload, done: NDArray[np.bool_], times: RequestTimes
-) -> dict[str, ClassResult]:
+def _classes(workload: Workload, done: Flags, times: RequestTimes) -> dict[str, ClassResult]:
     of = np.array(workload.classes)[done] if workload.classes else np.empty(0, dtype=str)
     return {
         str(name): ClassResult(
@@ -152,7 +150,7 @@ def tokens_between(workload: Workload, records: Records, from_s: float, to_s: fl
 
 
 def _steady(
-    workload: Workload, finish_s: NDArray[np.float64], shares: Sequence[InstanceResult]
+    workload: Workload, finish_s: FloatArray, shares: Sequence[InstanceResult]
 ) -> tuple[float, float]:
     """From when to when the cluster was in its stride; see the module's text. Empty: (0, 0)."""
     if not finish_s.size:
@@ -233,7 +231,7 @@ class Cell:
         """The sum of a count over the seeds."""
         return sum(count(run) for run in self.runs)
 
-    def latency_quantiles_s(self) -> NDArray[np.float64]:
+    def latency_quantiles_s(self) -> FloatArray:
         """Latencies of all seeds together, at ``QUANTILES``; empty where nothing finished."""
         pooled = np.concatenate([run.latencies_s for run in self.runs])
         return np.quantile(pooled, QUANTILES) if pooled.size else pooled

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from hetero_gateway.sim.arrays import Floats, Integers
+from hetero_gateway.core.costs.arrays import FloatArray, Integers
 
 if TYPE_CHECKING:
     from hetero_gateway.sim.prefixes import Prefixes
@@ -41,7 +42,7 @@ class Workload:
         ValueError: shapes that differ, no request, or a value outside of these ranges.
     """
 
-    arrival_s: Floats
+    arrival_s: FloatArray
     prompt_tokens: Integers
     output_tokens: Integers
     prefixes: Prefixes | None = None
@@ -96,6 +97,32 @@ class Fault:
             raise ValueError(f"start_s ({self.start_s}) must be at least 0 and before end_s")
         if not (math.isfinite(self.factor) and self.factor > 0):
             raise ValueError(f"factor is {self.factor}: it must be above 0")
+
+
+class FaultEvent(NamedTuple):
+    """A fault begins or ends; ``holding``: factors of its kind that hold there from then on."""
+
+    at_s: float
+    fault: Fault
+    begins: bool
+    holding: tuple[float, ...]
+
+
+def fault_events(faults: Sequence[Fault]) -> list[FaultEvent]:
+    """In the order of time; at one time, in that of the faults."""
+    edges = [(fault.start_s, i, True) for i, fault in enumerate(faults)]
+    edges += [(f.end_s, i, False) for i, f in enumerate(faults) if math.isfinite(f.end_s)]
+    holding: dict[tuple[int, FaultKind], list[float]] = {}
+    events = []
+    for at_s, i, begins in sorted(edges):
+        fault = faults[i]
+        factors = holding.setdefault((fault.instance, fault.kind), [])
+        if begins:
+            factors.append(fault.factor)
+        else:
+            factors.remove(fault.factor)
+        events.append(FaultEvent(at_s, fault, begins, tuple(factors)))
+    return events
 
 
 # Lengths
@@ -185,11 +212,9 @@ _CLOCK_CV = 1e-6
 # Arrivals. Each is (count,) in seconds, and begins at 0.
 
 
-def all_at_once(count: int) -> Floats:
-    return np.zeros(count)
-
-
-def gamma_arrivals(count: int, rate_per_s: float, cv: float, rng: np.random.Generator) -> Floats:
+def gamma_arrivals(
+    count: int, rate_per_s: float, cv: float, rng: np.random.Generator
+) -> FloatArray:
     """Gaps from a Gamma distribution of mean 1/rate and this coefficient of variation.
 
     ``cv`` 1 is a Poisson process, above 1 comes in bursts, 0 is like a clock. Both parameters
@@ -200,24 +225,20 @@ def gamma_arrivals(count: int, rate_per_s: float, cv: float, rng: np.random.Gene
         gaps = rng.gamma(shape, 1 / shape, count)
     else:
         gaps = np.ones(count)
-    times: Floats = np.cumsum(gaps) - gaps[0]
+    times: FloatArray = np.cumsum(gaps) - gaps[0]
     return times / rate_per_s
 
 
-def poisson_arrivals(count: int, rate_per_s: float, rng: np.random.Generator) -> Floats:
-    return gamma_arrivals(count, rate_per_s, 1.0, rng)
-
-
-def mean_rate_per_s(arrival_s: Floats) -> float:
+def mean_rate_per_s(arrival_s: FloatArray) -> float:
     """Requests per second of given times; infinite when they are all the same."""
     span_s = float(arrival_s[-1] - arrival_s[0])
     return (arrival_s.size - 1) / span_s if span_s > 0 else math.inf
 
 
-def at_rate(arrival_s: Floats, rate_per_s: float) -> Floats:
+def at_rate(arrival_s: FloatArray, rate_per_s: float) -> FloatArray:
     """Given times from 0, stretched to a mean rate; an infinite rate makes them all 0."""
     own_rate_per_s = mean_rate_per_s(arrival_s)
     if math.isinf(rate_per_s) or math.isinf(own_rate_per_s):
-        return all_at_once(arrival_s.size)
-    times: Floats = (arrival_s - arrival_s[0]) * (own_rate_per_s / rate_per_s)
+        return np.zeros(arrival_s.size)
+    times: FloatArray = (arrival_s - arrival_s[0]) * (own_rate_per_s / rate_per_s)
     return times

@@ -18,7 +18,7 @@ from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, poisson_arrivals
+from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, gamma_arrivals
 from tests.core.builders import SLOW, profile, scheduler, spec
 
 MOST_S = 2.0
@@ -144,7 +144,7 @@ def test_who_is_let_in_has_the_first_token_in_time_at_twice_what_can_be_served(s
     rng = np.random.default_rng(3)
     count = round(45 * seconds)
     lengths = LogNormalLengths(LogNormal(300, 0.8, 4000), LogNormal(150, 0.7, 1000))
-    load = Workload(poisson_arrivals(count, 45.0, rng), *lengths.draw(count, rng))
+    load = Workload(gamma_arrivals(count, 45.0, 1.0, rng), *lengths.draw(count, rng))
     slos = Slos(Slo(ttft_s=goal_s))
     s = scheduler(policy="finish-time", options=PolicyOptions(slos=slos))
     s.set_limits(2.0, 10_000, WaitLimits(slos=slos) if shed else None)

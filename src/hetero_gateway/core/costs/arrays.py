@@ -1,4 +1,4 @@
-"""Arrays as types, for what computes with numpy: fits, trees, messages between gateways."""
+"""Arrays as types, for what computes with numpy."""
 
 from __future__ import annotations
 
@@ -6,3 +6,5 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]

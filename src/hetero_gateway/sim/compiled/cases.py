@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
     ConstantPredictor,
@@ -40,7 +40,7 @@ from hetero_gateway.sim.compiled.tables import (
     with_room,
 )
 from hetero_gateway.sim.fleet import EngineFleet
-from hetero_gateway.sim.workload import Fault, FaultKind, Workload
+from hetero_gateway.sim.workload import Fault, FaultKind, Workload, fault_events
 
 # Rules that look at nothing but what is on an instance; without sessions and prefixes, two more
 # are the same.
@@ -72,7 +72,7 @@ def covered(
     model: str,
     workload: Workload,
     faults: Sequence[Fault],
-    predictions: NDArray[np.float64] | None,
+    predictions: FloatArray | None,
     interval_s: float,
     records: Any,
 ) -> Run | None:
@@ -181,9 +181,7 @@ def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:
     return None
 
 
-def _requests(
-    workload: Workload, predictions: NDArray[np.float64] | None, records: Any
-) -> Requests:
+def _requests(workload: Workload, predictions: FloatArray | None, records: Any) -> Requests:
     prompt_tokens = np.ascontiguousarray(workload.prompt_tokens, np.int64)
     if predictions is None:
         predictions = np.zeros(0)
@@ -226,12 +224,11 @@ def engines_of(fleet: EngineFleet, slots: int) -> EngineTables:
     ``slots``: so many are added to those that it has.
     """
     q, n, x, c, k, first, log, log_s = fleet.tables()
-    nobodys = [*range(len(q) + slots - 1, len(q) - 1, -1), *fleet.free_slots()]
+    nobodys = [*range(len(q) + slots - 1, len(q) - 1, -1), *fleet.free_slots]
     q = np.concatenate((q, np.zeros((slots, q.shape[1]), np.int64)))
     free = np.zeros(len(q) + 1, np.int64)
     free[0], free[1 : 1 + len(nobodys)] = len(nobodys), nobodys
-    count = len(fleet.profiles)
-    capacity = np.array([fleet.capacity_tokens(i) for i in range(count)], np.int64)
+    capacity = np.array(fleet.capacity_tokens, np.int64)
     return EngineTables(
         q, n, x, c, k, first, log, log_s, np.full(len(q), -1, np.int64), free, capacity,
         np.zeros(len(q), np.int64), np.zeros((len(q), loads.DIGITS), np.int64),
@@ -244,23 +241,9 @@ def pool_of(fresh: Fresh) -> PoolTable:
 
 def slowdowns_of(faults: Sequence[Fault]) -> Slowdowns:
     """When the steps of which instance begin to take how many times as long."""
-    events = []
-    for i, fault in enumerate(faults):
-        events.append((fault.start_s, 2 * i, fault, True))
-        if math.isfinite(fault.end_s):
-            events.append((fault.end_s, 2 * i + 1, fault, False))
-    events.sort(key=lambda event: event[:2])
-    holding: dict[int, list[float]] = {}
-    factors = []
-    for _, _, fault, begins in events:
-        now = holding.setdefault(fault.instance, [])
-        if begins:
-            now.append(fault.factor)
-        else:
-            now.remove(fault.factor)
-        factors.append(math.prod(now))
+    events = fault_events(faults)
     return Slowdowns(
-        np.array([event[0] for event in events], np.float64),
-        np.array([event[2].instance for event in events], np.int64),
-        np.array(factors, np.float64),
+        np.array([event.at_s for event in events], np.float64),
+        np.array([event.fault.instance for event in events], np.int64),
+        np.array([math.prod(event.holding) for event in events], np.float64),
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.lengths.predictors import (
     FARTHEST,
     HISTORY,
@@ -35,7 +35,6 @@ from hetero_gateway.core.policies.finish_time import idle_before_drain_s
 from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.probes import sent
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
-from hetero_gateway.sim.arrays import Integers
 from hetero_gateway.sim.compiled import progress
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.progress import Progress

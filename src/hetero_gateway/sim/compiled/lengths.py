@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.lengths.predictors import add_to
-from hetero_gateway.sim.arrays import Integers
 
 # More than the bits of any prompt's length.
 CLASSES = 64

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
+from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.instances.dispatch import UNITS_PER_S
-from hetero_gateway.sim.arrays import Integers
 
 DIGITS = 3
 _BITS = 60

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import Flags, FloatArray, Integers
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.estimates import request_time_s
-from hetero_gateway.sim.arrays import Flags, Integers
 from hetero_gateway.sim.compiled import loads
 from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
 from hetero_gateway.sim.compiled.tables import (

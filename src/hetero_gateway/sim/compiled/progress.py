@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.instances.observation import seconds, step_terms
@@ -39,7 +39,6 @@ from hetero_gateway.core.scheduling.probes import (
     is_to_be_tried,
     revise_among,
 )
-from hetero_gateway.sim.arrays import Integers
 
 _STAGES = len(STAGE_TOKENS)
 

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import Flags, FloatArray, Integers
 from hetero_gateway.core.policies.estimates import holds
 from hetero_gateway.core.policies.member import Member
-from hetero_gateway.sim.arrays import Flags, Integers
 
 # Columns of a table of members.
 KV_CAPACITY_TOKENS, KV_LIMIT_TOKENS, WEIGHT, CAPACITY = (
