@@ -4,15 +4,13 @@ import asyncio
 import json
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
 from hetero_gateway.core.lengths.length_model import TrainedPredictor
 from hetero_gateway.core.lengths.predictors import LengthFeatures
 from hetero_gateway.files.length_model_file import read_length_model
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import rig
 
 
 def write_trace(tmp_path: Path, count: int = 2000, *, shuffled: bool = False) -> Path:
@@ -83,24 +81,19 @@ def test_the_held_out_requests_are_the_last_to_arrive_whatever_the_order_of_rows
 
 async def test_a_gateways_own_requests_are_learnt_with_their_limits(run, monkeypatch, output):
     monkeypatch.setenv("KEY", "admin-secret-31415")
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"admin_key_env": "KEY"})
-        async with (
-            running_gateway(config) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
+    async with rig(server={"admin_key_env": "KEY"}) as (running, client, _):
 
-            async def learnt(*flags, code=0):
-                words = ("predictor", "fit", "--from-gateway", running.url, "-o", output, *flags)
-                return await asyncio.to_thread(run, *words, code=code)
+        async def learnt(*flags, code=0):
+            words = ("predictor", "fit", "--from-gateway", running.url, "-o", output, *flags)
+            return await asyncio.to_thread(run, *words, code=code)
 
-            assert "--admin-key-env" in (await learnt(code=1)).err
-            key = ("--admin-key-env", "KEY")
-            assert "no requests in it" in (await learnt(*key, code=2)).err
-            for i in range(80):
-                body = {"model": "m", "messages": [], "max_tokens": 4 if i % 2 else 900}
-                await client.post("/v1/chat/completions", json=body)
-            await learnt(*key)
+        assert "--admin-key-env" in (await learnt(code=1)).err
+        key = ("--admin-key-env", "KEY")
+        assert "no requests in it" in (await learnt(*key, code=2)).err
+        for i in range(80):
+            body = {"model": "m", "messages": [], "max_tokens": 4 if i % 2 else 900}
+            await client.post("/v1/chat/completions", json=body)
+        await learnt(*key)
     text = output.read_text()
     assert json.loads(text)["about"]["requests"] == 80
     assert "127.0.0.1" not in text

@@ -3,12 +3,11 @@
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
-from tests.fakes.running import FAST, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import FAST, config_for, eventually, rig, running_gateway
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 QUESTION = ("--prompt-tokens", "800", "--max-tokens", "200")
 NOBODY = "http://127.0.0.1:1"
@@ -21,28 +20,26 @@ def asked(run):
 
 
 async def test_status_shows_a_row_per_instance(asked):
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes, profiles=(FAST, None))
-        async with running_gateway(config) as running, httpx.AsyncClient() as client:
-            await fakes[1].kill()
-            instances = running.gateway.fleet.instances
-            await eventually(lambda: [i.up for i in instances.values()] == [True, False])
-            await client.post(f"{running.url}/tokenize", json={"prompt": "x"})
-            lines = (await asked("status", running.url)).out.splitlines()
-            assert lines[0] == "policy finish-time, 1 of 2 instances take requests; 0 wait"
-            assert lines[1].split()[:2] == ["INSTANCE", "STATE"]
-            assert lines[2].split()[:2] == ["i0", "up"]
-            assert "100.0%" in lines[2]
-            assert FAST in lines[2]
-            assert lines[3].split()[:2] == ["i1", "down"]
-            assert "unprofiled" in lines[3]
-            assert lines[4].startswith("i1 is down: ")
-            document = json.loads((await asked("status", running.url, "--json")).out)
-            assert [row["id"] for row in document["instances"]] == ["i0", "i1"]
+    async with rig(2, profiles=(FAST, None)) as (running, client, fakes):
+        await fakes[1].kill()
+        instances = running.gateway.fleet.instances
+        await eventually(lambda: [i.up for i in instances.values()] == [True, False])
+        await client.post("/tokenize", json={"prompt": "x"})
+        lines = (await asked("status", running.url)).out.splitlines()
+        assert lines[0] == "policy finish-time, 1 of 2 instances take requests; 0 wait"
+        assert lines[1].split()[:2] == ["INSTANCE", "STATE"]
+        assert lines[2].split()[:2] == ["i0", "up"]
+        assert "100.0%" in lines[2]
+        assert FAST in lines[2]
+        assert lines[3].split()[:2] == ["i1", "down"]
+        assert "unprofiled" in lines[3]
+        assert lines[4].startswith("i1 is down: ")
+        document = json.loads((await asked("status", running.url, "--json")).out)
+        assert [row["id"] for row in document["instances"]] == ["i0", "i1"]
 
 
 async def test_explain_shows_the_candidates_and_the_reason(asked):
-    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
+    async with rig(2) as (running, *_):
         words = ("explain", running.url, *QUESTION)
         lines = (await asked(*words)).out.splitlines()
         assert lines[0].startswith("i0 would get it: done in ")
@@ -81,14 +78,12 @@ async def test_the_key_comes_from_the_named_variable(monkeypatch, asked):
     monkeypatch.setenv("TEST_WRONG_KEY", "wr0ng")
     monkeypatch.setenv("TEST_BROKEN_KEY", "s3cret\n")
     monkeypatch.delenv("TEST_UNSET_KEY", raising=False)
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
-        async with running_gateway(config) as running:
-            said = [await asked("status", running.url, "--admin-key-env", "TEST_ADMIN_KEY")]
-            for variable, code in [("WRONG", 1), ("BROKEN", 2), ("UNSET", 2)]:
-                named = ("--admin-key-env", f"TEST_{variable}_KEY")
-                said.append(await asked("explain", running.url, *QUESTION, *named, code=code))
-            said.append(await asked("status", running.url, code=1))
+    async with rig(server={"admin_key_env": "TEST_ADMIN_KEY"}) as (running, *_):
+        said = [await asked("status", running.url, "--admin-key-env", "TEST_ADMIN_KEY")]
+        for variable, code in [("WRONG", 1), ("BROKEN", 2), ("UNSET", 2)]:
+            named = ("--admin-key-env", f"TEST_{variable}_KEY")
+            said.append(await asked("explain", running.url, *QUESTION, *named, code=code))
+        said.append(await asked("status", running.url, code=1))
     errors = "".join(each.err for each in said)
     assert "--admin-key-env" in said[-1].err
     assert "TEST_UNSET_KEY is not set" in errors
@@ -110,9 +105,8 @@ async def test_something_else_at_the_address_is_told_apart(asked):
 
 
 async def test_what_the_gateway_refuses_is_told_in_its_words(asked):
-    async with fake_instances(1, models=("a", "b")) as fakes:
-        async with running_gateway(config_for(fakes)) as running:
-            said = await asked("explain", running.url, *QUESTION, code=1)
+    async with rig([FakeInstance(("a", "b"))]) as (running, *_):
+        said = await asked("explain", running.url, *QUESTION, code=1)
     assert "say which model; served: a, b" in said.err
 
 

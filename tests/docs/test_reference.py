@@ -3,13 +3,11 @@
 import re
 from pathlib import Path
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from hetero_gateway.http.failures import Failure
 from scripts import reference_pages
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import CHAT, chat, rig
 
 ROOT = Path(__file__).resolve().parents[2]
 # The gateway's own statuses beside their codes, as arguments of what makes an error.
@@ -26,9 +24,8 @@ async def test_a_running_gateway_exposes_no_metric_that_is_not_in_the_reference(
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
     told = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
-    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            await client.post("/v1/chat/completions", json={"model": "m", "messages": []})
+    async with rig(2) as (running, client, _):
+        await client.post(CHAT, json=chat())
         text = await running.metrics()
     families = [
         family

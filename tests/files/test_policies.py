@@ -4,17 +4,14 @@ import json
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 
 from hetero_gateway.cli import main
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.policies import installed_policy
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import CHAT, chat, rig
 
-BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "scheduling.md"
 
 
@@ -40,13 +37,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_requests_go_where_an_installed_policy_says() -> None:
     options = {"policy": "fewest-tokens", "policy_options": {"avoid": "i0"}}
-    async with (
-        fake_instances(2) as fakes,
-        running_gateway(config_for(fakes, scheduler=options)) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
-    ):
+    async with rig(2, scheduler=options) as (running, client, _):
         for _ in range(5):
-            response = await client.post("/v1/chat/completions", json=BODY)
+            response = await client.post(CHAT, json=chat())
             assert response.headers["x-hetero-gateway-instance"] == "i1"
         (decision, *_) = running.gateway.dataplane.decisions.newest_first()
     assert decision.decision.policy.name == "fewest-tokens"

@@ -401,6 +401,9 @@ async def test_a_stale_idle_connection_is_replaced_and_counted_nowhere() -> None
         assert counted(text, "upstream_errors_total") == 0
         assert counted(text, "retries_total") == 0
         assert 'outcome="completed"} 20.0' in text
+        fakes[0].close_after_response = False
+        client.writer.write(post() + post({"die": "before_head"}))
+        assert [(await client.response())[0] for _ in range(2)] == [200, 502]
 
 
 # The server's end

@@ -4,7 +4,6 @@ import asyncio
 import ssl
 from pathlib import Path
 
-import httpx
 import pytest
 import trustme
 
@@ -12,7 +11,7 @@ from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import InstancePool
-from tests.fakes.running import CHAT, config_for, eventually, running_gateway
+from tests.fakes.running import CHAT, eventually, rig
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 
@@ -170,22 +169,19 @@ async def test_tls_instances_are_verified(tmp_path: Path) -> None:
     trusted = {"id": "trusted", "base_url": url, "ca_file": str(tmp_path / "ca.pem")}
     other = {"id": "other", "base_url": url}
     body = {"model": "m", "messages": [], "stream": True}
-    async with running_gateway(config_for([fake], instances=[trusted, other])) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            response = await client.post(CHAT, json=body)
+    async with rig([fake], instances=[trusted, other]) as (running, client, _):
+        response = await client.post(CHAT, json=body)
         assert response.headers["x-hetero-gateway-instance"] == "trusted"
         assert response.text.endswith("data: [DONE]\n\n")
         instances = running.gateway.fleet.instances
         assert [i.up for i in instances.values()] == [True, False]
         assert "certificate" in instances["other"].down_reason.lower()  # type: ignore[index]
-    await fake.close()
 
 
 async def test_a_path_prefix_is_kept() -> None:
     async with fake_instances(1) as [fake]:
         instance = {"id": "i0", "base_url": f"{fake.url}/prefix/", "model": "m"}
-        async with running_gateway(config_for([fake], instances=[instance])) as running:
+        async with rig([fake], instances=[instance]) as (running, client, _):
             running.gateway.fleet.mark_up(running.gateway.fleet.instances["i0"])  # type: ignore[index]
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                await client.post(CHAT, json={"model": "m"})
+            await client.post(CHAT, json={"model": "m"})
         assert fake.heads[0].startswith(b"POST /prefix/v1/chat/completions HTTP/1.1\r\n")

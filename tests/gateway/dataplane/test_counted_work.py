@@ -28,8 +28,8 @@ from hetero_gateway.http.heads import Inbound
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.emulator.text import tokenize
 from tests.fakes.emulated import emulated
-from tests.fakes.running import FAST, config_for, running_gateway
-from tests.fakes.vllm import FakeInstance, fake_instances
+from tests.fakes.running import FAST, rig
+from tests.fakes.vllm import FakeInstance
 
 WORDS = (
     "The scheduler places each request on the instance that is expected to finish it first, and "
@@ -397,10 +397,7 @@ def test_every_path_that_costs_steps_has_a_case() -> None:
 
 @asynccontextmanager
 async def intake_of_a_gateway() -> AsyncIterator[Intake]:
-    async with (
-        fake_instances(1, max_model_len=1 << 20) as fakes,
-        running_gateway(config_for(fakes)) as running,
-    ):
+    async with rig([FakeInstance(max_model_len=1 << 20)]) as (running, *_):
         yield running.gateway.dataplane.intake
 
 
@@ -516,19 +513,15 @@ async def test_hostile_shapes_are_counted_at_once_and_never_as_little() -> None:
 
 
 async def test_of_a_request_without_a_usage_the_limits_are_charged_what_was_estimated() -> None:
-    async with fake_instances(1, max_model_len=1 << 20) as fakes:
-        fake: FakeInstance = fakes[0]
-        fake.fault = {"status": 200, "body": "{}"}
-        async with (
-            running_gateway(config_for(fakes)) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-            for path in ("/rerank", "/score", "/inference/v1/generate"):
-                case = CASES[path][0]
-                before = await input_tokens(running.gateway)
-                assert (await client.post(path, json={"model": "m"} | case.body)).status_code == 200
-                counted = await input_tokens(running.gateway) - before
-                assert counted == pytest.approx(case.prompt_tokens, rel=0.25), path
+    fake = FakeInstance(max_model_len=1 << 20)
+    fake.fault = {"status": 200, "body": "{}"}
+    async with rig([fake]) as (running, client, _):
+        for path in ("/rerank", "/score", "/inference/v1/generate"):
+            case = CASES[path][0]
+            before = await input_tokens(running.gateway)
+            assert (await client.post(path, json={"model": "m"} | case.body)).status_code == 200
+            counted = await input_tokens(running.gateway) - before
+            assert counted == pytest.approx(case.prompt_tokens, rel=0.25), path
 
 
 async def input_tokens(gateway: Any) -> float:

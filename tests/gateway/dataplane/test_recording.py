@@ -10,7 +10,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.recorded_run import RequestLine, read_recorded_run
 from hetero_gateway.gateway.dataplane import recording
 from hetero_gateway.gateway.dataplane.recording import RunFile
-from tests.fakes.running import FAST, config_for, running_gateway
+from tests.fakes.running import CHAT, FAST, config_for, running_gateway
 from tests.fakes.vllm import fake_instances
 
 SECRET = "the secret word"
@@ -31,9 +31,9 @@ async def test_lengths_times_and_placements_are_kept(tmp_path: Path, workers: in
             for url in {f"http://127.0.0.1:{port}" for port in running.ports}:
                 async with httpx.AsyncClient(base_url=url, timeout=30) as client:
                     for fake in ({"events": 7}, {"events": 4}, {"status": 400}):
-                        await client.post("/v1/chat/completions", json=chat(fake=fake))
-                    await client.post("/v1/chat/completions", json=chat(stream=False))
-                    unknown = await client.post("/v1/chat/completions", json=chat(model="nope"))
+                        await client.post(CHAT, json=chat(fake=fake))
+                    await client.post(CHAT, json=chat(stream=False))
+                    unknown = await client.post(CHAT, json=chat(model="nope"))
                     assert unknown.status_code == 404
     text = path.read_text(encoding="utf-8")
     assert SECRET not in text
@@ -63,12 +63,9 @@ async def test_who_leaves_is_recorded_as_gone(tmp_path: Path):
     async with fake_instances(1) as fakes:
         async with running_gateway(config_for(fakes), record=path) as running:
             async with httpx.AsyncClient(base_url=running.url) as client:
-                fake = {"events": 1000, "delay_s": 0.05}
-                async with client.stream(
-                    "POST", "/v1/chat/completions", json=chat(fake=fake)
-                ) as answer:
-                    async for _ in answer.aiter_bytes():
-                        break
+                body = chat(fake={"events": 1000, "delay_s": 0.05})
+                async with client.stream("POST", CHAT, json=body) as answer:
+                    await anext(answer.aiter_bytes())
             await asyncio.sleep(0.1)
     (line,) = read_recorded_run(path).requests
     assert line.outcome == "client_disconnected"

@@ -16,9 +16,9 @@ from hetero_gateway.gateway.fleet import health
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.upstream import InstancePool
-from tests.fakes.raw import plain, raw_instance
-from tests.fakes.running import FAST, RunningGateway, config_for, eventually, rig, running_gateway
-from tests.fakes.vllm import NO_PREFIX_CACHE, fake_instances
+from tests.fakes.raw import RawInstance, plain, raw_instance
+from tests.fakes.running import FAST, RunningGateway, eventually, rig
+from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance, fake_instances
 
 RANKS = (
     'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 1.0\n'
@@ -29,24 +29,22 @@ RANKS = (
 
 
 async def test_the_ranks_of_an_instance_are_one_cache() -> None:
-    async with fake_instances(1) as fakes:
-        fakes[0].metrics = RANKS
-        async with running_gateway(config_for(fakes)) as running:
-            (instance,) = running.gateway.fleet.instances.values()
-            assert instance.engine_kv_capacity_tokens == 400 * 16
-            assert instance.engine_kv_usage == pytest.approx(0.4)
+    fake = FakeInstance()
+    fake.metrics = RANKS
+    async with rig([fake]) as (running, *_):
+        (instance,) = running.gateway.fleet.instances.values()
+        assert instance.engine_kv_capacity_tokens == 400 * 16
+        assert instance.engine_kv_usage == pytest.approx(0.4)
 
 
 async def test_an_engine_with_a_queue_shows_how_many_it_runs_at_once() -> None:
-    async with fake_instances(2) as fakes:
-        for fake in fakes:
-            fake.metrics = "vllm:num_requests_running 8.0\nvllm:num_requests_waiting 3.0\n"
-        config = config_for(fakes, profiles=(None, FAST))
-        async with running_gateway(config) as running:
-            async with httpx.AsyncClient(base_url=running.url) as client:
-                rows = (await client.get("/admin/instances")).json()["instances"]
-        # The second has a profile, which says it.
-        assert [row["learnt_max_num_seqs"] for row in rows] == [8, None]
+    fakes = FakeInstance(), FakeInstance()
+    for fake in fakes:
+        fake.metrics = "vllm:num_requests_running 8.0\nvllm:num_requests_waiting 3.0\n"
+    async with rig(fakes, profiles=(None, FAST)) as (_, client, _):
+        rows = (await client.get("/admin/instances")).json()["instances"]
+    # The second has a profile, which says it.
+    assert [row["learnt_max_num_seqs"] for row in rows] == [8, None]
 
 
 ODD_MODELS = {
@@ -106,10 +104,7 @@ async def beside_a_bad_one(
         bad_config = {"id": "bad", "base_url": bad.url} | options
         instances = [bad_config, {"id": "good", "base_url": fakes[0].url}]
         health = {"probe_interval_s": 0.2, "probe_timeout_s": 1, "scrape_interval_s": 0.2}
-        async with (
-            running_gateway(config_for(fakes, instances=instances, health=health)) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
+        async with rig(fakes, instances=instances, health=health) as (running, client, _):
             yield running, running.gateway.fleet.instances[InstanceId("bad")], client
 
 
@@ -141,20 +136,19 @@ async def test_an_instance_that_is_suspected_all_the_time_is_probed_twice_a_seco
     None
 ):
     health = {"probe_interval_s": 10, "probe_timeout_s": 5}
-    async with raw_instance() as bad:
-        config = config_for([bad], profiles=(None,), health=health)  # type: ignore[list-item]
-        async with running_gateway(config) as running:
-            [instance] = running.gateway.fleet.instances.values()
-            await eventually(lambda: instance.up)
-            await asyncio.sleep(30)
-            suspected_s = time.monotonic()
-            bad.probes.clear()
-            for _ in range(500):
-                running.gateway.health.suspect(instance, "its request failed", down=False)
-                await asyncio.sleep(0.02)
-            assert bad.probes[0] - suspected_s < 0.1  # the first at once
-            assert 19 <= len(bad.probes) <= 22
-            assert instance.up
+    bad = RawInstance()
+    async with rig([bad], profiles=(None,), health=health) as (running, *_):
+        [instance] = running.gateway.fleet.instances.values()
+        await eventually(lambda: instance.up)
+        await asyncio.sleep(30)
+        suspected_s = time.monotonic()
+        bad.probes.clear()
+        for _ in range(500):
+            running.gateway.health.suspect(instance, "its request failed", down=False)
+            await asyncio.sleep(0.02)
+        assert bad.probes[0] - suspected_s < 0.1  # the first at once
+        assert 19 <= len(bad.probes) <= 22
+        assert instance.up
 
 
 BODIES = ("half a body", "200 MB", "endless", "a bomb", "drips")
@@ -308,23 +302,22 @@ async def test_counters_are_read_where_rows_of_observation_end() -> None:
 
 
 async def test_a_prefix_cache_is_known_from_the_start_and_no_longer_than_it_tells() -> None:
-    async with fake_instances(1) as fakes:
-        fakes[0].metrics = (
-            'vllm:cache_config_info{enable_prefix_caching="True"} 1.0\n'
-            "vllm:prefix_cache_queries_total 10000.0\nvllm:prefix_cache_hits_total 9000.0\n"
-        )
-        async with running_gateway(config_for(fakes)) as running:
+    fake = FakeInstance()
+    fake.metrics = (
+        'vllm:cache_config_info{enable_prefix_caching="True"} 1.0\n'
+        "vllm:prefix_cache_queries_total 10000.0\nvllm:prefix_cache_hits_total 9000.0\n"
+    )
+    async with rig([fake]) as (running, client, _):
 
-            async def shown() -> tuple[bool | None, float | None]:
-                async with httpx.AsyncClient(base_url=running.url) as client:
-                    (row,) = (await client.get("/admin/instances")).json()["instances"]
-                return row["prefix_caching"], row["cached_share"]
+        async def shown() -> tuple[bool | None, float | None]:
+            (row,) = (await client.get("/admin/instances")).json()["instances"]
+            return row["prefix_caching"], row["cached_share"]
 
-            assert await shown() == (True, pytest.approx(0.9))
-            fakes[0].metrics = ""
-            snapshot = running.gateway.fleet.scheduler.members.snapshot
-            await eventually(lambda: snapshot(InstanceId("i0")).hit_share is None)
-            assert await shown() == (None, None)
-            fakes[0].metrics = NO_PREFIX_CACHE
-            await eventually(lambda: snapshot(InstanceId("i0")).hit_share == 0)
-            assert await shown() == (False, 0)
+        assert await shown() == (True, pytest.approx(0.9))
+        fake.metrics = ""
+        snapshot = running.gateway.fleet.scheduler.members.snapshot
+        await eventually(lambda: snapshot(InstanceId("i0")).hit_share is None)
+        assert await shown() == (None, None)
+        fake.metrics = NO_PREFIX_CACHE
+        await eventually(lambda: snapshot(InstanceId("i0")).hit_share == 0)
+        assert await shown() == (False, 0)

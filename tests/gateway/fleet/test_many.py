@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import socket
 import ssl
 import time
@@ -13,12 +12,12 @@ import pytest
 import trustme
 
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.lag import LoopLag
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
 from hetero_gateway.http import upstream
-from tests.fakes.running import config_for, eventually, rig, running_gateway
+from tests.fakes.reloads import from_file
+from tests.fakes.running import FAST, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 
@@ -54,36 +53,33 @@ async def test_a_scrape_that_is_late_is_counted_like_a_probe(
 
 
 async def test_a_late_probe_is_not_a_failed_one(caplog: pytest.LogCaptureFixture) -> None:
-    async with fake_instances(3) as fakes:
-        config = config_for(fakes, health={"probe_interval_s": 0.1, "probe_timeout_s": 2})
-        with caplog.at_level(logging.WARNING):
-            async with running_gateway(config) as running:
-                instances = list(running.gateway.fleet.instances.values())
-                await eventually(lambda: all(i.up for i in instances))
-                # While a probe is under way the loop stands still: fakes and gateway share it.
-                for fake in fakes:
-                    hold_at_health(fake)
-                await asyncio.sleep(300)
-                assert all(i.up for i in instances)
-                assert not any(i.failed_probes for i in instances)
-                assert running.gateway.health.late > 0
-                assert "hetero_gateway_probes_late_total" in await running.metrics()
-        assert "is down" not in caplog.text
-        assert 0 < caplog.text.count("probes come late") <= 40
+    health = {"probe_interval_s": 0.1, "probe_timeout_s": 2}
+    async with rig(3, health=health) as (running, _, fakes):
+        instances = list(running.gateway.fleet.instances.values())
+        await eventually(lambda: all(i.up for i in instances))
+        # While a probe is under way the loop stands still: fakes and gateway share it.
+        for fake in fakes:
+            hold_at_health(fake)
+        await asyncio.sleep(300)
+        assert all(i.up for i in instances)
+        assert not any(i.failed_probes for i in instances)
+        assert running.gateway.health.late > 0
+        assert "hetero_gateway_probes_late_total" in await running.metrics()
+    assert "is down" not in caplog.text
+    assert 0 < caplog.text.count("probes come late") <= 40
 
 
 async def test_one_that_hangs_is_down_however_well_the_gateway_does() -> None:
+    health = {"probe_interval_s": 0.1, "probe_timeout_s": 2}
     async with fake_instances(1) as fakes:
         hanging = socket.create_server(("127.0.0.1", 0))  # nobody accepts
-        config = config_for(fakes, health={"probe_interval_s": 0.1, "probe_timeout_s": 2})
-        port = hanging.getsockname()[1]
-        entry = InstanceConfig(id="slow", base_url=f"http://127.0.0.1:{port}")
-        config = config.model_copy(update={"instances": [*config.instances, entry]})
+        urls = [f"http://127.0.0.1:{hanging.getsockname()[1]}", fakes[0].url]
+        instances = [{"id": f"i{i}", "base_url": url} for i, url in enumerate(urls)]
         began_s = time.monotonic()
-        async with running_gateway(config) as running:
+        async with rig(fakes, health=health, instances=instances) as (running, *_):
             assert time.monotonic() - began_s < 1.5  # nobody waits for it
             assert running.gateway.fleet.ready()
-            slow = running.gateway.fleet.instances[entry.id]  # type: ignore[index]
+            slow, _ = running.gateway.fleet.instances.values()
             await eventually(lambda: slow.failed_probes >= 2)
             assert "no answer within 2 s" in slow.down_reason
             assert running.gateway.health.late == 0
@@ -92,31 +88,24 @@ async def test_one_that_hangs_is_down_however_well_the_gateway_does() -> None:
 
 async def test_many_that_are_added_come_one_in_a_turn_of_the_loop(tmp_path: Path) -> None:
     """Forty at once would hold up every stream: what it costs is for ``fleet.py`` to measure."""
-    async with fake_instances(1) as fakes:
-        path = tmp_path / "gateway.yaml"
-        config = config_for(fakes)
-        path.write_text(config.model_dump_json(by_alias=True, exclude_none=True))
-        async with running_gateway(config, path) as running:
-            fleet, loop = running.gateway.fleet, asyncio.get_running_loop()
-            for more in (40, 0):
-                document = json.loads(config.model_dump_json(by_alias=True, exclude_none=True))
-                document["instances"] += [
-                    {"id": f"n{i}", "base_url": f"http://127.0.0.1:{i + 1}"} for i in range(more)
-                ]
-                path.write_text(json.dumps(document))
-                sizes, over = [len(fleet.instances)], asyncio.Event()
+    async with from_file(tmp_path) as made:
+        fleet, loop = made.running.gateway.fleet, asyncio.get_running_loop()
+        first = {"id": "i0", "base_url": made.fakes[0].url, "profile": FAST}
+        many = [{"id": f"n{i}", "base_url": f"http://127.0.0.1:{i + 1}"} for i in range(40)]
+        for more in (40, 0):
+            sizes, over = [len(fleet.instances)], asyncio.Event()
 
-                def look(sizes: list[int] = sizes, over: asyncio.Event = over) -> None:
-                    sizes.append(len(fleet.instances))
-                    if not over.is_set():
-                        loop.call_soon(look)
+            def look(sizes: list[int] = sizes, over: asyncio.Event = over) -> None:
+                sizes.append(len(fleet.instances))
+                if not over.is_set():
+                    loop.call_soon(look)
 
-                look()
-                await running.gateway.reloader.reload("a test")
-                over.set()
-                await asyncio.sleep(1)
-                assert sizes[-1] == 1 + more
-                assert {abs(b - a) for a, b in pairwise(sizes)} == {0, 1}
+            look()
+            await made.reload(instances=[first, *many[:more]])
+            over.set()
+            await asyncio.sleep(1)
+            assert sizes[-1] == 1 + more
+            assert {abs(b - a) for a, b in pairwise(sizes)} == {0, 1}
 
 
 def test_equal_instances_share_one_tls_context(tmp_path: Path) -> None:
@@ -131,56 +120,51 @@ def test_equal_instances_share_one_tls_context(tmp_path: Path) -> None:
     assert len(contexts) == len(fleet.contexts) == 2
 
 
-async def test_an_instance_that_rests_is_scraped_less_often_until_it_works() -> None:
-    def busy(running: int, total: int) -> str:
-        return (
-            f'vllm:num_requests_running{{engine="0"}} {running}\n'
-            f'vllm:num_requests_waiting{{engine="0"}} 0\n'
-            f'vllm:prompt_tokens_total{{engine="0"}} {total}\n'
-        )
+def busy(running: int, total: int) -> str:
+    return (
+        f'vllm:num_requests_running{{engine="0"}} {running}\n'
+        f'vllm:num_requests_waiting{{engine="0"}} 0\n'
+        f'vllm:prompt_tokens_total{{engine="0"}} {total}\n'
+    )
 
-    async with fake_instances(1) as fakes:
-        scrapes, probes = count_asked(fakes[0], "/metrics"), count_asked(fakes[0], "/health")
-        fakes[0].metrics = busy(0, 7)
-        config = config_for(fakes, health={"probe_interval_s": 0.5, "scrape_interval_s": 2})
-        async with running_gateway(config):
-            await asyncio.sleep(60)
-            assert 6 <= len(scrapes) <= 12  # and not 30
-            # Twice a second at first, then once; each scrape comes with a probe of its own.
-            assert 50 <= len(probes) <= 60 + 12 + len(scrapes)
-            probes.clear()
-            await asyncio.sleep(20)
-            assert 18 <= len(probes) <= 26  # and not 40
-            fakes[0].metrics = busy(1, 9)
-            await asyncio.sleep(12)
-            scrapes.clear()
-            probes.clear()
-            await asyncio.sleep(20)
-            assert 5 <= len(scrapes) <= 11
-            assert len(probes) >= 36
-            # One that rests and fails is looked at as often as any.
-            fakes[0].metrics = busy(0, 9)
-            await asyncio.sleep(20)
-            fakes[0].healthy = False
-            probes.clear()
-            await asyncio.sleep(10)
-            assert len(probes) >= 18
+
+async def test_an_instance_that_rests_is_scraped_less_often_until_it_works() -> None:
+    fake, health = FakeInstance(), {"probe_interval_s": 0.5, "scrape_interval_s": 2}
+    scrapes, probes = count_asked(fake, "/metrics"), count_asked(fake, "/health")
+    fake.metrics = busy(0, 7)
+    async with rig([fake], health=health):
+        await asyncio.sleep(60)
+        assert 6 <= len(scrapes) <= 12  # and not 30
+        # Twice a second at first, then once; each scrape comes with a probe of its own.
+        assert 50 <= len(probes) <= 60 + 12 + len(scrapes)
+        probes.clear()
+        await asyncio.sleep(20)
+        assert 18 <= len(probes) <= 26  # and not 40
+        fake.metrics = busy(1, 9)
+        await asyncio.sleep(12)
+        scrapes.clear()
+        probes.clear()
+        await asyncio.sleep(20)
+        assert 5 <= len(scrapes) <= 11
+        assert len(probes) >= 36
+        # One that rests and fails is looked at as often as any.
+        fake.metrics = busy(0, 9)
+        await asyncio.sleep(20)
+        fake.healthy = False
+        probes.clear()
+        await asyncio.sleep(10)
+        assert len(probes) >= 18
 
 
 async def test_probes_of_an_instance_that_rests_open_no_connection_anew() -> None:
-    async with fake_instances(1) as fakes:
-        fakes[0].metrics = (
-            'vllm:num_requests_running{engine="0"} 0\n'
-            'vllm:num_requests_waiting{engine="0"} 0\n'
-            'vllm:prompt_tokens_total{engine="0"} 7\n'
-        )
-        config = config_for(fakes, health={"probe_interval_s": 3, "scrape_interval_s": 2})
-        async with running_gateway(config):
-            await asyncio.sleep(60)
-            probes, connections = count_asked(fakes[0], "/health"), set(fakes[0]._writers)
-            await asyncio.sleep(60)
-            assert 8 <= len(probes) <= 12
-            assert fakes[0]._writers == connections
+    fake, health = FakeInstance(), {"probe_interval_s": 3, "scrape_interval_s": 2}
+    fake.metrics = busy(0, 7)
+    async with rig([fake], health=health):
+        await asyncio.sleep(60)
+        probes, connections = count_asked(fake, "/health"), set(fake._writers)
+        await asyncio.sleep(60)
+        assert 8 <= len(probes) <= 12
+        assert fake._writers == connections
 
 
 def hold_at_health(fake: FakeInstance) -> None:

@@ -4,12 +4,11 @@ import asyncio
 import json
 import logging
 
-import httpx
 import pytest
 
 from hetero_gateway.cli import main
-from tests.fakes.running import FAST, config_for, eventually, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import FAST, eventually, rig
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 OTHER = "instance i0: its profile is of Llama-3-8B, and it serves qwen-14b"
 TWICE = "instance again: it has the address of i0: one server would be counted as two"
@@ -22,11 +21,10 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_a_profile_of_another_model_is_seen_when_the_instance_says_what_it_serves(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with fake_instances(1, models=("qwen-14b",)) as fakes:
-        async with running_gateway(config_for(fakes, profiles=(FAST,))) as running:
-            assert logged(caplog) == [OTHER]
-            assert await asyncio.to_thread(main, ["status", running.url]) == 0
-            assert f"warning: {OTHER}" in capsys.readouterr().out.splitlines()
+    async with rig([FakeInstance(("qwen-14b",))], profiles=(FAST,)) as (running, *_):
+        assert logged(caplog) == [OTHER]
+        assert await asyncio.to_thread(main, ["status", running.url]) == 0
+        assert f"warning: {OTHER}" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -35,39 +33,32 @@ async def test_a_profile_of_another_model_is_seen_when_the_instance_says_what_it
 async def test_behind_an_alias_the_checkpoint_is_looked_at(
     root: str, odd: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with fake_instances(1, models=("chat",)) as fakes:
-        fakes[0].models_body = json.dumps({"data": [{"id": "chat", "root": root}]}).encode()
-        async with running_gateway(config_for(fakes, profiles=(FAST,))):
-            assert (
-                logged(caplog)
-                == [f"instance i0: its profile is of Llama-3-8B, and it serves {root}"] * odd
-            )
+    fake = FakeInstance(("chat",))
+    fake.models_body = json.dumps({"data": [{"id": "chat", "root": root}]}).encode()
+    async with rig([fake], profiles=(FAST,)):
+        said = f"instance i0: its profile is of Llama-3-8B, and it serves {root}"
+        assert logged(caplog) == [said] * odd
 
 
 async def test_a_warning_comes_with_a_change_once_and_goes_with_its_cause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with fake_instances(1, models=("llama-3-8b",)) as fakes:
-        config = config_for(fakes, profiles=(FAST,))
-        async with running_gateway(config) as running, httpx.AsyncClient() as client:
+    async with rig([FakeInstance(("llama-3-8b",))], profiles=(FAST,)) as (_, client, fakes):
 
-            async def warnings() -> list[str]:
-                answer = await client.get(f"{running.url}/admin/instances")
-                return answer.json()["warnings"]
+        async def warnings() -> list[str]:
+            return (await client.get("/admin/instances")).json()["warnings"]
 
-            assert await warnings() == logged(caplog) == []
-            twin = {"id": "again", "base_url": fakes[0].url + "/"}
-            await client.post(f"{running.url}/admin/instances", json=twin)
-            assert await warnings() == [TWICE]
-            await eventually(lambda: logged(caplog) == [TWICE])
-            await client.post(
-                f"{running.url}/admin/instances",
-                json=twin | {"id": "x", "base_url": "http://127.0.0.1:1"},
-            )
-            await asyncio.sleep(60)
-            assert logged(caplog) == [TWICE]
-            await client.delete(f"{running.url}/admin/instances/again")
-            assert await warnings() == []
+        assert await warnings() == logged(caplog) == []
+        twin = {"id": "again", "base_url": fakes[0].url + "/"}
+        await client.post("/admin/instances", json=twin)
+        assert await warnings() == [TWICE]
+        await eventually(lambda: logged(caplog) == [TWICE])
+        other = twin | {"id": "x", "base_url": "http://127.0.0.1:1"}
+        await client.post("/admin/instances", json=other)
+        await asyncio.sleep(60)
+        assert logged(caplog) == [TWICE]
+        await client.delete("/admin/instances/again")
+        assert await warnings() == []
 
 
 async def test_a_configured_model_that_the_server_does_not_list_is_warned_of(
@@ -75,15 +66,12 @@ async def test_a_configured_model_that_the_server_does_not_list_is_warned_of(
 ) -> None:
     caplog.set_level(logging.WARNING)
     async with fake_instances(1, models=("served",)) as fakes:
-        config = config_for(fakes, profiles=(None,))
-        (instance,) = config.instances
-        wrong = instance.model_copy(update={"model": "wanted"})
-        async with running_gateway(config.model_copy(update={"instances": [wrong]})):
-            assert logged(caplog) == [
-                "instance i0: its server does not list wanted; it lists served"
-            ]
+        wrong = {"id": "i0", "base_url": fakes[0].url, "model": "wanted"}
+        async with rig(fakes, instances=[wrong]):
+            said = "instance i0: its server does not list wanted; it lists served"
+            assert logged(caplog) == [said]
 
 
 async def test_a_gateway_without_instances_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    async with running_gateway(config_for([])):
+    async with rig(0):
         assert logged(caplog) == ["there are no instances: every request gets an error"]

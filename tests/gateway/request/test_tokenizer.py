@@ -1,13 +1,11 @@
 """Exact prompt lengths from a local tokenizer file."""
 
 import asyncio
-import hashlib
 import json
 import threading
 import tracemalloc
 from pathlib import Path
 
-import httpx
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
@@ -15,8 +13,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.gateway.request.tokenizer import Tokenizer
-from tests.fakes.running import config_for, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.gateway_files import clients
+from tests.fakes.running import rig
 
 
 @pytest.fixture
@@ -74,41 +72,25 @@ async def test_long_prompts_leave_the_event_loop_alone(
 
 async def test_the_scheduler_sees_the_exact_length(file: Path) -> None:
     scheduler = {"tokens": {"tokenizer_file": str(file)}}
-    async with (
-        fake_instances(1) as fakes,
-        running_gateway(config_for(fakes, scheduler=scheduler)) as running,
-    ):
-        async with httpx.AsyncClient(base_url=running.url) as client:
-            body = {"model": "m", "prompt": "a " * 77}
-            assert (await client.post("/v1/completions", json=body)).status_code == 200
-        assert (
-            next(running.gateway.dataplane.decisions.newest_first()).decision.request.prompt_tokens
-            == 77
-        )
+    async with rig(scheduler=scheduler) as (running, client, _):
+        body = {"model": "m", "prompt": "a " * 77}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        placed = next(running.gateway.dataplane.decisions.newest_first()).decision
+        assert placed.request.prompt_tokens == 77
 
 
 async def test_a_request_that_is_refused_once_it_is_counted_is_no_bug(
     file: Path, tmp_path: Path
 ) -> None:
-    keys = tmp_path / "keys.yaml"
-    digest = hashlib.sha256(b"ka").hexdigest()
-    keys.write_text(f"keys: [{{name: a, hash: 'sha256:{digest}', models: [other]}}]")
-    async with fake_instances(1) as fakes:
-        config = config_for(
-            fakes,
-            scheduler={"tokens": {"tokenizer_file": str(file)}},
-            clients={"keys_file": str(keys)},
-        )
-        headers = {"authorization": "Bearer ka"}
-        async with (
-            running_gateway(config) as running,
-            httpx.AsyncClient(base_url=running.url, headers=headers) as client,
-        ):
-            for repeats in (77, 200_000):  # read at once, and in steps
-                body = {"model": "m", "prompt": "a " * repeats}
-                answer = await client.post("/v1/completions", json=body)
-                assert answer.status_code == 403
-                assert answer.json()["error"]["code"] == "model_not_allowed"
+    scheduler = {"tokens": {"tokenizer_file": str(file)}}
+    keys = clients(tmp_path, a={"models": ["other"]})
+    async with rig(scheduler=scheduler, clients=keys) as (_, client, _):
+        client.headers["authorization"] = "Bearer ka"
+        for repeats in (77, 200_000):  # read at once, and in steps
+            body = {"model": "m", "prompt": "a " * repeats}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "model_not_allowed"
 
 
 def test_a_missing_or_broken_file_is_a_configuration_error(tmp_path: Path) -> None:

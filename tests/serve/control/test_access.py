@@ -15,8 +15,8 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.server_config import ServerConfig
 from hetero_gateway.serve.control.docs_page import docs_page
-from tests.fakes.running import Rig, RunningGateway, config_for, rig, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.reloads import from_file
+from tests.fakes.running import Rig, RunningGateway, rig
 
 ADMIN_KEY = "admin-secret-31415"
 CLIENT_KEY = "client-secret-2718"
@@ -262,22 +262,17 @@ async def test_each_change_leaves_a_line_and_no_secret(
     workers: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO, "hetero_gateway.audit")
-    async with fake_instances(1) as fakes:
-        config = config_for(fakes, server={"admin_key_env": "ADMIN_KEY_9"})
-        path = tmp_path / "gateway.yaml"
-        path.write_text(config.model_dump_json(exclude_none=True))
-        async with (
-            running_gateway(config, path, workers=workers) as running,
-            httpx.AsyncClient(base_url=running.url, headers=OPENED) as client,
-        ):
-            entry = {"id": "late", "base_url": fakes[0].url}
-            await client.post("/admin/instances", content=json.dumps(entry))
-            await client.patch("/admin/instances/late", json={"draining": True})
-            await client.delete("/admin/instances/late")
-            await client.delete("/admin/instances/nobody")
-            await client.post("/admin/reload")
-            await client.post("/admin/reload", headers={"authorization": "Bearer guessed"})
-            await client.get("/admin/instances")
+    server = {"admin_key_env": "ADMIN_KEY_9"}
+    async with from_file(tmp_path, workers=workers, server=server) as (*_, client, fakes):
+        client.headers.update(OPENED)
+        entry = {"id": "late", "base_url": fakes[0].url}
+        await client.post("/admin/instances", content=json.dumps(entry))
+        await client.patch("/admin/instances/late", json={"draining": True})
+        await client.delete("/admin/instances/late")
+        await client.delete("/admin/instances/nobody")
+        await client.post("/admin/reload")
+        await client.post("/admin/reload", headers={"authorization": "Bearer guessed"})
+        await client.get("/admin/instances")
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split("; ")[0] for line in lines] == [
         "audit: POST /admin/instances: 201",

@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import yaml
 
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
 from hetero_gateway.core.policies.base import PlacesAtOnce, number
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
-from tests.fakes.running import CHAT, FAST, config_for, eventually, faked, rig, running_gateway
+from tests.fakes.reloads import from_file
+from tests.fakes.running import CHAT, FAST, eventually, faked, rig
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 ADMIN_KEY = "admin-secret-31415"
@@ -349,43 +349,37 @@ async def test_without_a_key_it_is_off_unless_bound_to_loopback() -> None:
 async def test_no_answer_ever_holds_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("TEST_INSTANCE_KEY", INSTANCE_KEY)
-    path = tmp_path / "gateway.yaml"
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    async with fake_instances(2) as fakes:
-        config = config_for(fakes, server={"admin_key_env": "TEST_ADMIN_KEY"})
-        keyed = {"api_key_env": "TEST_INSTANCE_KEY"}
-        data = config.model_dump(mode="json", exclude_unset=True)
-        data["instances"] = [entry | keyed for entry in data["instances"]]
-        path.write_text(yaml.safe_dump(data))
-        async with (
-            running_gateway(config, path) as running,
-            httpx.AsyncClient(base_url=running.url) as client,
-        ):
-            reloaded = await client.post("/admin/reload", headers=headers)
-            assert reloaded.json()["changed"] == ["i0", "i1"]
-            await eventually(lambda: all(i.up for i in running.gateway.fleet.instances.values()))
-            await client.post(CHAT, json=faked())
-            assert INSTANCE_KEY.encode() in b"".join(fakes[0].heads + fakes[1].heads)
-            await fakes[1].kill()
-            second = running.gateway.fleet.instances[InstanceId("i1")]
-            await eventually(lambda: not second.up)
-            # As httpx words it when a key cannot be a header.
-            second.down_reason = f"/health: Illegal header value b'Bearer {INSTANCE_KEY}\\n'"
-            answers = [reloaded, *[await client.get(p, headers=headers) for p in EVERY_READ]]
-            answers += [
-                await client.patch("/admin/instances/i1", json={"weight": 2}, headers=headers),
-                await client.post(
-                    "/admin/instances",
-                    json={"id": "i9", "base_url": "http://127.0.0.1:1", **keyed},
-                    headers=headers,
-                ),
-                await client.post("/admin/instances", json={"id": "i0"}, headers=headers),
-                await client.delete("/admin/instances/i1", headers=headers),
-                await client.get("/metrics"),
-                await client.get("/dashboard"),
-                await client.get("/admin/instances", headers={"authorization": "Bearer no"}),
-            ]
-            for answer in answers:
-                shown = answer.text + json.dumps(dict(answer.headers))
-                assert ADMIN_KEY not in shown
-                assert INSTANCE_KEY not in shown
+    server, keyed = {"admin_key_env": "TEST_ADMIN_KEY"}, {"api_key_env": "TEST_INSTANCE_KEY"}
+    async with from_file(tmp_path, 2, server=server) as rig:
+        _, config, running, client, fakes = rig
+        instances = config.model_dump(mode="json", exclude_unset=True)["instances"]
+        rig.write(instances=[entry | keyed for entry in instances])
+        reloaded = await client.post("/admin/reload", headers=headers)
+        assert reloaded.json()["changed"] == ["i0", "i1"]
+        await eventually(lambda: all(i.up for i in running.gateway.fleet.instances.values()))
+        await client.post(CHAT, json=faked())
+        assert INSTANCE_KEY.encode() in b"".join(fakes[0].heads + fakes[1].heads)
+        await fakes[1].kill()
+        second = running.gateway.fleet.instances[InstanceId("i1")]
+        await eventually(lambda: not second.up)
+        # As httpx words it when a key cannot be a header.
+        second.down_reason = f"/health: Illegal header value b'Bearer {INSTANCE_KEY}\\n'"
+        answers = [reloaded, *[await client.get(p, headers=headers) for p in EVERY_READ]]
+        answers += [
+            await client.patch("/admin/instances/i1", json={"weight": 2}, headers=headers),
+            await client.post(
+                "/admin/instances",
+                json={"id": "i9", "base_url": "http://127.0.0.1:1", **keyed},
+                headers=headers,
+            ),
+            await client.post("/admin/instances", json={"id": "i0"}, headers=headers),
+            await client.delete("/admin/instances/i1", headers=headers),
+            await client.get("/metrics"),
+            await client.get("/dashboard"),
+            await client.get("/admin/instances", headers={"authorization": "Bearer no"}),
+        ]
+        for answer in answers:
+            shown = answer.text + json.dumps(dict(answer.headers))
+            assert ADMIN_KEY not in shown
+            assert INSTANCE_KEY not in shown

@@ -9,8 +9,8 @@ import pytest
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.client_keys import read_keys
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
-from tests.fakes.running import config_for, eventually, rig, running_gateway
-from tests.fakes.vllm import fake_instances
+from tests.fakes.running import eventually, rig
+from tests.fakes.vllm import FakeInstance, fake_instances
 
 ODD = {
     "NUL": "a\0b",
@@ -78,14 +78,13 @@ async def test_paths_with_odd_names_are_answered_and_logged_in_one_line(
 async def test_odd_names_that_an_instance_lists_are_left_out_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with fake_instances(1) as fakes:
-        rows = [{"id": name} for name in ("good", *ODD.values())]
-        fakes[0].models_body = json.dumps({"object": "list", "data": rows}).encode()
-        async with running_gateway(config_for(fakes)) as running:
-            instance = running.gateway.fleet.instances["i0"]  # type: ignore[index]
-            await eventually(lambda: instance.models == {"good"})
-            probed = running.gateway.health._probed[instance.id]
-            await eventually(lambda: probed.scrapes > 20)
+    fake, rows = FakeInstance(), [{"id": name} for name in ("good", *ODD.values())]
+    fake.models_body = json.dumps({"object": "list", "data": rows}).encode()
+    async with rig([fake]) as (running, *_):
+        instance = running.gateway.fleet.instances["i0"]  # type: ignore[index]
+        await eventually(lambda: instance.models == {"good"})
+        probed = running.gateway.health._probed[instance.id]
+        await eventually(lambda: probed.scrapes > 20)
         told = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
         assert len(told) == 1
         assert f"{len(ODD)} of the models" in told[0]
