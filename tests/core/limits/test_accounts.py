@@ -192,3 +192,14 @@ def test_a_client_is_told_of_the_account_that_has_least_left() -> None:
     admitted((key, group), 200, 30.5)
     assert standing((key, group)) == (4, 3, 1000, 800)
     assert standing(()) == (None, 0, None, 0)
+
+
+def test_what_is_settled_as_a_second_begins_hides_no_request_of_it() -> None:
+    a = account(requests=2)
+    charge = admitted((a,), 10, 0.0)
+    charge.settle(20, 50.0)  # the tokens' window is of that second, the requests' is not yet
+    admitted((a,), 0, 50.5)
+    assert denied((a,), 0, 51.0).wait_s == 10.0
+    admitted((a,), 0, 61.0)
+    assert denied((a,), 0, 110.9).limit is Limit.REQUESTS
+    admitted((a,), 0, 111.0)

@@ -73,4 +73,4 @@ def test_no_more_is_remembered_than_there_are_keys_and_wrong_ones_never() -> Non
         scheme = "".join(c.upper() if i >> n & 1 else c for n, c in enumerate("bearer"))
         assert asks(admission, b"authorization", f"{scheme} {key_of('ann')}").name == "ann"
         assert refused(admission, b"authorization", f"Bearer {key_of(str(i))}")
-        assert len(admission._shown) <= 5
+        assert sum(map(len, admission._shown.values())) <= 5

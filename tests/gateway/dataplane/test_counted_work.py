@@ -427,7 +427,7 @@ async def test_what_a_request_is_taken_to_cost_is_within_a_quarter_of_its_usage(
                 # Of one sequence, as far as it is placed: memory is what all of them have.
                 mean = case.prompt_tokens / case.prompts
                 assert job.request.prompt_tokens == pytest.approx(mean, rel=0.25, abs=1), shown
-                assert job.estimated_tokens >= prompt_tokens(job)
+                assert job.estimated_tokens() >= prompt_tokens(job)
                 if WORK_BY_PATH[path] is Work.GENERATE and path != "/invocations":
                     assert job.parsed.max_output_tokens == case.most, shown
 

@@ -13,10 +13,10 @@ what it was beyond that is charged as it is settled.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from hetero_gateway.core.limits.window import SLOTS, Window
+from hetero_gateway.core.limits.window import UNLIMITED, Window
 
 
 class Limits(NamedTuple):
@@ -54,26 +54,19 @@ class Denial(NamedTuple):
     wait_s: float | None
 
 
-class LimitStanding(NamedTuple):
-    """How a client stands once a request is charged: of its accounts, where least is left.
-
-    What was used last counts for ``SLOTS`` seconds from now. None: no limit.
-    """
-
-    limit_requests: int | None
-    remaining_requests: int
-    limit_tokens: int | None
-    remaining_tokens: int
-
-
-# One for every request: a NamedTuple's own constructor is a function in Python.
-_new_standing: Callable[[type[LimitStanding], tuple[Any, ...]], LimitStanding] = tuple.__new__
+# How a client stands once a request is charged, by the account where least is left: the limit of
+# requests, what remains of it, and the same of tokens. What was used last counts for ``SLOTS``
+# seconds from now. A limit of None: there is none, and what remains says nothing.
+LimitStanding = tuple[int | None, int, int | None, int]
 
 
 class Account:
-    """What a key, or all keys of a group, have used. ``name``: unique; ``in_flight``: now, here."""
+    """What a key, or all keys of a group, have used.
 
-    __slots__ = ("concurrency", "in_flight", "name", "others_in_flight", "requests", "tokens")
+    ``name``: unique. ``in_flight``: now, here; ``room``: how many of them there may be.
+    """
+
+    __slots__ = ("_elsewhere", "concurrency", "in_flight", "name", "requests", "room", "tokens")
 
     def __init__(self, name: str, limits: Limits) -> None:
         self.name = name
@@ -91,11 +84,23 @@ class Account:
         self.requests.set_limit(limits.requests_per_minute)
         self.tokens.set_limit(limits.tokens_per_minute)
         self.concurrency = limits.concurrency
+        self.others_in_flight = self._elsewhere
+
+    @property
+    def others_in_flight(self) -> int:
+        """At other gateways."""
+        return self._elsewhere
+
+    @others_in_flight.setter
+    def others_in_flight(self, requests: int) -> None:
+        self._elsewhere = requests
+        most = UNLIMITED if self.concurrency is None else self.concurrency
+        self.room = most - requests
 
     def denial(self, tokens: int, now_s: float) -> Denial:
         """Why a request of this many tokens may not be served now; the windows are of now."""
         most = self.concurrency
-        if most is not None and self.in_flight + self.others_in_flight >= most:
+        if most is not None and self.in_flight >= self.room:
             return Denial(self.name, Limit.CONCURRENCY, most, None)
         which, window, amount = Limit.REQUESTS, self.requests, 1
         if window.remaining():
@@ -127,7 +132,7 @@ class Charge:
         for account in self._accounts:
             window = account.tokens
             window.advance(second)
-            if window.used + tokens > window.room:
+            if tokens > window.free:
                 wait_s = window.wait_s(tokens, now_s)
                 return Denial(account.name, Limit.TOKENS, window.limit or 0, wait_s)
         for account in self._accounts:
@@ -163,45 +168,45 @@ def admit(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge | De
         now_s: of a clock that never goes back.
     """
     second = int(now_s)
-    for account in accounts:
-        window = account.tokens
-        if window.second != second:
-            account.requests.advance(second)
-            window.advance(second)
-        limit = window.limit
-        if limit is not None and tokens > limit:
-            tokens = limit
-    # ``Account.denial``, ``standing`` and ``Window.use``, written out: this is done for every
-    # request, and what it reads has to be fetched from memory.
     requests_limit = tokens_limit = None
-    requests_left = tokens_left = 0
+    requests_left = tokens_left = UNLIMITED
     for account in accounts:
-        requests, window, most = account.requests, account.tokens, account.concurrency
-        free = requests.room - requests.used - 1
-        tokens_free = window.room - window.used - tokens
-        if (
-            free < 0
-            or tokens_free < 0
-            or (most is not None and account.in_flight + account.others_in_flight >= most)
-        ):
-            return account.denial(tokens, now_s)
-        limit = requests.limit
-        if limit is not None and (requests_limit is None or free < requests_left):
-            requests_limit, requests_left = limit, free
-        limit = window.limit
-        if limit is not None and (tokens_limit is None or tokens_free < tokens_left):
-            tokens_limit, tokens_left = limit, tokens_free
-    slot = second % SLOTS
-    for account in accounts:
-        window = account.requests
-        window.slots[slot] += 1
-        window.used += 1
-        window = account.tokens
-        window.slots[slot] += tokens
-        window.used += tokens
+        requests, window = account.requests, account.tokens
+        if requests.second != second:
+            requests.advance(second)
+            window.advance(second)
+        requests_free = requests.free - 1
+        tokens_free = window.free - tokens
+        if requests_free < 0 or tokens_free < 0 or account.in_flight >= account.room:
+            return _without_room(accounts, account, tokens, now_s)
+        requests.free = requests_free
+        window.free = tokens_free
         account.in_flight += 1
+        if requests_free < requests_left:
+            requests_limit, requests_left = requests.limit, requests_free
+        if tokens_free < tokens_left:
+            tokens_limit, tokens_left = window.limit, tokens_free
     stands = (requests_limit, requests_left, tokens_limit, tokens_left)
-    return Charge(accounts, tokens, second, _new_standing(LimitStanding, stands))
+    return Charge(accounts, tokens, second, stands)
+
+
+def _without_room(
+    accounts: Sequence[Account], full: Account, tokens: int, now_s: float
+) -> Charge | Denial:
+    """The accounts before this one give back what they were charged.
+
+    If that is because of an estimate beyond all that is allowed, it is charged what is.
+    """
+    for account in accounts[: accounts.index(full)]:
+        account.requests.free += 1
+        account.tokens.free += tokens
+        account.in_flight -= 1
+    for account in accounts:
+        account.requests.advance(int(now_s))
+        account.tokens.advance(int(now_s))
+    limits = [account.tokens.limit for account in accounts]
+    most = min((limit for limit in limits if limit is not None), default=tokens)
+    return admit(accounts, most, now_s) if most < tokens else full.denial(tokens, now_s)
 
 
 def adopt(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge:
@@ -225,4 +230,4 @@ def standing(accounts: Sequence[Account]) -> LimitStanding:
         )
         for windows in ([a.requests for a in accounts], [a.tokens for a in accounts])
     )
-    return LimitStanding(requests[1], requests[0], tokens[1], tokens[0])
+    return requests[1], requests[0], tokens[1], tokens[0]

@@ -11,40 +11,60 @@ from __future__ import annotations
 WINDOW_S = 60
 SLOTS = WINDOW_S + 1
 # Where there is no limit: more than anybody uses.
-_UNLIMITED = 1 << 62
+UNLIMITED = 1 << 62
 
 
 class Window:
     """One limit, and what was used of it.
 
-    ``limit``: per minute; None: nobody asks. ``used``: within the last minute, here; ``others``:
-    the same of other gateways. ``room``: what the limit leaves of that to this one. ``second``: as
-    of which that is, a whole one, of a clock that never goes back. ``slots``: of each second modulo
-    61; together they are ``used``, and none of them is ever below 0.
+    ``limit``: per minute; None: nobody asks. ``free``: what it leaves to this gateway now; below 0
+    where more was used. Whoever uses some takes it off (``advance`` first). ``second``: as of which
+    that is, a whole one, of a clock that never goes back.
     """
 
-    __slots__ = ("_others", "limit", "room", "second", "slots", "used")
+    __slots__ = ("_noted", "_others", "_room", "_slots", "free", "limit", "second")
 
     def __init__(self, limit: int | None) -> None:
+        self.limit = limit
         self._others = 0
-        self.set_limit(limit)
-        self.used = 0
-        self.slots = [0] * SLOTS
+        self._room = self.free = UNLIMITED if limit is None else limit
+        # What was used in each second, and how much that is. Of this second it is only noted as
+        # somebody asks, so that a request changes one number and no list.
+        self._slots = [0] * SLOTS
+        self._noted = 0
         self.second = 0
 
     def set_limit(self, limit: int | None) -> None:
         """Another limit from now on; what was used stays so."""
+        used = self.used
         self.limit = limit
-        self.room = (_UNLIMITED if limit is None else limit) - self._others
+        self._room = (UNLIMITED if limit is None else limit) - self._others
+        self.free = self._room - used
+
+    @property
+    def used(self) -> int:
+        """Within the last minute, here."""
+        return self._room - self.free
+
+    @property
+    def slots(self) -> list[int]:
+        """Of each second modulo 61: together they are ``used``, and none of them is below 0."""
+        used = self._room - self.free
+        self._slots[self.second % SLOTS] += used - self._noted
+        self._noted = used
+        return self._slots
 
     @property
     def others(self) -> int:
+        """What other gateways have used within the last minute."""
         return self._others
 
     @others.setter
     def others(self, used: int) -> None:
+        here = self.used
+        self._room += self._others - used
         self._others = used
-        self.set_limit(self.limit)
+        self.free = self._room - here
 
     def __repr__(self) -> str:
         return f"<Window {self.used} + {self.others} of {self.limit}>"
@@ -54,49 +74,44 @@ class Window:
         passed = second - self.second
         if passed <= 0:
             return
-        first, self.second = self.second + 1, second
-        if not self.used:
-            return
-        if passed >= SLOTS:
-            self.slots = [0] * SLOTS
-            self.used = 0
-            return
-        slots = self.slots
-        for each in range(first, second + 1):
-            self.used -= slots[each % SLOTS]
-            slots[each % SLOTS] = 0
+        if self.used:
+            slots = self.slots
+            for each in range(self.second + 1, self.second + 1 + min(passed, SLOTS)):
+                old, slots[each % SLOTS] = slots[each % SLOTS], 0
+                self.free += old
+                self._noted -= old
+        self.second = second
 
     def remaining(self) -> int:
         """What may still be used now, at least 0."""
-        return max(0, self.room - self.used)
+        return max(0, self.free)
 
     def use(self, amount: int) -> None:
         """Use so much, now (``advance`` first), whatever the limit is."""
-        self.slots[self.second % SLOTS] += amount
-        self.used += amount
+        self.free -= amount
 
     def correct(self, charged_in: int, difference: int, second: int) -> None:
         """What was charged in that second turns out now to be so much more, or less.
 
         More is used now; less is given back where it was charged, if that still counts.
         """
-        if self.second != second:
-            self.advance(second)
-        if difference > 0:
-            charged_in = self.second
-        elif self.second - charged_in >= SLOTS:
-            return
-        self.slots[charged_in % SLOTS] += difference
-        self.used += difference
+        self.advance(second)
+        if difference < 0:
+            if self.second - charged_in >= SLOTS:
+                return
+            self.slots[charged_in % SLOTS] += difference
+            self._noted += difference
+        self.free -= difference
 
     def wait_s(self, amount: int, now_s: float) -> float:
         """How long until so much is free, if nothing more is used; at most 61 s."""
-        excess = self.used + amount - self.room
+        excess = amount - self.free
         if excess <= 0:
             return 0.0
+        slots = self.slots
         oldest = self.second - SLOTS + 1
         for each in range(oldest, self.second + 1):
-            excess -= self.slots[each % SLOTS]
+            excess -= slots[each % SLOTS]
             if excess <= 0:
                 return each + SLOTS - now_s
         return float(SLOTS)  # the others': they are gone by then

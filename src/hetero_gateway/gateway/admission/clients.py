@@ -12,11 +12,11 @@ client without name and limits.
 from __future__ import annotations
 
 import hmac
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 from hetero_gateway.core.limits.accounts import Account
 from hetero_gateway.core.types import DEFAULT_CLASS
@@ -24,7 +24,7 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.client_keys import MOST_KEY_BYTES, ClientLimits, KeyConfig, KeysFile
 from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts, ClientUsage, added
 from hetero_gateway.gateway.turns import in_turns
-from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.headers import CREDENTIALS, Headers
 
 # Steps of some milliseconds.
 _ENTRIES_AT_ONCE, _CLIENTS_AT_ONCE = 4000, 100
@@ -32,7 +32,8 @@ _AMOUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
 CLASS_HEADER = b"x-hetero-gateway-class"
 
 
-class Client(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Client:
     """Who asks.
 
     Args:
@@ -41,7 +42,7 @@ class Client(NamedTuple):
         models: that it may ask for; None: all.
         request_class: of its requests.
         classes: that a request may choose instead, by a header.
-        expires_s: since 1970; it is refused from then on.
+        expires_s: since 1970; it is refused from then on. None: never.
         group: whose limits it shares; "" where it has none.
         party: who it counts as where shares are fair: its group where that has a share, or itself.
         share: the party's weight.
@@ -52,7 +53,7 @@ class Client(NamedTuple):
     models: frozenset[str] | None = None
     request_class: str = DEFAULT_CLASS
     classes: frozenset[str] = frozenset()
-    expires_s: float = math.inf
+    expires_s: float | None = None
     group: str = ""
     party: str = ""
     share: float = 1.0
@@ -104,9 +105,10 @@ class Admission:
         self._hash_key = hash_key.encode() if hash_key else None
         self._clock = clock
         self._plain: dict[bytes, Client] = {}
-        # Fields that were right: at most two for each key, and one more. (The head's reader
-        # remembers fields, too, so this keeps no key in memory that would not be there.)
-        self._shown: dict[tuple[bytes, bytes], Client] = {}
+        # Values that were right in each field: at most two for each key, and one more. (The head's
+        # reader remembers fields, too, so this keeps no key in memory that would not be there.)
+        self._shown: dict[bytes, dict[bytes, Client]] = {name: {} for name in CREDENTIALS}
+        self._authorized = self._shown[b"authorization"]
         self._keyed: dict[bytes, Client] = {}
         self._by_name: dict[str, Client] = {}
         self._accounts: dict[str, Account] = {}
@@ -158,7 +160,8 @@ class Admission:
             self._accounts, self._by_name = accounts, by_name
             self.keys, self._plain, self._keyed = keys, plain, keyed
             self.has_key = True
-            self._shown = {}
+            for shown in self._shown.values():
+                shown.clear()
             self.chooses_class = any(client.classes for client in by_name.values())
 
         return apply
@@ -176,21 +179,21 @@ class Admission:
         Raises:
             Refusal: 401 unless they carry a key that is known: it may not be served.
         """
-        if self._key is None and self.keys is None:
-            return EVERYBODY
         # Nearly always one that was right before. Of several, the first need not be the one that is
         # remembered.
-        client = self._shown.get((b"authorization", authorization))
+        client = self._authorized.get(authorization)
         if client is None:
             client = self._search(headers)
-        if client.expires_s != math.inf and client.expires_s <= self._clock():
+        if client.expires_s is not None and client.expires_s <= self._clock():
             raise Refusal(401, "invalid_api_key", "The API key has expired.")
         return client
 
     def _search(self, headers: Headers) -> Client:
         """Whose key these headers show. Raises Refusal: 401, nobody's."""
+        if self._key is None and self.keys is None:
+            return EVERYBODY
         for name, value in headers:
-            if name == b"authorization" or name == b"x-api-key":
+            if name in CREDENTIALS:
                 client = self._find(name, value)
                 if client is not None:
                     return client
@@ -198,7 +201,8 @@ class Admission:
 
     def _find(self, name: bytes, value: bytes) -> Client | None:
         """Whose key a field shows; None: nobody's."""
-        client = self._shown.get((name, value))
+        shown = self._shown[name]
+        client = shown.get(value)
         if client is not None:
             return client
         key = value
@@ -213,9 +217,9 @@ class Admission:
         if client is None and self._key is not None and hmac.compare_digest(key, self._key):
             client = EVERYBODY
         if client is not None:
-            if len(self._shown) > 2 * len(self._by_name):
-                self._shown.clear()
-            self._shown[name, value] = client
+            if len(shown) > 2 * len(self._by_name):
+                shown.clear()
+            shown[value] = client
         return client
 
 
@@ -232,7 +236,7 @@ def _client(key: KeyConfig, keys: KeysFile, accounts: Mapping[str, Account]) -> 
         None if models is None else frozenset(models),
         key.request_class or of_group.request_class or DEFAULT_CLASS,
         frozenset(classes or ()),
-        math.inf if key.expires is None else key.expires.timestamp(),
+        None if key.expires is None else key.expires.timestamp(),
         key.group or "",
         f"group {key.group}" if shared else f"key {key.name}",
         (of_group.share if shared else key.share) or 1.0,
@@ -259,7 +263,7 @@ async def describe_clients(admission: Admission, now_s: float) -> AsyncIterator[
                 "class": client.request_class,
                 "classes": sorted(client.classes),
                 "share": client.share,
-                "expires": None if client.expires_s == math.inf else client.expires_s,
+                "expires": client.expires_s,
                 "limits": [_describe_account(account, now_s) for account in client.accounts],
                 "usage": {
                     **dict(zip(_AMOUNTS, sums, strict=True)),

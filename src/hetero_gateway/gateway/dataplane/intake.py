@@ -88,13 +88,12 @@ class Job:
     fell_back: bool = False
     waits: bool = True
 
-    @property
     def estimated_tokens(self) -> int:
         """All of its prompts' and outputs' tokens, as its client is charged for them at first."""
         request = self.request
         if self.inbound.work is _LIGHT:
             return 0
-        output_tokens = round(request.predicted_output_tokens * request.sequences)
+        output_tokens = int(request.predicted_output_tokens * request.sequences + 0.5)
         return request.prompt_tokens * self.parsed.prompt_count + output_tokens
 
     def __repr__(self) -> str:

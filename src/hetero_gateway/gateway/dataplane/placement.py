@@ -448,9 +448,9 @@ class LocalDispatcher:
         """``adopts``: the request is being served already, and so it has no limits."""
         job = self.intake.describe(inbound, client, parsed, counted)
         if client.accounts:
-            charge = self._limiter.adopt if adopts else self._limiter.charge
-            job.charge = charge(client, job.estimated_tokens)
-            job.standing = job.charge.standing
+            tokens, limiter = job.estimated_tokens(), self._limiter
+            charge = limiter.adopt(client, tokens) if adopts else limiter.charge(client, tokens)
+            job.charge, job.standing = charge, charge.standing
         return job
 
     def submit(

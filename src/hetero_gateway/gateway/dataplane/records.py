@@ -283,9 +283,9 @@ class Recorder:
         prompt = cached = 0
         told_prompt, output = told or (None, 0)
         if job.inbound.work is not _LIGHT and (told is not None or outcome in _COSTS_A_PROMPT):
-            request = job.request
-            prompt = told_prompt or request.prompt_tokens * job.parsed.prompt_count
-            cached = min(usage.cached_tokens or 0, prompt) if told is not None else 0
+            prompt = told_prompt or job.request.prompt_tokens * job.parsed.prompt_count
+            if told is not None and usage.cached_tokens:
+                cached = min(usage.cached_tokens, prompt)
         if job.charge is not None:
             job.charge.settle(prompt + output, now_s)
         self._usage.count(job.client.name, job.request.model, prompt, cached, output)
