@@ -19,18 +19,12 @@ from hetero_gateway.core.limits.window import WINDOW_S, Window
 
 AMOUNTS = st.integers(0, 400)
 # (seconds that pass, what happens, how much)
-EVENTS = st.lists(
-    st.tuples(
-        st.floats(0, 45, allow_nan=False), st.sampled_from(("admit", "settle", "end")), AMOUNTS
-    ),
-    max_size=80,
-)
+KINDS = st.sampled_from(("admit", "settle", "end"))
+EVENTS = st.lists(st.tuples(st.floats(0, 45), KINDS, AMOUNTS), max_size=80)
 
 
-def account(
-    requests: int | None = None, tokens: int | None = None, concurrency: int | None = None
-) -> Account:
-    return Account("a", Limits(requests, tokens, concurrency))
+def account(requests: int | None = None, tokens: int | None = None, most: int = 99) -> Account:
+    return Account("a", Limits(requests, tokens, most))
 
 
 def admitted(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge:
@@ -196,8 +190,7 @@ def test_a_client_is_told_of_the_account_that_has_least_left() -> None:
 
 def test_what_is_settled_as_a_second_begins_hides_no_request_of_it() -> None:
     a = account(requests=2)
-    charge = admitted((a,), 10, 0.0)
-    charge.settle(20, 50.0)  # the tokens' window is of that second, the requests' is not yet
+    admitted((a,), 10, 0.0).settle(20, 50.0)  # the tokens' window is of that second alone
     admitted((a,), 0, 50.5)
     assert denied((a,), 0, 51.0).wait_s == 10.0
     admitted((a,), 0, 61.0)
