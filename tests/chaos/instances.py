@@ -14,12 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.server import EmulatedServer
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
+from hetero_gateway.lab.load.emulated import write_profile
 from tests.chaos.faults import Faults, faulty
 from tests.fakes.vllm import bound
 
@@ -136,22 +135,10 @@ def make_instances(count: int, seed: int) -> list[Instance]:
 
 def write_profiles(instances: list[Instance], directory: Path) -> dict[str, str]:
     """Profile files; the path by instance."""
-    paths = {}
+    paths = {instance.id: directory / f"{instance.id}.yaml" for instance in instances}
     for instance in instances:
-        known = profile(instance.slowness)
-        document = {
-            "gpu": known.gpu,
-            "model": known.model,
-            "tensor_parallel": 1,
-            "constants": {f"p{i}": getattr(known.constants, f"p{i}") for i in range(1, 9)},
-            "kv_capacity_tokens": known.kv_capacity_tokens,
-            "max_num_seqs": known.max_num_seqs,
-            "source": {"how": "derived", "note": "made up"},
-        }
-        path = directory / f"{instance.id}.yaml"
-        path.write_text(yaml.safe_dump(document), "utf-8")
-        paths[instance.id] = str(path)
-    return paths
+        write_profile(profile(instance.slowness), paths[instance.id])
+    return {name: str(path) for name, path in paths.items()}
 
 
 def _serve(port: int, slowness: float, seed: int, control: Connection) -> None:

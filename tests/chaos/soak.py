@@ -134,9 +134,8 @@ def serve_instance(port: int, interval_s: float, control: Pipe) -> None:
 class Counts:
     """What the clients saw."""
 
-    opened: int = 0  # idle connections
     closed: int = 0  # of them, by the gateway
-    open: int = 0
+    open: int = 0  # idle connections
     streaming: int = 0
     completed: int = 0
     broken: int = 0
@@ -176,7 +175,6 @@ class _Idle(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._counts.open += 1
-        self._counts.opened += 1
         # A request, so that it is a connection that is kept, not one that has sent nothing.
         cast(asyncio.Transport, transport).write(_IDLE_REQUEST)
 

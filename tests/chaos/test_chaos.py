@@ -19,9 +19,9 @@ from tests.chaos.disturbances import draw_disturbances
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*words: str) -> dict[str, Any]:
+def run(module: str, *words: str) -> dict[str, Any]:
     """The document of a run that broke no promise."""
-    command = [sys.executable, "-m", "tests.chaos", "--json", *words]
+    command = [sys.executable, "-m", module, "--json", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout, done.stderr[-2000:]
     document: dict[str, Any] = json.loads(done.stdout)
@@ -32,7 +32,7 @@ def run(*words: str) -> dict[str, Any]:
 @pytest.mark.system
 @pytest.mark.slow
 def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
-    document = run("--seed", "1", "--seconds", "12", "--clients", "100")
+    document = run("tests.chaos", "--seed", "1", "--seconds", "12", "--clients", "100")
     assert document["outcomes"]["completed"] > 100
     assert sum(document["disturbances"].values()) > 5
     assert {"restart", "stop", "reload"} <= document["disturbances"].keys()
@@ -41,9 +41,22 @@ def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
 @pytest.mark.system
 @pytest.mark.slow
 def test_workers_and_their_scheduler_are_killed_too() -> None:
-    document = run("--seed", "3", "--seconds", "14", "--clients", "60", "--workers", "2")
+    document = run(
+        "tests.chaos", "--seed", "3", "--seconds", "14", "--clients", "60", "--workers", "2"
+    )
     assert document["outcomes"]["completed"] > 100
     assert {"worker killed", "scheduler killed"} <= document["disturbances"].keys()
+
+
+@pytest.mark.system
+@pytest.mark.slow
+def test_streams_and_idle_connections_leave_memory_and_descriptors_where_they_were() -> None:
+    """scripts/soak, shortly and small."""
+    words = ("--seconds", "9", "--streams", "50", "--idle", "400", "--interval", "0.02")
+    document = run("tests.chaos.soak", *words)
+    assert document["figures"]["streams_completed"] > 0
+    # Both sides of each stream, and the idle ones.
+    assert document["rows"][-1]["descriptors"] >= 2 * 50 + 400
 
 
 # What the verdicts are worth: each of these answers must be found out.

@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,7 +15,7 @@ import pytest
 import yaml
 
 from hetero_gateway.files.admin_key import find
-from tests.fakes.processes import Process, children_of
+from tests.fakes.processes import Process, children_of, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -71,13 +70,6 @@ def opens(url: str, key: str) -> bool:
     status = httpx.get(f"{url}/admin/instances", headers=headers, timeout=PATIENCE_S).status_code
     assert status in (200, 401)
     return status == 200
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -167,21 +159,20 @@ def test_with_workers_the_key_outlives_each_process_and_ends_with_the_supervisor
         before = children_of(gateway.process.pid)
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)
-        until(
-            lambda: len(set(children_of(gateway.process.pid).values()) - set(before.values())) == 3
-        )
+        old = set(before.values())
+        wait_for("others", lambda: len(set(children_of(gateway.process.pid).values()) - old) == 3)
 
         def answers() -> bool:
             with contextlib.suppress(httpx.HTTPError):
                 return httpx.get(f"{gateway.url}/version", timeout=PATIENCE_S).is_success
             return False
 
-        until(answers)
+        wait_for("an answer", answers)
         assert key_of(gateway.url) == key
         assert opens(gateway.url, key)
         assert key not in "".join(gateway.lines)
         gateway.process.kill()
-        until(lambda: not list(runtime.iterdir()))
+        wait_for("no key", lambda: not list(runtime.iterdir()))
 
 
 def test_a_key_that_cannot_be_kept_costs_the_commands_alone(config, tmp_path, monkeypatch):

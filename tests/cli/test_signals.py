@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.fakes.processes import Process
+from tests.fakes.processes import Process, until
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -32,12 +31,6 @@ def children(pid: int) -> list[int]:
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 60.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not await condition():  # noqa: ASYNC110 - it asks another process
-            await asyncio.sleep(0.05)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_sighup_reloads_and_sigterm_drains(tmp_path, workers):
     path = tmp_path / "gateway.yaml"
@@ -55,7 +48,7 @@ async def test_sighup_reloads_and_sigterm_drains(tmp_path, workers):
 
             body = STREAM | {"fake": {"events": 40, "delay_s": 0.1}}
             under_way = asyncio.ensure_future(client.post(url + CHAT, json=body))
-            await until(lambda: _is(fakes[0].open == 1))
+            await until(lambda: fakes[0].open == 1)
             drains = {"server": {"drain_s": 1.5, "shutdown_timeout_s": 60}}
             write(path, fakes, scheduler={"policy": "round-robin"}, **drains)
             os.kill(gateway.process.pid, signal.SIGHUP)
@@ -114,7 +107,3 @@ async def test_a_worker_that_is_started_again_has_the_configuration_in_effect(tm
         finally:
             await client.aclose()
             await asyncio.to_thread(gateway.stop)
-
-
-async def _is(what: bool) -> bool:
-    return what

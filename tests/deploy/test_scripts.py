@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from benchmarks.ports import free_port
 from hetero_gateway.deploy.directory import render_deployment, write_deployment
 from tests.deploy.plans import EACH_PLAN, ONE_MACHINE, options, plan
+from tests.fakes.processes import alive, wait_for
 
 PATIENCE_S = 60.0
 NASTY = '/models/it\'s a "$HOME" `model` ${X} \\ }'
@@ -68,13 +68,6 @@ def fakes(tmp_path) -> Fakes:
     return Fakes(tmp_path)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
 def written(folder: Path, planned=ONE_MACHINE, **changes) -> Path:
     """The script of the plan's only machine, on free ports."""
     (machine,) = planned.machines
@@ -114,13 +107,6 @@ def said(process: subprocess.Popen, words: str) -> list[str]:
     raise AssertionError(f"ended without {words!r}: {lines}")
 
 
-def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(alive(pid) for pid in pids)
-
-
 @EACH_PLAN
 def test_bash_accepts_every_script(planned, emulate, tmp_path):
     files = render_deployment(planned, options(emulate=emulate, model=NASTY))
@@ -157,7 +143,8 @@ def test_a_script_starts_its_instances_and_stops_every_process_of_them(tmp_path,
         assert {int(p.read_text()) for p in run.glob("*.pid")} == {s["pid"] for s in seen}
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
-    assert gone([pid for s in seen for pid in (s["pid"], s["worker"])])
+    pids = [pid for s in seen for pid in (s["pid"], s["worker"])]
+    wait_for("their end", lambda: not any(map(alive, pids)))
     assert not list(run.glob("*.pid"))
     assert len(list(run.glob("*.log"))) == 3
 
@@ -187,7 +174,8 @@ def test_an_instance_that_does_not_start_ends_the_script_with_its_last_words(tmp
         said(process, "v100-box-tp1-0 has ended")
         said(process, "no such model")
         assert process.wait(PATIENCE_S) == 1
-    assert gone([pid for s in fakes.seen() for pid in (s["pid"], s["worker"])])
+    pids = [pid for s in fakes.seen() for pid in (s["pid"], s["worker"])]
+    wait_for("their end", lambda: not any(map(alive, pids)))
 
 
 def test_a_second_start_is_refused_and_leaves_the_first_alone(tmp_path, fakes):

@@ -11,11 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
@@ -23,20 +22,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.ports import free_port
+from tests.fakes.processes import wait_for
 
 PATIENCE_S = 60.0
-T = TypeVar("T")
-
-
-def wait_for(what: str, probe: Callable[[], T | None]) -> T:
-    """The first result of ``probe`` that is neither None nor False."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        result = probe()
-        if result:
-            return result
-        time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {PATIENCE_S:.0f} s")
 
 
 def argv(files, command: list[str]) -> list[str]:

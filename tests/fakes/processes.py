@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
+
+T = TypeVar("T")
 
 
 class Process:
@@ -103,3 +109,28 @@ def children_of(supervisor: int) -> dict[str, int]:
             if '"worker":' in words:
                 found[words.partition('"worker":')[2].partition(",")[0]] = int(child)
     return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    with contextlib.suppress(OSError):
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False
+
+
+def wait_for(what: str, probe: Callable[[], T], within_s: float = 60.0) -> T:
+    """The first answer that is something."""
+    deadline_s = time.monotonic() + within_s
+    while not (found := probe()):
+        assert time.monotonic() < deadline_s, f"{what}: not within {within_s:.0f} s"
+        time.sleep(0.05)
+    return found
+
+
+async def until(
+    ask: Callable[[], Any], holds: Callable[[Any], bool] = bool, within_s: float = 60.0
+) -> None:
+    """Wait until what is asked, here or of another process, is as wanted."""
+    async with asyncio.timeout(within_s):
+        while not holds(await seen if inspect.isawaitable(seen := ask()) else seen):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)  # it may be another process that is asked

@@ -18,7 +18,7 @@ import yaml
 
 from hetero_gateway.files.admin_key import find
 from hetero_gateway.http.upstream import is_our_own
-from tests.fakes.processes import Process
+from tests.fakes.processes import Process, wait_for
 
 BODY = json.dumps({"model": "m", "prompt": "x"})
 
@@ -98,10 +98,7 @@ def test_without_descriptors_every_instance_stays_up_and_serves_again(tmp_path: 
             pid = gateway.process.pid
             limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
-            deadline = time.monotonic() + 60
-            while not any("could not be probed" in line for line in gateway.lines):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_for("probes", lambda: "could not be probed" in "".join(gateway.lines))
             for _ in range(5):
                 status, answer = client.ask("POST", "/v1/completions", BODY)
                 assert (status, answer["error"]["code"]) == (503, "gateway_exhausted")

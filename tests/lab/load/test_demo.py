@@ -21,6 +21,7 @@ from hetero_gateway.cli import parse
 from hetero_gateway.errors import HeteroGatewayError
 from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
+from tests.fakes.processes import alive
 
 _DEADLINE_S = 180.0
 
@@ -45,13 +46,6 @@ def parsed(*words: str) -> argparse.Namespace:
 def children_of(pid: int) -> list[int]:
     path = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in path.read_text().split()] if path.exists() else []
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture
@@ -139,7 +133,7 @@ def test_a_signal_at_any_moment_leaves_no_process_and_no_traceback(
     _, err = finish(demo)
     assert demo.returncode == 128 + number
     assert "Traceback" not in err
-    assert not any(alive(pid) for pid in pids)
+    assert not any(map(alive, pids))
 
 
 @pytest.mark.system
@@ -166,7 +160,7 @@ def test_keep_serves_until_interrupted(scratch: Path) -> None:
     _, err = finish(demo)
     assert demo.returncode == 0
     assert "Traceback" not in err
-    assert not any(alive(pid) for pid in pids)
+    assert not any(map(alive, pids))
 
 
 def test_a_child_that_cannot_start_is_named_with_its_reason(

@@ -71,22 +71,16 @@ def child() -> Iterator[int]:
         process.wait()
 
 
-async def until_stopped(pid: int, expected: bool) -> None:
-    async with asyncio.timeout(60):
-        while is_stopped(pid) is not expected:  # noqa: ASYNC110 - it asks the system
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="the system does not say it")
 async def test_the_system_says_who_is_stopped_again_and_again() -> None:
     with child() as pid:
         assert not is_stopped(pid)
         for _ in range(2):
             os.kill(pid, signal.SIGSTOP)
-            await until_stopped(pid, True)
+            await eventually(lambda: is_stopped(pid))
             assert is_stopped(pid)
             os.kill(pid, signal.SIGCONT)
-            await until_stopped(pid, False)
+            await eventually(lambda: not is_stopped(pid))
     assert not is_stopped(pid)  # it is gone
 
 

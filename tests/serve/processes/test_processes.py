@@ -1,20 +1,18 @@
 """``serve --workers 2`` as processes: what a SIGKILL of each costs, and how they end."""
 
 import asyncio
-import inspect
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.fakes.gateway_files import write
-from tests.fakes.processes import Process, children_of
+from tests.fakes.processes import Process, alive, children_of, until
 from tests.fakes.running import FAST, SLOW
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -82,21 +80,6 @@ def gateway(tmp_path: Path, instances: dict[str, str], started: list[Process]) -
     raise RuntimeError("the gateway did not get both of its workers")
 
 
-def runs(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-
-
-async def until(ask: Callable[[], Any], holds: Callable[[Any], bool] = bool) -> None:
-    """Wait until what is asked, here or of another process, is as wanted."""
-    async with asyncio.timeout(60):
-        while not holds(await seen if inspect.isawaitable(seen := ask()) else seen):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)  # it may be another process that is asked
-
-
 async def stream(url: str, tokens: int = 60) -> str:
     """How one stream ended: ``done``, ``refused`` or ``broken``."""
     body = {"model": "m", "prompt": "x", "max_tokens": tokens, "min_tokens": tokens, "stream": True}
@@ -135,7 +118,7 @@ async def has_open(url: str, least: int, most: int | None = None) -> None:
 
 async def is_replaced(gateway: Process, role: str, pid: int) -> None:
     await until(lambda: children_of(gateway.process.pid).get(role, pid) != pid)
-    assert not runs(pid)
+    assert not alive(pid)
 
 
 async def both_work(url: str) -> None:
@@ -143,7 +126,7 @@ async def both_work(url: str) -> None:
 
 
 async def are_gone(pids: Iterable[int]) -> None:
-    await until(lambda: not any(map(runs, pids)))
+    await until(lambda: not any(map(alive, pids)))
 
 
 async def metric(url: str, name: str) -> float:
@@ -259,7 +242,7 @@ async def test_streams_end_before_the_processes_do(gateway: Process) -> None:
     gateway.process.terminate()
     assert set(await asyncio.gather(*streams)) == {"done"}
     assert await asyncio.to_thread(gateway.process.wait, 60) == 0
-    assert not any(map(runs, there))
+    assert not any(map(alive, there))
 
 
 async def test_a_killed_supervisor_leaves_nobody_and_nothing_behind(
