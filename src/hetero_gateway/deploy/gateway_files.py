@@ -25,17 +25,16 @@ def profile_files(
     """Path to text of every profile, one for each instance type."""
     files = {}
     for instance in instances:
-        profile = instance.type.profile
-        files[instance.profile_file] = profile_text(instance.type, profile)
+        files[instance.profile_file] = _profile_text(instance.type, 1.0)
         if instance.gateway_profile_file != instance.profile_file:
-            files[instance.gateway_profile_file] = profile_text(
-                instance.type, profile, speed=options.time_scale
-            )
+            text = _profile_text(instance.type, options.time_scale)
+            files[instance.gateway_profile_file] = text
     return files
 
 
-def profile_text(instance_type: InstanceType, profile: Profile, *, speed: float = 1.0) -> str:
+def _profile_text(instance_type: InstanceType, speed: float) -> str:
     """A profile file, of an instance that is this many times faster."""
+    profile = instance_type.profile
     source = _source(instance_type, profile, speed)
     document = profile_file.profile_document(profile, source, speed=speed)
     return (

@@ -162,7 +162,7 @@ def deployed_instances(
     used = [machine for machine in plan.machines if candidate.layouts.get(machine.id)]
     names = machine_names([machine.id for machine in plan.machines])
     result: list[DeployedInstance] = []
-    parts = _Parts()
+    stretched, master = 0, ""  # parts that have their machines, host of the present one's first
     for machine in _neighbours(used, candidate):
         layout = candidate.layouts[machine.id]
         if sum(layout) > machine.count:
@@ -172,7 +172,9 @@ def deployed_instances(
         replicas = Counter[int]()
         device = 0
         for position, size in enumerate(layout):
-            rank, master = parts.take(machine, size)
+            parts = as_size(size).machines
+            rank = stretched % parts
+            stretched += parts > 1
             if options.emulate and rank:
                 continue
             offset = len(result) if options.emulate else position
@@ -193,34 +195,17 @@ def deployed_instances(
                     profile_file=f"profiles/{profile}.yaml",
                     gateway_profile_file=f"profiles/{profile}{'-scaled' if scaled else ''}.yaml",
                     rank=rank,
-                    master=master,
                 )
             )
-            if as_size(size).machines > 1 and not rank:
-                parts.host = result[-1].host
-                result[-1] = dataclasses.replace(result[-1], master=parts.host)
+            if parts > 1:
+                master = master if rank else result[-1].host
+                result[-1] = dataclasses.replace(result[-1], master=master)
             replicas[size] += 1
             device += size
     _check_ports(result, options)
     if not options.emulate:
         _check_hosts(result)
     return tuple(result)
-
-
-class _Parts:
-    """Gives the machines of an instance that stretches over several their ranks."""
-
-    def __init__(self) -> None:
-        self._given = 0
-        self.host = ""
-
-    def take(self, machine: Machine, size: int) -> tuple[int, str]:
-        """(rank, host of rank 0) of the next machine; (0, "") where it is the only one."""
-        machines = as_size(size).machines
-        if machines == 1:
-            return 0, ""
-        rank, self._given = self._given % machines, self._given + 1
-        return rank, self.host if rank else ""
 
 
 def _neighbours(machines: Sequence[Machine], candidate: PlanCandidate) -> list[Machine]:

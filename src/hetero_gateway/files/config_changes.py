@@ -27,18 +27,14 @@ def fields_of(model: BaseModel, key: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from fields_of(each, (*key, *place))
 
 
-def differences(before: BaseModel, after: BaseModel) -> list[str]:
+def differences(before: BaseModel, after: BaseModel, prefix: str = "") -> Iterator[str]:
     """The fields that differ, as ``scheduler.queue.timeout_s``; a list or mapping is one field."""
-    return list(_differences(before, after, ""))
-
-
-def _differences(before: BaseModel, after: BaseModel, prefix: str) -> Iterator[str]:
     for name in type(before).model_fields:
         one, other = getattr(before, name), getattr(after, name)
         if one == other:
             continue
         if isinstance(one, BaseModel) and isinstance(other, BaseModel):
-            yield from _differences(one, other, f"{prefix}{name}.")
+            yield from differences(one, other, f"{prefix}{name}.")
         else:
             yield prefix + name
 

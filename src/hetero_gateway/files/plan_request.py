@@ -95,10 +95,10 @@ def load_requests(
     trace = requests
     if trace is None and config.workload.requests is not None:
         trace = base_dir / config.workload.requests
-    measured = [
-        *_profiles(profiles, "--profile", Path()),
-        *_profiles(config.profiles, f"{path}: profiles", base_dir),
-    ]
+    with named_place("--profile"):
+        measured = [load_profile(name) for name in profiles]
+    with named_place(f"{path}: profiles"):
+        measured += [load_profile(name, base_dir) for name in config.profiles]
     rows = None if trace is None else read_trace(trace)
     found = [
         plan_request(
@@ -134,6 +134,7 @@ def plan_request(
     model, model_name = read_model(config.model, source, base_dir)
     own = config.own_accelerators(source)
     machines = _machines(config, source, own)
+    goals = _goals(config, machines, source)
     notes = _notes(config, model, own)
     lengths, longest = (
         _mix_lengths(config, source, notes)
@@ -171,7 +172,7 @@ def plan_request(
         machines=machines,
         types=types,
         lengths=lengths,
-        goals=_goals(config),
+        goals=goals,
         policy=config.policy,
         estimator=config.estimator,
         engines=Engines(config.engine.scheduling, options.max_num_batched_tokens),
@@ -202,9 +203,9 @@ def _notes(config: PlanConfig, model: ModelShape, own: Mapping[str, Accelerator]
     return notes
 
 
-def _goals(config: PlanConfig) -> Goals:
+def _goals(config: PlanConfig, machines: Sequence[Machine], source: str) -> Goals:
     wanted, slo = config.goals, config.slo
-    return Goals(
+    goals = Goals(
         config.goal,
         config.workload.rate_per_s,
         wanted.ttft_p99_s,
@@ -212,10 +213,6 @@ def _goals(config: PlanConfig) -> Goals:
         None if slo is None else slo.to_core(),
         DEFAULT_SHARE if slo is None else slo.share,
     )
-
-
-def _check_goals(config: PlanConfig, machines: Sequence[Machine], source: str) -> None:
-    goals = _goals(config)
     problem = lacking(goals, machines)
     bought = goals.name in ("cost", "fewest") and goals.rate_per_s is not None
     if config.offers and not bought and (problem is None or problem[0] == "workload.rate_per_s"):
@@ -223,6 +220,7 @@ def _check_goals(config: PlanConfig, machines: Sequence[Machine], source: str) -
         problem = "offers", f"{why} or fewest"
     if problem is not None:
         raise ConfigError(f"{source}: {problem[0]}: {problem[1]}")
+    return goals
 
 
 def _machines(
@@ -247,13 +245,7 @@ def _machines(
                 raise ConfigError(f"{source}: {key}.{i}.id: {machine_id!r} is used twice")
             seen.add(machine_id)
             result.append(Machine(machine_id, name, entry.count, price))
-    _check_goals(config, result, source)
     return tuple(result)
-
-
-def _profiles(names: Sequence[str], where: str, base_dir: Path) -> list[Profile]:
-    with named_place(where):
-        return [load_profile(name, base_dir) for name in names]
 
 
 # How long the requests are, and how much context they need

@@ -96,8 +96,7 @@ def _requests(lines: Iterator[bytes], path: Path, limit: int | None) -> Iterator
         if arrival_s < latest_s:
             raise ConfigError(f"{where}: t is {arrival_s:g}, before the line above's {latest_s:g}")
         latest_s = arrival_s
-        prompt = _whole(row, "in", 1, _MOST_TOKENS, where)
-        output = _whole(row, "out", 1, _MOST_TOKENS, where)
+        prompt, output = (_whole(row, name, 1, _MOST_TOKENS, where) for name in ("in", "out"))
         full = (prompt + output if output_blocks else prompt) // block_tokens
         # A session of its own has a number that no other has.
         session = _whole(row, "s", 0, _MOST_ID, where) if "s" in row else -number

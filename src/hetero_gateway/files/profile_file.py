@@ -77,15 +77,9 @@ class ProfileModel(StrictModel):
         return value
 
     def to_core(self) -> Profile:
-        return Profile(
-            gpu=self.gpu,
-            model=self.model,
-            tensor_parallel=self.tensor_parallel,
-            constants=Constants(**self.constants),
-            kv_capacity_tokens=self.kv_capacity_tokens,
-            max_num_seqs=self.max_num_seqs,
-            source=self.source.model_dump() if self.source else {},
-        )
+        told = self.model_dump()
+        source = told["source"] or {}
+        return Profile(**told | {"constants": Constants(**self.constants), "source": source})
 
 
 def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:

@@ -94,14 +94,9 @@ Line = Header | InstanceLine | RequestLine | LeftOut
 
 def profile_as_dict(profile: Profile) -> dict[str, Any]:
     """What a line keeps of a profile."""
-    return {
-        "gpu": profile.gpu,
-        "model": profile.model,
-        "tensor_parallel": profile.tensor_parallel,
-        "constants": dataclasses.astuple(profile.constants),
-        "kv_capacity_tokens": profile.kv_capacity_tokens,
-        "max_num_seqs": profile.max_num_seqs,
-    }
+    kept = dataclasses.asdict(profile) | {"constants": dataclasses.astuple(profile.constants)}
+    del kept["source"]
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

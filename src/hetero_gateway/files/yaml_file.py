@@ -133,18 +133,14 @@ class _Values:
             return [self.expand(inner, (*key, number)) for number, inner in enumerate(value)]
         if not isinstance(value, str) or not self._expands:
             return value
-        return _expanded(value, key, self._problems)
 
+        def replace(match: re.Match[str]) -> str:
+            name = match.group(1)
+            if name not in os.environ:
+                self._problems.add(key, f"the environment variable {name} is not set")
+            return os.environ.get(name, "")
 
-def _expanded(value: str, key: Key, problems: Problems) -> str:
-
-    def replace(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name not in os.environ:
-            problems.add(key, f"the environment variable {name} is not set")
-        return os.environ.get(name, "")
-
-    return _ENV_REFERENCE.sub(replace, value)
+        return _ENV_REFERENCE.sub(replace, value)
 
 
 def parse_model(model: type[ModelT], data: Any, source: str) -> ModelT:

@@ -7,13 +7,13 @@ like. The gateway starts and stops in the lifespan.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ class PartsApp:
 
         return Realtime(self._parts.dataplane)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _live(self, _: Starlette) -> AsyncIterator[None]:
         await self._parts.start()
         # A request goes there straight from its connection.
@@ -137,29 +137,26 @@ async def route(
     if asked is not None and (method if method != "HEAD" else "GET") in asked.methods:
         await dataplane.serve(scope, receive, send, Work.LIGHT)
         return
+    headers: dict[str, str] = {}
     if work is not None or asked is not None:
-        allowed = ("POST",) if asked is None else asked.methods
-        names = ", ".join(allowed)
-        refusal = Refusal(405, "method_not_allowed", f"{path[:200]} takes {names}.")
-        await _error(refusal, path, {"allow": names})(scope, receive, send)
-        return
-    if path == REALTIME:
+        headers["allow"] = ", ".join(("POST",) if asked is None else asked.methods)
+        detail = f"{path[:200]} takes {headers['allow']}."
+        refusal = Refusal(405, "method_not_allowed", detail)
+    elif path == REALTIME:
+        headers["upgrade"] = "websocket"
         refusal = Refusal(426, "upgrade_required", f"{path} is a WebSocket.")
-        await _error(refusal, path, {"upgrade": "websocket"})(scope, receive, send)
+    elif path in ENGINE_CALLS:
+        refusal = _engine_call(path)
+    elif not _PATH.fullmatch(path) or _DOTS.search(path):
+        refusal = nothing_at(path)
+    else:
+        if method == "HEAD":
+            # The server leaves the body out.
+            scope = {**scope, "method": "GET"}
+        with contextlib.suppress(ClientDisconnect):  # nobody is left to answer
+            await control(scope, receive, send)
         return
-    if path in ENGINE_CALLS:
-        await _error(_engine_call(path), path)(scope, receive, send)
-        return
-    if not _PATH.fullmatch(path) or _DOTS.search(path):
-        await _error(nothing_at(path), path)(scope, receive, send)
-        return
-    if method == "HEAD":
-        # The server leaves the body out.
-        scope = {**scope, "method": "GET"}
-    try:
-        await control(scope, receive, send)
-    except ClientDisconnect:
-        pass  # nobody is left to answer
+    await _error(refusal, path, headers)(scope, receive, send)
 
 
 # What FastAPI serves, and by which module.

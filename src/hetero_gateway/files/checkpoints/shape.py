@@ -128,7 +128,7 @@ def _shape(fields: Fields, dtype: str) -> ModelShape:
     )
     if fields.get("block_configs") is not None:
         return _with_blocks(shape, fields)
-    shape = _with_mixers(shape, fields, mixers, dtype)
+    shape = _with_mixers(shape, fields, mixers)
     shape = _with_experts(shape, fields, feeds)
     return _with_vision(shape, fields)
 
@@ -161,7 +161,7 @@ def _intermediate(fields: Fields, hidden: int, feeds: list[str]) -> int:
     return width
 
 
-def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str], dtype: str) -> ModelShape:
+def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str]) -> ModelShape:
     """With the weights, caches and states of its layers."""
     weights = state_bytes = state_heads = 0
     caches: list[Cache] = []
@@ -180,7 +180,7 @@ def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str], dtype: st
             caches.append(index)
     states = sum(kind in (STATE, BOTH) for kind in mixers)
     if states:
-        state = state_space(fields, shape.hidden, dtype)
+        state = state_space(fields, shape.hidden, shape.dtype)
         weights += states * state.weights
         state_bytes = states * state.state_bytes
         state_heads = fields.optional(
@@ -188,7 +188,8 @@ def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str], dtype: st
             "num_heads",
         )  # fmt: skip
     plain = (Cache(shape.layers, shape.kv_heads, 2 * shape.head_dim),)
-    if tuple(caches) == plain and weights == shape.layers * _plain_attention(shape):
+    plain_weights = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    if tuple(caches) == plain and weights == shape.layers * plain_weights:
         return shape
     if not caches:  # nothing grows with the tokens
         caches.append(Cache(0, 1, 1))
@@ -199,10 +200,6 @@ def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str], dtype: st
         state_bytes=state_bytes,
         state_heads=state_heads,
     )
-
-
-def _plain_attention(shape: ModelShape) -> int:
-    return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
 
 
 def _with_experts(shape: ModelShape, fields: Fields, feeds: list[str]) -> ModelShape:
@@ -286,12 +283,11 @@ def _per_layer_tables(fields: Fields, hidden: int, layers: int) -> int:
 
 
 def _with_vision(shape: ModelShape, fields: Fields) -> ModelShape:
-    parts = [key for key in ("vision_config", "audio_config") if fields.part(key) is not None]
-    if not parts and not any(fields.config.get(key) is not None for key in ("vision_config",)):
-        return shape
+    if fields.part("audio_config") is None and fields.config.get("vision_config") is None:
+        if fields.part("vision_config") is None:
+            return shape
     found = _vision_weights(fields, shape.hidden)
-    error = VISION_ERROR if found is not None else UNKNOWN_ERROR
-    doubt = Doubt("the vision or audio part", error)
+    doubt = Doubt("the vision or audio part", UNKNOWN_ERROR if found is None else VISION_ERROR)
     return dataclasses.replace(
         shape,
         other_weights=shape.other_weights + (found or 0),
@@ -349,7 +345,8 @@ def _with_blocks(shape: ModelShape, fields: Fields) -> ModelShape:
         if part.get("replace_with_linear"):
             mlp += shape.hidden * shape.hidden
         elif not part.get("no_op"):
-            width = _width(float(part.get("ffn_mult") or 0), shape.hidden)
+            width = int(2 * float(part.get("ffn_mult") or 0) * shape.hidden / 3)
+            width = -(-width // _WIDTH_STEP) * _WIDTH_STEP
             widths.add(width)
             mlp += 3 * shape.hidden * width
     return dataclasses.replace(
@@ -360,11 +357,6 @@ def _with_blocks(shape: ModelShape, fields: Fields) -> ModelShape:
         dense_weights=mlp,
         caches=tuple(Cache(n, heads, 2 * shape.head_dim) for heads, n in sorted(kept.items())),
     )
-
-
-def _width(multiple: float, hidden: int) -> int:
-    plain = int(2 * multiple * hidden / 3)
-    return -(-plain // _WIDTH_STEP) * _WIDTH_STEP
 
 
 def _matrices(fields: Fields, shape: ModelShape) -> dict[str, tuple[list[int], int]]:

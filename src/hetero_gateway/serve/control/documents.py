@@ -99,15 +99,7 @@ def describe_profile(profile: Profile) -> dict[str, Any]:
     source = dict(profile.source)
     if source.get("date") is not None:
         source["date"] = str(source["date"])
-    return {
-        "gpu": profile.gpu,
-        "model": profile.model,
-        "tensor_parallel": profile.tensor_parallel,
-        "constants": dataclasses.asdict(profile.constants),
-        "kv_capacity_tokens": profile.kv_capacity_tokens,
-        "max_num_seqs": profile.max_num_seqs,
-        "source": source,
-    }
+    return dataclasses.asdict(profile) | {"source": source}
 
 
 def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import ENGINE_CALLS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import refusal_of
@@ -59,31 +58,20 @@ async def call_all(gateway: Gateway, request: Request, model: str, call: str) ->
     turns = asyncio.Semaphore(_AT_ONCE)
 
     async def answer_of(instance: Instance) -> dict[str, Any]:
+        told: dict[str, Any] = {"instance": instance.id, "status": None, "body": None}
         async with turns:
             try:
                 answer = await _ask(gateway, request, instance, path, body)
             except InstanceError as error:
-                return _shown(instance.id, None, str(error))
-        if answer.problem:
-            return _shown(instance.id, answer.status, answer.problem)
-        return _shown(instance.id, answer.status, None, answer)
+                return told | {"error": str(error)}
+        if not answer.problem and len(answer.body) <= _MOST_SHOWN_BYTES:
+            told["body"] = _json_in(answer.body) or answer.body.decode("utf-8", "replace")
+        return told | {"status": answer.status, "error": answer.problem or None}
 
     answers = await asyncio.gather(*map(answer_of, instances))
     good = all(each["error"] is None and 200 <= each["status"] < 300 for each in answers)
     document = {"model": model, "call": path, "answers": answers}
     return json_answer(document, 200 if good else 502)
-
-
-def _shown(
-    instance_id: InstanceId,
-    status: int | None,
-    error: str | None,
-    answer: ProbeAnswer | None = None,
-) -> dict[str, Any]:
-    body: Any = None
-    if answer is not None and len(answer.body) <= _MOST_SHOWN_BYTES:
-        body = _json_in(answer.body) or answer.body.decode("utf-8", "replace")
-    return {"instance": instance_id, "status": status, "body": body, "error": error}
 
 
 def _path_of(request: Request, call: str) -> str:
@@ -93,12 +81,8 @@ def _path_of(request: Request, call: str) -> str:
         known = ", ".join(sorted(ENGINE_CALLS))
         raise Refusal(404, "not_found", f"{path[:200]} is no engine call; there are {known}")
     if request.method != method and not (request.method == "HEAD" and method == "GET"):
-        raise Refusal(
-            405,
-            "method_not_allowed",
-            f"{path} takes {method}.",
-            headers=[(b"allow", method.encode())],
-        )
+        allow = [(b"allow", method.encode())]
+        raise Refusal(405, "method_not_allowed", f"{path} takes {method}.", headers=allow)
     return path
 
 

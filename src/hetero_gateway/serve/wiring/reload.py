@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -25,7 +26,8 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
-from hetero_gateway.files.instance_config import InstanceConfig, instance_profile
+from hetero_gateway.files.instance_config import InstanceConfig
+from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.fleet.instances import FILE, Instance
 from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -45,9 +47,6 @@ class Moves(NamedTuple):
     kept: list[tuple[InstanceConfig, Profile | None]]  # they stand as they did, but for these
     replaced: list[Instance]
     added: list[Instance]
-
-    def changed(self) -> list[str]:
-        return [config.id for config, _ in self.kept] + [i.id for i in self.replaced]
 
 
 class Reloader:
@@ -77,6 +76,7 @@ class Reloader:
         self._metrics = metrics
         self._take_up = take_up
         self._path = path
+        self._base_dir = Path() if path is None else path.parent
         self._lock = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[Any]] = set()
@@ -143,7 +143,7 @@ class Reloader:
         told: dict[str, list[str]] = {
             "added": [instance.id for instance in moves.added],
             "removed": list(moves.removed),
-            "changed": moves.changed(),
+            "changed": [c.id for c, _ in moves.kept] + [i.id for i in moves.replaced],
             "settings": change.settings,
             "needs_restart": change.needs_restart,
             "flags": sorted(self.flags),
@@ -161,42 +161,31 @@ class Reloader:
         self, fresh: GatewayConfig, present: dict[InstanceId, Instance]
     ) -> tuple[SettingsChange, Moves]:
         """Raises ConfigError."""
-        change = self._settings.prepare(fresh)
+        change, fleet = self._settings.prepare(fresh), self._roster.fleet
         wanted = {InstanceId(i.id): i for i in fresh.instances}
         moves = Moves([], [], [], [])
         for instance_id, instance in present.items():
             if instance_id not in wanted and instance.source == FILE and not instance.leaving:
                 moves.removed.append(instance_id)
-        profiles: dict[str | None, Profile | None] = {}
+        read = functools.cache(functools.partial(load_profile, base_dir=self._base_dir))
         for instance_id, config in wanted.items():
             known = present.get(instance_id)
             if known is None:
-                moves.added.append(self._build(config, change))
+                moves.added.append(fleet.build(config, change.config))
                 continue
             if known.source != FILE and not known.leaving and known.config != config:
                 raise ConfigError(
                     f"{self._path}: instances: the id {config.id!r} is that of another instance, "
                     f"which came by {known.source}"
                 )
-            if not self._roster.fleet.can_adjust(known, config):
-                moves.replaced.append(self._build(config, change))
+            if not fleet.can_adjust(known, config):
+                moves.replaced.append(fleet.build(config, change.config))
                 continue
-            profile = self._profile(config, profiles)
+            profile = None if config.profile is None else read(config.profile)
             stands = known.source == FILE and not known.leaving
             if known.config != config or profile != known.profile or not stands:
                 moves.kept.append((config, profile))
         return change, moves
-
-    def _build(self, config: InstanceConfig, change: SettingsChange) -> Instance:
-        return self._roster.fleet.build(config, change.config)
-
-    def _profile(
-        self, config: InstanceConfig, read: dict[str | None, Profile | None]
-    ) -> Profile | None:
-        assert self._path is not None
-        if config.profile not in read:
-            read[config.profile] = instance_profile(config, self._path.parent)
-        return read[config.profile]
 
     # On the event loop
 
@@ -250,7 +239,7 @@ class Reloader:
 
     def _files(self) -> Iterable[Path]:
         assert self._path is not None
-        base = self._path.parent
+        base = self._base_dir
         names = {
             i.profile
             for i in self._settings.config.instances
