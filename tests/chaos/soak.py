@@ -134,8 +134,8 @@ def serve_instance(port: int, interval_s: float, control: Pipe) -> None:
 class Counts:
     """What the clients saw."""
 
-    closed: int = 0  # of them, by the gateway
     open: int = 0  # idle connections
+    closed: int = 0  # of them, by the gateway
     streaming: int = 0
     completed: int = 0
     broken: int = 0

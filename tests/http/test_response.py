@@ -355,6 +355,7 @@ async def relayed(**sections: Any) -> AsyncIterator[tuple[RawInstance, RunningGa
         config = config_for([instance], retry={"max_attempts": 1}, **sections)
         async with running_gateway(config) as running:
             yield instance, running
+            await eventually(running.settled)
 
 
 SPLITTING = {
@@ -378,7 +379,6 @@ async def test_a_malformed_response_is_a_502_and_the_connection_goes_on(name: st
         assert b'"code":"upstream_error"' in got.replace(b" ", b"")
         assert got.count(b"HTTP/1.1 200 OK") == 1  # /livez, on the same connection
         assert got.endswith(b'{"status":"ok"}')
-        await eventually(running.settled)
 
 
 EXTRA = {
@@ -411,7 +411,6 @@ async def test_only_the_response_itself_reaches_a_client(name: str) -> None:
         assert got.count(b"HTTP/1.1 200 OK") == 4
         assert got.count(b'{"ok":true}') == 3
         assert got.endswith(b'{"status":"ok"}')
-        await eventually(running.settled)
 
 
 async def test_a_connection_with_bytes_behind_the_end_is_not_used_again() -> None:
@@ -468,7 +467,6 @@ async def test_a_response_that_breaks_later_is_cut_and_never_ended(name: str) ->
         assert b"evil" not in got
         assert b"0\r\n\r\n" not in got.partition(b"\r\n\r\n")[2]
         assert got.count(b"HTTP/1.1") == 1
-        await eventually(running.settled)
 
 
 @pytest.mark.parametrize("piece_bytes", [16, 1 << 16])
@@ -514,7 +512,6 @@ async def test_what_never_ends_waits_for_its_client(stream: bool) -> None:
         assert len(attempts._exchange.tail()) <= 8192  # type: ignore[union-attr]
         assert sum(map(len, attempts._exchange._tail)) <= 6 * 8192  # type: ignore[union-attr]
         writer.transport.abort()
-        await eventually(running.settled)
 
 
 async def test_the_decoded_way_out_follows_the_same_rules() -> None:

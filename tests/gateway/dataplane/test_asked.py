@@ -28,10 +28,12 @@ class Telling(FakeInstance):
         return 200, json.dumps({"path": path, "of": self.models}).encode()
 
 
-async def make_response(client: httpx.AsyncClient, name: str, model: str = "m") -> httpx.Response:
+async def make_response(
+    client: httpx.AsyncClient, name: str, model: str = "m", **options: Any
+) -> httpx.Response:
     answer = {"status": 200, "body": json.dumps({"id": name, "object": "response"})}
     body = {"model": model, "input": "hello", "fake": answer}
-    made = await client.post("/v1/responses", json=body)
+    made = await client.post("/v1/responses", json=body, **options)
     assert made.status_code == 200, made.text
     return made
 
@@ -148,6 +150,11 @@ async def test_every_404_and_405_has_openais_body() -> None:
             ("DELETE", "/v1/models", "GET, HEAD"),
             ("POST", "/metrics", "GET, HEAD"),
             ("PATCH", "/health", "GET, HEAD"),
+            ("POST", "/livez", "GET, HEAD"),
+            ("POST", "/v1/models", "GET, HEAD"),
+            ("DELETE", "/tokenize", "POST"),
+            ("OPTIONS", "/v1/messages", "POST"),
+            ("PUT", "/admin/instances", "GET, HEAD, POST"),
             ("PUT", "/ping", "GET, HEAD, POST"),
             ("POST", "/docs", "GET, HEAD"),
             ("POST", "/openapi.json", "GET, HEAD"),

@@ -14,36 +14,25 @@ from hetero_gateway.gateway.dataplane import responses
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from tests.fakes.gateway_files import clients
 from tests.fakes.running import RunningGateway, eventually, rig
-from tests.fakes.vllm import FakeInstance
+from tests.gateway.dataplane.test_asked import Telling, make_response
 
 PATH = "/v1/responses"
 MINE, YOURS = {"authorization": "Bearer ka"}, {"x-api-key": "kb"}
 
 
-class Store(FakeInstance):
-    """Keeps responses as vLLM does: under ``request_id``, for whoever knows that."""
-
-    def __init__(self) -> None:
-        super().__init__(("m",))
-        self.asked: list[str] = []
-
-    def _get(self, path: str) -> tuple[int, bytes]:
-        status, body = super()._get(path)
-        if status == 404:
-            self.asked.append(path)
-            return 200, b'{"secret":"of a"}'
-        return status, body
-
-
 @asynccontextmanager
 async def serving(
     directory: Path, *, instances: int = 1, workers: int = 1, **sections: Any
-) -> AsyncIterator[tuple[RunningGateway, list[Store]]]:
-    stores = [Store() for _ in range(instances)]
+) -> AsyncIterator[tuple[RunningGateway, list[Telling]]]:
+    stores = [Telling() for _ in range(instances)]
     sections = {"clients": clients(directory, a={}, b={})} | sections
     async with rig(stores, workers=workers, **sections) as (running, *_):
         yield running, stores
         assert running.settled()
+
+
+def client_of(running: RunningGateway) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}")
 
 
 async def ask(
@@ -55,15 +44,13 @@ async def ask(
 ) -> httpx.Response:
     content = json.dumps(body).encode() if isinstance(body, dict) else body
     fields = {"content-type": "application/json"} | headers
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}") as client:
+    async with client_of(running) as client:
         return await client.request(method, path, headers=fields, content=content)
 
 
 async def make(running: RunningGateway, headers: dict[str, str], name: str) -> None:
-    answer = {"status": 200, "body": json.dumps({"id": name, "object": "response"})}
-    body = {"model": "m", "input": "hello", "fake": answer}
-    made = await ask(running, "POST", PATH, headers, body)
-    assert made.status_code == 200, made.text
+    async with client_of(running) as client:
+        await make_response(client, name, headers=headers)
 
 
 async def follow(
@@ -74,7 +61,7 @@ async def follow(
     return await ask(running, "POST", path, headers, body)
 
 
-def received(stores: list[Store]) -> int:
+def received(stores: list[Telling]) -> int:
     return sum(len(store.heads) + len(store.asked) for store in stores)
 
 

@@ -51,6 +51,12 @@ def _admin(monkeypatch: pytest.MonkeyPatch) -> None:
 SERVER = {"port": 0, "admin_key_env": "ADMIN"}
 
 
+def limited(folder: Path, tokens_per_minute: int) -> dict[str, Any]:
+    """Sections: client a may use so many tokens."""
+    keys = clients(folder, a={"tokens_per_minute": tokens_per_minute})
+    return {"clients": keys, "server": SERVER}
+
+
 # Models
 
 
@@ -133,8 +139,7 @@ async def test_what_only_the_gateway_says_to_an_engine_does_not_pass(field: str)
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_audio_is_charged_as_it_comes(tmp_path: Path, workers: int) -> None:
-    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 10_000}), "server": SERVER}
-    async with serving(Speaker(), workers=workers, **sections) as running:
+    async with serving(Speaker(), workers=workers, **limited(tmp_path, 10_000)) as running:
         async with greeted(running, additional_headers=MINE) as client:
             for _ in range(80):  # 2.56 MB
                 await client.send(audio())
@@ -152,8 +157,7 @@ async def test_audio_is_charged_as_it_comes(tmp_path: Path, workers: int) -> Non
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_when_a_limit_is_used_up_the_session_ends(tmp_path: Path, workers: int) -> None:
     speaker = Speaker()
-    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 1500}), "server": SERVER}
-    async with serving(speaker, workers=workers, **sections) as running:
+    async with serving(speaker, workers=workers, **limited(tmp_path, 1500)) as running:
         minute = audio(SECOND * 60)
         async with greeted(running, additional_headers=MINE) as client:
             await client.send(minute)
@@ -186,8 +190,7 @@ async def test_when_a_limit_is_used_up_the_session_ends(tmp_path: Path, workers:
 async def test_nothing_that_is_sent_costs_nothing(
     tmp_path: Path, messages: list[str | bytes], tokens: int
 ) -> None:
-    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 100_000}), "server": SERVER}
-    async with serving(Speaker(), **sections) as running:
+    async with serving(Speaker(), **limited(tmp_path, 100_000)) as running:
         async with greeted(running, additional_headers=MINE) as client:
             for message in messages:
                 await client.send(message)
@@ -227,8 +230,7 @@ async def test_what_an_instance_answers_is_charged(
     tmp_path: Path, deltas: int, usage: dict[str, int] | None, output: int, inputs: int
 ) -> None:
     speaker = Transcriber(deltas, usage)
-    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 100_000}), "server": SERVER}
-    async with serving(speaker, **sections) as running:
+    async with serving(speaker, **limited(tmp_path, 100_000)) as running:
         async with session(running, additional_headers=MINE) as client:
             await client.send(audio())
             await client.send('{"type":"input_audio_buffer.commit"}')
@@ -242,8 +244,7 @@ async def test_what_an_instance_answers_is_charged(
 
 async def test_an_answer_that_is_too_long_for_a_limit_ends_the_session(tmp_path: Path) -> None:
     speaker = Transcriber(5000, None)
-    sections = {"clients": clients(tmp_path, a={"tokens_per_minute": 1000}), "server": SERVER}
-    async with serving(speaker, **sections) as running:
+    async with serving(speaker, **limited(tmp_path, 1000)) as running:
         async with session(running, additional_headers=MINE) as client:
             await client.send('{"type":"input_audio_buffer.commit"}')
             kinds = []

@@ -14,7 +14,6 @@ from hetero_gateway.core.types import InstanceId, PrefixKeys
 from hetero_gateway.gateway.dataplane import responses
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
-from hetero_gateway.scaleout.workers import SECRET_ENV
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
 from tests.fakes.running import RunningGateway, config_for, running_gateway
@@ -145,27 +144,6 @@ async def test_a_response_whose_instance_is_down_may_come_back() -> None:
         refused = await ask(running, "and then?", answer.json()["id"])
         assert refused.status_code == 503
         assert home.id in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_response_is_asked_for_by_its_id(
-    workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SECRET_ENV, "as the supervisor gives it")
-    async with gateway(workers, scheduler={"policy": "round-robin"}) as running:
-        answers = [await ask(running, f"{i}") for i in range(3)]
-        url = f"http://127.0.0.1:{running.port}"
-        async with httpx.AsyncClient(base_url=url) as client:
-            for answer in answers:
-                got = await client.get(f"{PATH}/{id_of(answer)}")
-                assert instance_of(got) == instance_of(answer)
-                assert got.json() == answer.json()
-                cancelled = await client.post(f"{PATH}/{id_of(answer)}/cancel")
-                assert cancelled.status_code == 400
-                assert "synchronous" in cancelled.json()["error"]["message"]
-            missing = await client.get(f"{PATH}/resp_0")
-    assert missing.status_code == 404
-    assert missing.json()["error"]["code"] == "response_not_found"
 
 
 # The table

@@ -28,15 +28,6 @@ RANKS = (
 )
 
 
-async def test_the_ranks_of_an_instance_are_one_cache() -> None:
-    fake = FakeInstance()
-    fake.metrics = RANKS
-    async with rig([fake]) as (running, *_):
-        (instance,) = running.gateway.fleet.instances.values()
-        assert instance.engine_kv_capacity_tokens == 400 * 16
-        assert instance.engine_kv_usage == pytest.approx(0.4)
-
-
 async def test_an_engine_with_a_queue_shows_how_many_it_runs_at_once() -> None:
     fakes = FakeInstance(), FakeInstance()
     for fake in fakes:

@@ -53,6 +53,8 @@ async def test_the_list_shows_load_share_and_both_kv_usages() -> None:
         await eventually(lambda: not running.settled())
         document = (await client.get("/admin/instances")).json()
         await stream
+        text = await running.metrics()
+    assert 'instance_kv_usage_ratio{backend="i0",source="engine"} 0.25' in text
     assert document["policy"] == "finish-time"
     assert document["queue"] == {"waiting": 0, "oldest_wait_s": 0.0}
     rows = {row["id"]: row for row in document["instances"]}
