@@ -1,7 +1,5 @@
 """Small values for the core's tests. Figures are made up unless a name says otherwise."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

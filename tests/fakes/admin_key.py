@@ -6,8 +6,6 @@ gateway, and where the test itself says nothing of a key. Through a proxy, or ov
 test is a stranger.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages that a data plane sends the picker, as it asks for one request's instance."""
 
-from __future__ import annotations
-
 from hetero_gateway.scaleout.picker.http2 import frames
 from hetero_gateway.scaleout.picker.http2.frames import DATA, END_HEADERS, HEADERS, frame
 from hetero_gateway.scaleout.picker.protocol.messages_pb2 import ProcessingRequest

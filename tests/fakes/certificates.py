@@ -1,7 +1,5 @@
 """Certificates as files, by authorities of the tests' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import trustme

@@ -4,8 +4,6 @@ What starts processes by ``load.children`` (the demo, measured runs) can so run 
 (tests/fakes/clock.py), and gives the same figures on every machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
@@ -71,7 +69,7 @@ class TaskChildren:
             child.over.set()
             self._running.remove(child)
 
-    def __enter__(self) -> TaskChildren:
+    def __enter__(self) -> "TaskChildren":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,8 +13,6 @@ other programs and run against the wall clock.
 Import ``anyio_backend`` into a conftest.py or a module to run its asynchronous tests like this.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 import socket
@@ -84,9 +82,7 @@ class _Selector(selectors.DefaultSelector):
         super().__init__()
         self._clock = clock
 
-    def select(
-        self, timeout: float | None = None
-    ) -> list[tuple[selectors.SelectorKey, selectors._EventMask]]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         clock = self._clock
         if timeout is None or (clock.busy and timeout > 0):
             began_s = _REAL_CLOCK()

@@ -1,7 +1,5 @@
 """A cluster so simple that every figure can be computed by hand: no batching, turns in order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

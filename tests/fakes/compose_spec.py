@@ -1,7 +1,5 @@
 """The compose specification's own JSON schema, which check-jsonschema carries."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

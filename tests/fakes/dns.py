@@ -1,7 +1,5 @@
 """A fake name server on a loopback port, over UDP."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -22,7 +20,7 @@ class FakeNameServer(asyncio.DatagramProtocol):
         self.asked: list[tuple[str, str]] = []
         self.address = ""
 
-    async def __aenter__(self) -> FakeNameServer:
+    async def __aenter__(self) -> "FakeNameServer":
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_datagram_endpoint(
             lambda: self, local_addr=("127.0.0.1", 0)

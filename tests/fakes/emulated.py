@@ -1,7 +1,5 @@
 """Emulated instances in the test's own event loop, for virtual time (tests/fakes/clock.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """An emulated engine with the manners of engines that are not a plain vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A real Envoy with docker/envoy/envoy.yaml, its ports and addresses replaced by free ones."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

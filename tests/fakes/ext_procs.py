@@ -1,7 +1,5 @@
 """Pickers that do not decide: for what an Envoy with the shipped configuration does then."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Files of a gateway, good and bad, and what is said of them."""
 
-from __future__ import annotations
-
 import re
 from hashlib import sha256
 from pathlib import Path

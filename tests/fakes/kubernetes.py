@@ -1,7 +1,5 @@
 """A fake Kubernetes API server: lists in pages, watches, bookmarks, and forgets old versions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -34,7 +32,7 @@ class FakeApiServer:
         self._writers: set[asyncio.StreamWriter] = set()
         self.url = ""
 
-    async def __aenter__(self) -> FakeApiServer:
+    async def __aenter__(self) -> "FakeApiServer":
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self

@@ -1,7 +1,5 @@
 """What a process has in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Peers of the picker's port that write and read frames of HTTP/2 as they like."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import struct

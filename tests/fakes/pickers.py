@@ -1,7 +1,5 @@
 """A picker in the test's event loop, or as a process, in front of one instance."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import AsyncIterator

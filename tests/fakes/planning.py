@@ -1,7 +1,5 @@
 """Instance types made of numbers, for the planner's tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The predictor package of docs/design/predictors.md, built and installed as a user would do it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The installed commands as processes, on free ports, ended with the block."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

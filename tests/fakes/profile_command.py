@@ -7,8 +7,6 @@ process stops itself by SIGSTOP, so that whoever started it can kill or interrup
 it does not stop.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@ Each ends with its block. ``SET_UPS`` names ways in which people set them up, fr
 tells most of its clients to those that tell nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

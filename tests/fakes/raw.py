@@ -5,8 +5,6 @@ POST. They are written one by one; then the connection stays open, or is closed 
 is None.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

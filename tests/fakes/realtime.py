@@ -1,7 +1,5 @@
 """Instances that speak /v1/realtime, a gateway in front of them, and sessions with it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import ssl

@@ -1,7 +1,5 @@
 """A real redis-server on a free loopback port, without a disk, ended with the block."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A server that speaks as much of Redis as sharing needs, and whose replies can be spoilt."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """A gateway on a free loopback port, under a real uvicorn in the test's own event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Gateways as their exchange sees them: schedulers over instances that are never asked."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -22,8 +22,6 @@ It counts what a test asks about: ``requests``, ``open`` requests, ``aborted`` o
 socket closed early), ``peers`` that sent requests, and keeps each request's head and body.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -61,7 +59,7 @@ class FakeInstance:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
-    def at(self, url: str) -> FakeInstance:
+    def at(self, url: str) -> "FakeInstance":
         """Stands for what listens there."""
         self.port = int(url.rsplit(":", 1)[1])
         return self

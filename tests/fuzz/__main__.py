@@ -1,7 +1,5 @@
 """``python -m tests.fuzz TARGET``: what ``scripts/fuzz`` runs."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import resource

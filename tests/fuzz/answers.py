@@ -8,8 +8,6 @@ behind an answer only once the next request is on its way is that one's answer, 
 next one is the gateway's to answer.)
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

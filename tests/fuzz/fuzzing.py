@@ -4,8 +4,6 @@ Each answer is 2xx or 4xx (or 501, 505, for what HTTP has no better word), the n
 succeeds, instances get only plain HTTP, nothing is logged as an error, and all loads end at 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ Each loads, or is one ``ConfigError`` whose lines can be read; never a traceback
 time and memory, whatever an input of this size asks for.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import resource

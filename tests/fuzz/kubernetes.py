@@ -4,8 +4,6 @@ Whatever is listed and watched, following ends with a ``SourceError`` or goes on
 named is bounded and could be an instance; and the next good list is read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

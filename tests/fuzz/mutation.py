@@ -1,7 +1,5 @@
 """Seeded mutation of bytes, of JSON documents and of HTTP heads. Nothing here does I/O."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

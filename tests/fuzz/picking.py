@@ -5,8 +5,6 @@ another connection is answered. At the end: no call is open, nothing is held or 
 charged, and the process is no larger than one connection may make it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -3,8 +3,6 @@
 Transports, loops and services are plain objects, so that a million messages take minutes.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, deque
 from collections.abc import Callable

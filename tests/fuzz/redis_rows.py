@@ -6,8 +6,6 @@ stays bounded, what counts of the others' rows is finite and no more than an eng
 once the store is itself again the two see each other exactly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

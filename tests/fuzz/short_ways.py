@@ -8,8 +8,6 @@ what is accepted has to mean the same to h11, to llhttp (httptools), to Python's
 pydantic, wherever they accept it, too. What is refused, or never complete, is nobody's message.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

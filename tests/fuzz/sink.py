@@ -3,8 +3,6 @@
 h11 does the reading: it refuses what is ambiguous. Every POST is answered alike.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Short seeded runs of the fuzzers; scripts/fuzz runs them for longer, with other seeds."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

@@ -3,8 +3,6 @@
 What they wait for is not all in the event loop: this is real time.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from hetero_gateway.core.sharing.belief import Belief

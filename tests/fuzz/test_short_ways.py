@@ -1,7 +1,5 @@
 """Seeded runs of what compares short ways with long ones; scripts/fuzz has a million of each."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

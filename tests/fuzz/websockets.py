@@ -6,8 +6,6 @@ gateway sends to its instance is read strictly: its frames are well-formed, no e
 another model, and no key goes along.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """Buying: the cheapest set against every set, the bound below it, and the file's offers."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many instances the load needs: up at once, down slowly, never to and fro."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 

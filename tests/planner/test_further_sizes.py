@@ -1,7 +1,5 @@
 """Pipelines, copies and spread experts: memory, times, vLLM's rules, and whole plans."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Goodput: the highest rate within the limits, as a goal, as a constraint, and as a price."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

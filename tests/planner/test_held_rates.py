@@ -1,7 +1,5 @@
 """What instances hold of a mix, by simulation."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """What runs is put on the plan's machines, and compared without favour."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Sizes of instances: numbers for plain ones, and something else for the others."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

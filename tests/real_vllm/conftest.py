@@ -1,7 +1,5 @@
 """Fixtures of the tests on real vLLM servers, which scripts/real-vllm starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

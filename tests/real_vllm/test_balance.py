@@ -1,7 +1,5 @@
 """Under the default policy the faster instance gets more; what it has no slot for, the slower."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

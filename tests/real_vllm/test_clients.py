@@ -1,7 +1,5 @@
 """The real `openai` package, unchanged, through the gateway to a real vLLM."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A client that goes away takes its work with it: on the engine, and in the gateway's books."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

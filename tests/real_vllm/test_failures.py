@@ -1,7 +1,5 @@
 """Engines that die: their clients learn it, others go on, and a restarted engine comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

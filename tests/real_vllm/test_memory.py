@@ -4,8 +4,6 @@ On CPUs vLLM measures nothing: its pool is as large as VLLM_CPU_KVCACHE_SPACE sa
 check is how many tokens go into it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

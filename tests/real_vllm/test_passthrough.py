@@ -1,7 +1,5 @@
 """An engine's answers come through byte for byte; the gateway's own errors have OpenAI's form."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -2,8 +2,6 @@
 answers what was cached (``--enable-prompt-tokens-details``), of the other only its counters do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

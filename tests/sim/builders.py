@@ -1,7 +1,5 @@
 """Small clusters and workloads for the simulator's tests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile

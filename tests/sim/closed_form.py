@@ -1,7 +1,5 @@
 """Jobs in a fleet of one engine, many steps at once; and as in the naive engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np

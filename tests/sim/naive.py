@@ -6,8 +6,6 @@ Every block is an object, the free ones are a list, and what is cached is found 
 all of it; of jobs without keys nothing is cached.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from hetero_gateway.core.costs.profile import Profile

@@ -1,7 +1,5 @@
 """The prefix cache in closed form is the plain one, and obeys vLLM's rules."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

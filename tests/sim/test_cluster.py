@@ -1,7 +1,5 @@
 """A cluster in virtual time: what is conserved, what the scheduler hears, and what faults do."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies × rates × seeds, on a cluster whose figures can be computed by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

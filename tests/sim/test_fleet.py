@@ -1,7 +1,5 @@
 """Decode steps in closed form are the same as one by one: times, finishes, evictions."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

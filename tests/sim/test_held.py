@@ -1,7 +1,5 @@
 """The highest load that is held: found by bisection, in hundredths of the bound."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

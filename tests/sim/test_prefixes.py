@@ -1,7 +1,5 @@
 """Prompts that begin alike, in the simulator: keys, hits, and what the scheduler makes of them."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

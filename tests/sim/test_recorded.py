@@ -1,7 +1,5 @@
 """A recorded run again: what was simulated and then recorded comes out the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """After a fault: two equal instances get equal shares again, in virtual time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

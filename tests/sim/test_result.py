@@ -1,7 +1,5 @@
 """Figures from records, compared with what was computed by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

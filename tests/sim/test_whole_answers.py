@@ -4,8 +4,6 @@ That is an endpoint picker's view, or that of a gateway whose clients do not str
 takes prompts between its decode steps: their time must not be taken for slow steps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

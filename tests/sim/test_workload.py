@@ -1,7 +1,5 @@
 """Arrivals, lengths and faults of simulated runs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

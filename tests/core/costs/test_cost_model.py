@@ -1,7 +1,5 @@
 """Each equation against a naive literal form, and the laws that a cost must keep."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Planted constants come back, what cannot be known is said, and the errors are honest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

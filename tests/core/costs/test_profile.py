@@ -1,7 +1,5 @@
 """A profile that cannot be right is refused where it is made."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """What is outstanding, as a state machine against exact arithmetic, and its rules one by one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

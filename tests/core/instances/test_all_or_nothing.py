@@ -1,7 +1,5 @@
 """An event that fails has changed nothing: neither the sums of loads nor those of progress."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

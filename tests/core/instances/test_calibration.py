@@ -1,7 +1,5 @@
 """Constants from traffic: right where the traffic says so, the old ones where it does not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

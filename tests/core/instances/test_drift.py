@@ -1,7 +1,5 @@
 """A profile's drift is told from rows of traffic, once, and not before it is certain."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

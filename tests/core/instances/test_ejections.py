@@ -1,7 +1,5 @@
 """Over all instances: how many may be ejected at once, and which requests are at fault."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

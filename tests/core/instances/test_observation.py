@@ -1,7 +1,5 @@
 """Rows tell what was seen; by the model they take the time that the engine took."""
 
-from __future__ import annotations
-
 import pytest
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s

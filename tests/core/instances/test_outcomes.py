@@ -1,7 +1,5 @@
 """What came of an instance's requests decides whether it gets more: the state table, row by row."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

@@ -3,8 +3,6 @@ that is made of them. With right constants an instance neither drifts nor gets f
 hit share is; and where nobody tells it, nothing is learnt from what is not known.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import deque

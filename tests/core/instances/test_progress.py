@@ -1,7 +1,5 @@
 """The sums per instance are those of its requests, whatever happens and in whatever order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The speed factor: what it is made of, and how long it is believed."""
 
-from __future__ import annotations
-
 import pytest
 
 from hetero_gateway.core.instances.speed import UNSEEN_S, SpeedEstimate, observe, revise

@@ -1,7 +1,5 @@
 """Estimates of lengths: what they learn, where they start, and that they stay bounded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

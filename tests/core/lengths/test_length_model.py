@@ -1,7 +1,5 @@
 """The trained length model: what it learns, what it goes on learning, and its document."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

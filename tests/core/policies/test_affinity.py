@@ -1,7 +1,5 @@
 """Policies that keep together what belongs together."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

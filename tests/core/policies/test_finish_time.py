@@ -1,7 +1,5 @@
 """The queue with late binding, and what ``finish-time`` makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

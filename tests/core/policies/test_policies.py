@@ -1,7 +1,5 @@
 """Every policy against what its name promises, most of them on random cases."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Limits of requests: what is expected to miss them, whose they are, and what they change."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The index: as a naive one of sets, whatever comes; bounded; what leaves, leaves nothing."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

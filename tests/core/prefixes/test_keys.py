@@ -1,7 +1,5 @@
 """Keys of beginnings: equal for texts that begin alike, different where they differ, and few."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Trust: what a predicted hit is worth on one instance."""
 
-from __future__ import annotations
-
 import pytest
 
 from hetero_gateway.core.prefixes.caches import Trust

@@ -1,7 +1,5 @@
 """Two instances that nobody profiled, of different speed and slots, in a closed loop."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import deque

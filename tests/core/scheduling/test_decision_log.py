@@ -1,7 +1,5 @@
 """What is kept of a decision explains it as the decision itself does."""
 
-from __future__ import annotations
-
 import pytest
 
 from hetero_gateway.core.policies import POLICY_NAMES

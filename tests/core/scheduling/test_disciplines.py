@@ -1,7 +1,5 @@
 """Who is next of those that wait."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where few of many cannot take part: who they are, and that no decision pays for the many."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

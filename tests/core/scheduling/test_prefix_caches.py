@@ -1,7 +1,5 @@
 """What a prompt has cached, by candidate: what is charged, kept in mind, and forgotten."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Who waits, who goes on and in which order; and what a request that breaks the pump costs."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

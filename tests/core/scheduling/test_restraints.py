@@ -1,7 +1,5 @@
 """Who is barred for what its requests came to gets none, but never so that a request is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes

@@ -1,7 +1,5 @@
 """Who may get a request, why the others may not, and that what is decided adds up."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import Counter

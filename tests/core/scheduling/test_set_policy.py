@@ -1,7 +1,5 @@
 """Another policy while requests are outstanding: nothing is lost, and every sum ends at 0."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

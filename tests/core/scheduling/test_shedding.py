@@ -1,7 +1,5 @@
 """Who would wait too long is refused, batches first, and who is let in is within what is wanted."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import math

@@ -1,7 +1,5 @@
 """What peers report is bounded by what engines can hold, and by what engines report themselves."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

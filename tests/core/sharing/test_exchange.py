@@ -1,7 +1,5 @@
 """What a gateway says of itself, and what it makes of what others say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

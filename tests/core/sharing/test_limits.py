@@ -1,7 +1,5 @@
 """Limits over several gateways: what each has used is the others' to heed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,7 +40,7 @@ class Gateway:
         self.sequence += 1
         return unpack(pack(message(self.sequence, *self.shared.say(now_s, whole=whole), whole)))
 
-    def hear(self, other: Gateway, message: Message, now_s: float) -> None:
+    def hear(self, other: "Gateway", message: Message, now_s: float) -> None:
         self.shared.hear(other.name, message, now_s)
         self.shared.apply(now_s)
 

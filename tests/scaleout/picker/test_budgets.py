@@ -1,7 +1,5 @@
 """What one peer on the picker's port may cost: CPU and memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import struct

@@ -1,7 +1,5 @@
 """The picker behind a real Envoy with the shipped configuration, in front of unequal instances."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

@@ -1,8 +1,6 @@
 """A real Envoy with the shipped configuration whose picker does not answer: who is served, and what
 reaches an instance."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

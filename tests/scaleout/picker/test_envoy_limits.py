@@ -1,7 +1,5 @@
 """A real Envoy within the picker's limits: certificates, calls, the longest bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

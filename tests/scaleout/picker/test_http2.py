@@ -1,7 +1,5 @@
 """gRPC over HTTP/2: against grpc's own client, and against peers that keep to no rules."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """What the picker's peers send late, or never, or do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 

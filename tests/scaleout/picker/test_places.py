@@ -1,7 +1,5 @@
 """Who may be connected to the picker's port: places, certificates, reports."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Two active pickers on one Envoy that share their load through Redis; one of them is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A peer that writes what it likes into a real redis-server, while gateways serve all the same."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Limits over two gateways and a real redis-server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Two gateways and a store that works, hangs, fails, forgets or holds nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -33,7 +31,7 @@ class Memory:
         self.tries: list[float] = []
         self.listeners: dict[str, Callable[[str, bytes], None]] = {}
 
-    def at(self, name: str) -> MemoryStore:
+    def at(self, name: str) -> "MemoryStore":
         return MemoryStore(self, name)
 
     async def answer(self) -> None:

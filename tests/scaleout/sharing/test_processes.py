@@ -1,7 +1,5 @@
 """Two gateway processes on one Redis: one of them is killed, or the store, and no request fails."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

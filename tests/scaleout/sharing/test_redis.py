@@ -1,7 +1,5 @@
 """Gateways that share through a real redis-server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

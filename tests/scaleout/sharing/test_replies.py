@@ -1,7 +1,5 @@
 """A store that sends what no Redis would: nothing of it is believed, or kept."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Workers and their scheduler process in one event loop: what is asked, told and taken over."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

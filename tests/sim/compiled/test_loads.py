@@ -1,7 +1,5 @@
 """Sums of charges are those of whole numbers without an end."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The compiled loops have the scheduler's records, to the last bit."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import numpy as np
