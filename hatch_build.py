@@ -1,17 +1,22 @@
-"""The package page's text and links, made from README.md when the package is built.
+"""What is made when the package is built: its page, and the compiled scheduler if that is wanted.
 
-Links of README.md are relative to the source. A package page has no source beside it: with the
-environment variable PROJECT_URL (the repository's address, which whoever hosts the project knows)
-they become links into it, of this version; without it their text alone is kept, and no picture.
+The page's text and links are README.md's, whose links are relative to the source. A package page
+has no source beside it: with the environment variable PROJECT_URL (the repository's address, which
+whoever hosts the project knows) they become links into it, of this version; without it their text
+alone is kept, and no picture.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # A link or a picture to what is neither an address nor a place in the same page.
@@ -47,3 +52,25 @@ class CustomMetadataHook(MetadataHookInterface):
                 "Changelog": f"{url}/blob/v{metadata['version']}/CHANGELOG.md",
                 "Issues": f"{url}/issues",
             }
+
+
+class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """A wheel with the compiled scheduler; pyproject.toml says when."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile it, and have the wheel say for whom it is."""
+        self._made = tempfile.TemporaryDirectory()
+        folder = os.path.join(self._made.name, "native")
+        root = Path(self.root)
+        path = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
+        subprocess.run(
+            [sys.executable, str(root / "scripts" / "compiling.py"), folder],
+            env=os.environ | {"PYTHONPATH": path},
+            check=True,
+        )
+        build_data |= {"pure_python": False, "infer_tag": True}
+        build_data["force_include"][folder] = "hetero_gateway/native"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """What was compiled is in the wheel."""
+        self._made.cleanup()

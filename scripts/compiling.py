@@ -1,4 +1,4 @@
-"""Compiles the modules of the scheduler into ``hetero_gateway/native``; see ``scripts/compile``."""
+"""Compiles the scheduler, into ``hetero_gateway/native`` or the folder that is named."""
 
 from __future__ import annotations
 
@@ -64,14 +64,12 @@ def compile_all(folder: Path) -> None:
 
 
 def main() -> None:
-    if "--remove" in sys.argv[1:]:
-        shutil.rmtree(compiled.FOLDER, ignore_errors=True)
-        return
-    if (compiled.FOLDER / compiled.TABLE).exists() and not compiled.take():
+    folder = Path(sys.argv[1]) if sys.argv[1:] else compiled.FOLDER
+    if (folder / compiled.TABLE).exists() and not compiled.take(folder):
         print("the scheduler is compiled already", file=sys.stderr)
         return
-    compile_all(compiled.FOLDER)
-    print(f"compiled into {compiled.FOLDER}", file=sys.stderr)
+    compile_all(folder)
+    print(f"compiled into {folder}", file=sys.stderr)
 
 
 if __name__ == "__main__":

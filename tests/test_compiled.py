@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -14,19 +16,22 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_gateway import compiled
-from scripts.compiling import compile_all
-from tests.fakes.processes import Process
+from hetero_gateway import __version__, compiled
 from tests.fakes.vllm import fake_instances
+from tests.fakes.wheels import ROOT, Installed, build, copy_context, install
 
 PACKAGE = Path(compiled.__file__).parent
-PROJECT = PACKAGE.parents[1]
-_BUILT = shutil.ignore_patterns("native", "__pycache__")
+# The tests of what is compiled.
+PATHS = (
+    *(f"tests/core/{name}" for name in ("instances", "policies", "prefixes", "scheduling")),
+    *("tests/gateway/dataplane/test_placement.py", "tests/e2e/test_accounting.py"),
+)
 # Prints whether it is compiled, and what became of every request under every policy.
 DECIDE = """\
 import hashlib, json, sys
 from hetero_gateway import compiled
-assert not compiled.take(), compiled.take()
+if sys.argv[1] == "compiled":
+    assert not compiled.take(), compiled.take()
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.sim.cluster import Records, simulate
@@ -41,50 +46,79 @@ for policy in POLICY_NAMES:
         )
         data = b"".join(getattr(records, name).tobytes() for name in Records.__slots__)
         found[f"{policy} {profiled}"] = hashlib.sha256(data).hexdigest()
-print(json.dumps([compiled.is_taken(), found]))
+print(json.dumps([compiled.form(), found]))
 """
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of the package with its scheduler compiled, in a folder to import from."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """The command and the packages of an environment with a compiled wheel.
+
+    It is made as the image's is, of what its build may see.
+    """
     folder = tmp_path_factory.mktemp("compiled")
-    copy = folder / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, ignore=_BUILT)
-    compile_all(copy / "native")
-    yield folder
+    context = copy_context(folder / "context")
+    wheel = build(folder / "dist", context, HATCH_BUILD_HOOKS_ENABLE="1")
+    yield install(wheel, folder / "environment")
     shutil.rmtree(folder)
 
 
-def decisions(path: Path) -> tuple[bool, dict[str, str]]:
+def decisions(form: str, packages: Path) -> dict[str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", DECIDE],
-        env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{PROJECT}"},
-        cwd=path, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", DECIDE, form],
+        env={**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{ROOT}"},
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
-    taken, found = json.loads(done.stdout)
-    return taken, found
+    is_form, found = json.loads(done.stdout)
+    assert is_form == form
+    return found
+
+
+def said_of_version(*command: str | Path) -> tuple[str, str]:
+    """What ``--version`` calls the scheduler, and what it says beside."""
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    found = re.fullmatch(rf"hetero-gateway {__version__} \(scheduler: (\w+)\)\n", done.stdout)
+    assert found, done.stdout
+    return found[1], done.stderr
 
 
 @pytest.mark.system
 @pytest.mark.slow
-def test_it_decides_as_its_source_does_to_the_bit(package: Path, tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=_BUILT)
-    (is_compiled, one), (is_plain, other) = decisions(package), decisions(tmp_path)
-    assert (is_compiled, is_plain) == (True, False)
+def test_it_decides_as_its_source_does_to_the_bit(installed: tuple[Path, Path]) -> None:
+    one, other = decisions("compiled", installed[1]), decisions("interpreted", PACKAGE.parent)
     assert len(one) > 20
     assert one == other
 
 
 @pytest.mark.system
 @pytest.mark.slow
-async def test_it_serves(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(package))
+def test_the_tests_pass_on_it(installed: tuple[Path, Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.fakes.natively", *PATHS],
+        env={**os.environ, "PYTHONPATH": f"{installed[1]}{os.pathsep}{ROOT}"},
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
+    left_out = re.search(r"passed, (\d+) xfailed in", done.stdout)
+    budgets = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text("utf-8"))
+    assert left_out, done.stdout[-1000:]
+    assert int(left_out[1]) == budgets["compiled"]["interpreted_tests"]
+
+
+@pytest.mark.system
+@pytest.mark.slow
+async def test_it_serves_where_there_is_no_compiler(
+    installed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = installed[0]
+    monkeypatch.setenv("PATH", str(script.parent))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert said_of_version(script) == ("compiled", "")
     async with fake_instances(2) as fakes:
         instances = [{"id": f"i{i}", "base_url": fake.url} for i, fake in enumerate(fakes)]
         config = tmp_path / "gateway.json"
         config.write_text(json.dumps({"instances": instances}))
-        gateway = Process("serve", "-c", str(config), "--port", "0")
+        gateway = Installed(script, "serve", "-c", str(config), "--port", "0")
         try:
             url = gateway.wait_ready()
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -140,3 +174,16 @@ def test_what_does_not_fit_is_refused_in_one_line(
 
 def test_where_nothing_was_compiled_nothing_is_said(tmp_path: Path) -> None:
     assert compiled.take(tmp_path) == ""
+
+
+def test_what_is_refused_is_said_with_the_version_and_the_source_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("native"))
+    (tmp_path / PACKAGE.name / "native").mkdir()
+    (tmp_path / PACKAGE.name / "native" / compiled.TABLE).write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    form, said = said_of_version(sys.executable, "-m", "hetero_gateway")
+    assert form == "interpreted"
+    assert said.startswith("hetero-gateway: the compiled scheduler cannot be used (")
+    assert said.count("\n") == 1

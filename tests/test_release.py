@@ -1,7 +1,7 @@
 """What a release is made of: the package's metadata, its page, and the workflow that publishes."""
 
 import email
-import os
+import fnmatch
 import re
 import subprocess
 import sys
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fakes.wheels import build
+
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
 URL = "https://host.example/somebody/hetero-gateway"
@@ -22,16 +24,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 def metadata_of(folder: Path, url: str | None) -> Message:
     """Of a wheel that is built now."""
-    environment = {key: value for key, value in os.environ.items() if key != "PROJECT_URL"}
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT,
-        env=environment | ({"PROJECT_URL": url} if url else {}),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.glob("*.whl")
+    wheel = build(folder, PROJECT_URL=url or "")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith("/METADATA"))
         return email.message_from_bytes(archive.read(name))
@@ -112,6 +105,20 @@ def test_what_the_workflow_names_is_there(workflow: Any) -> None:
         "docker/kubernetes/chart",
     } <= named
     assert all((ROOT / path).exists() for path in named), named
+
+
+def test_the_compiled_wheels_are_of_every_python_that_is_tested(workflow: Any) -> None:
+    """They and the one for all machines are published together, and each is seen to be compiled."""
+    jobs = workflow["jobs"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["cibuildwheel"]
+    built = [f"{name[2]}.{name[3:5]}" for name in settings["build"].split()]
+    assert built == jobs["check"]["strategy"]["matrix"]["python"]
+    assert settings["environment"]["HATCH_BUILD_HOOKS_ENABLE"] == "1"
+    assert "compiled" in settings["test-command"]
+    (uploaded,) = (s["with"] for s in jobs["compiled"]["steps"] if "upload-artifact" in s["uses"])
+    taken = [s["with"] for s in jobs["wheel"]["steps"] if "download" in s.get("uses", "")]
+    assert [fnmatch.fnmatch(uploaded["name"], each["pattern"]) for each in taken] == [True]
+    assert taken[0]["path"] == "dist"
 
 
 def test_nobody_is_given_more_than_a_job_needs(workflow: Any) -> None:

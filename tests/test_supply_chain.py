@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("build", "dev", "run")
+LOCKS = ("build", "compile", "dev", "run")
 # Only where the platform, or the Python, is another than those that are tested.
 _ELSEWHERE = {"async-timeout", "colorama", "httpx2-jsfetch"}
 
@@ -64,6 +64,8 @@ def test_the_locks_have_what_the_package_asks_for() -> None:
     wanted |= {name_of(each) for extra in ("dev", "tokenizers") for each in extras[extra]}
     assert wanted <= locked("dev").keys(), "run scripts/lock"
     assert {name_of(each) for each in project["build-system"]["requires"]} <= locked("build").keys()
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
+    assert {name_of(each) for each in hook["dependencies"]} <= locked("compile").keys()
 
 
 def test_what_is_installed_here_is_what_is_locked() -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -34,10 +34,11 @@ def digest(modules: Sequence[str]) -> str:
     return found.hexdigest()
 
 
-def is_taken() -> bool:
-    """Whether the scheduler that was imported is compiled."""
-    scheduler = sys.modules.get("hetero_gateway.core.scheduling.scheduler")
-    return scheduler is not None and not str(scheduler.__file__).endswith(".py")
+def form() -> str:
+    """What the scheduler is that is imported, or would be."""
+    found = find_spec("hetero_gateway.core.scheduling.scheduler")
+    is_source = found is None or str(found.origin).endswith(".py")
+    return "interpreted" if is_source else "compiled"
 
 
 def take(folder: Path = FOLDER) -> str:

@@ -24,9 +24,12 @@ PROMETHEUS_IMAGE = "docker.io/prom/prometheus:v2.55.1"
 SUITE = "bookworm"
 PACKAGES = (
     "ca-certificates",
+    "gcc",
+    "libc6-dev",
     "prometheus",
     "python-is-python3",
     "python3",
+    "python3-dev",  # as the image that this stands in for
     "python3-pip",
     "python3-venv",
     "wget",  # Prometheus' health check
@@ -149,7 +152,7 @@ class Podman:
 
     def _download(self) -> None:
         """The wheels that the image is made of, for its Python, each checked by its hash."""
-        for name in ("run.txt", "build.txt"):
+        for name in ("run.txt", "build.txt", "compile.txt"):
             text = (ROOT / "requirements" / name).read_text("utf-8")
             wanted = self.home / name
             # The conditions are of this Python, which may be another.

@@ -1,6 +1,7 @@
 """Small values for the core's tests. Figures are made up unless a name says otherwise."""
 
 import math
+import types
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
 # Two unequal machines: SLOW needs three to five times as long and holds an eighth of the tokens.
 FAST_CONSTANTS = Constants(5.5e-5, 1e-5, 1e-6, 7.2e-3, 7.5e-8, 8.7e-5, 3.5e-8, 1.01e-2)
 SLOW_CONSTANTS = Constants(1.7e-4, 2e-5, 2e-6, 1.1e-2, 2.7e-7, 1.2e-4, 3.4e-7, 2.65e-2)
+
+MANY_TOKENS = 2.0**200
 
 
 def profile(
@@ -60,6 +63,19 @@ def scheduler(
     return result
 
 
+class Around:
+    """A policy that does what another does, but for what a class of its own says.
+
+    Nobody can replace the methods of one that is compiled.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+
 def placed(s: Scheduler, body: Request, now_s: float = 0.0) -> Ticket:
     """What is not refused; it may wait."""
     ticket = s.place(body, now_s)
@@ -83,6 +99,13 @@ def state(s: Scheduler, instance_id: str) -> InstanceState:
 
 def loads(s: Scheduler) -> list[float]:
     return [s.members.snapshot(each.instance_id).load_s for each in list(s.members.specs.values())]
+
+
+def attributes(thing: Any) -> dict[str, Any]:
+    """All of one with slots, which are another thing where it is compiled."""
+    slots = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    names = [name for name, value in vars(type(thing)).items() if isinstance(value, slots)]
+    return {name: getattr(thing, name) for name in names}
 
 
 def view_of(s: Scheduler, body: Request, now_s: float = 0.0) -> View:
@@ -110,12 +133,12 @@ def candidates(
     for i in range(size):
         state = InstanceState(InstanceId(f"i{i}"), i)
         state.load_s = load[i]
-        state.kv_tokens = kv_usage[i] if kv_usage else 0.0  # type: ignore[assignment]
-        state.in_flight = in_flight[i] if in_flight else 0  # type: ignore[assignment]
+        state.kv_tokens = int(kv_usage[i] * MANY_TOKENS) if kv_usage else 0
+        state.in_flight = int(in_flight[i]) if in_flight else 0
         states.append(state)
-        # A request takes p2 whatever its lengths, and the usage is the tokens there over 1.
+        # A request takes p2 whatever its lengths, and no usage is rounded.
         p2 = request_time_s[i] if request_time_s else 1.0
-        limits = (1.0, math.inf, 256.0, weight[i] if weight else 1.0, 264.0)
+        limits = (MANY_TOKENS, math.inf, 256.0, weight[i] if weight else 1.0, 264.0)
         per_s = capacity[i] if capacity else 1.0
         members.append(Member(0, p2, 0, 0, 0, 0, 0, 0, 0, *limits, per_s, i))
     backlog = Backlog(

@@ -3,9 +3,6 @@
 import fnmatch
 import json
 import re
-import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import yaml
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import builtin_profiles
 from tests.fakes.compose_spec import check_compose
+from tests.fakes.wheels import build, copied_into_the_build, copy_context
 
 VERSION_TAG = re.compile(r"v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
 
@@ -34,15 +32,6 @@ def emulated(services: dict[str, Any]) -> dict[str, list[str]]:
 
 def vllm(services: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {n: s for n, s in services.items() if s.get("entrypoint") == ["vllm", "serve"]}
-
-
-def copied_into_the_build(files) -> set[str]:
-    return {
-        source
-        for name, value in files.dockerfile()
-        if name == "COPY" and not value.startswith("--from")
-        for source in value.split()[:-1]
-    }
 
 
 # --- compose ---------------------------------------------------------------------------------
@@ -136,7 +125,17 @@ def test_the_image_is_built_in_two_stages_from_one_pinned_image(files):
     stages = [value for n, value in instructions if n == "FROM"]
     assert stages == [f"${{{name}}} AS build", f"${{{name}}}"]
     final_stage = instructions[instructions.index(("FROM", stages[1])) :]
-    assert not [value for n, value in final_stage if n == "RUN" and "pip" in value]
+    assert not [v for n, v in final_stage if n == "RUN" and re.search(r"\b(pip|apt-get|gcc)\b", v)]
+
+
+def test_the_wheel_of_the_image_is_compiled(files):
+    """tests/test_compiled.py builds one so, of the same files."""
+    commands = [value for name, value in files.dockerfile() if name == "RUN"]
+    assert any(re.search(r"apt-get install .*\bgcc libc6-dev\b", command) for command in commands)
+    (install,) = (command for command in commands if "requirements/build.txt" in command)
+    assert "-r requirements/compile.txt" in install
+    (build,) = (command for command in commands if "pip wheel" in command)
+    assert build.startswith("HATCH_BUILD_HOOKS_ENABLE=1 pip wheel")
 
 
 def test_the_image_runs_serve_and_checks_liveness(files):
@@ -157,7 +156,7 @@ def test_what_the_build_copies_exists_and_is_not_ignored(files):
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*", "a list of what goes in"
     kept = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
-    copied = copied_into_the_build(files)
+    copied = copied_into_the_build()
     assert copied == kept
     for source in copied:
         assert (files.root / source).exists(), source
@@ -165,26 +164,9 @@ def test_what_the_build_copies_exists_and_is_not_ignored(files):
     assert any(fnmatch.fnmatch("src/hetero_gateway/__pycache__", rule) for rule in dropped)
 
 
-def test_the_wheel_holds_the_package_when_built_from_what_the_build_may_see(files, tmp_path):
-    context = tmp_path / "context"
-    context.mkdir()
-    for name in copied_into_the_build(files):
-        source = files.root / name
-        (context / name).parent.mkdir(exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(
-                source, context / name, ignore=shutil.ignore_patterns("__pycache__", "*.py[co]")
-            )
-        else:
-            shutil.copy(source, context / name)
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
-        cwd=context,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = (tmp_path / "dist").glob("hetero_gateway-*.whl")
+def test_the_wheel_holds_the_package_when_built_from_what_the_build_may_see(tmp_path):
+    context = copy_context(tmp_path / "context")
+    wheel = build(tmp_path / "dist", context)
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
         (entry_points,) = (n for n in packed if n.endswith("entry_points.txt"))

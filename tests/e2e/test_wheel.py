@@ -1,78 +1,28 @@
-"""The wheel alone, in an empty folder: its commands work without the source tree.
-
-The fresh environment has what the package itself asks for, and none of the extras nor of what
-development needs: links to what is installed here, so that no network is needed.
-"""
+"""The wheel alone, in an empty folder: its commands work without the source tree."""
 
 import json
 import re
 import subprocess
-import sys
-import venv
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 import httpx
 import pytest
-from packaging.requirements import Requirement
 
 from hetero_gateway import __version__
-from tests.fakes.processes import Process
+from tests.fakes.wheels import PATIENCE_S, Installed, build, install
 from tests.lab.profiler.builders import measured
 
 pytestmark = pytest.mark.system
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 240.0
 Run = Callable[..., str]
-
-
-def build(folder: Path) -> Path:
-    words = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def link_dependencies(site: Path, requirements: list[str]) -> set[str]:
-    """Links to all that these need, and to no more; returns their names."""
-    wanted = [(text, "") for text in requirements]
-    linked: set[str] = set()
-    while wanted:
-        text, extra = wanted.pop()
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
-            continue
-        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        found = metadata.distribution(name)
-        more = found.requires or []
-        wanted += [(each, part) for each in more for part in (requirement.extras or {""})]
-        if name in linked:
-            continue
-        linked.add(name)
-        for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(found.locate_file(top))
-    return linked
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The console script of a fresh environment with the wheel in it."""
     folder = tmp_path_factory.mktemp("wheel")
-    wheel = build(folder)
-    venv.create(folder / "venv", with_pip=False, symlinks=True)
-    python = folder / "venv" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=PATIENCE_S)
-    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    (dist_info,) = site.glob("hetero_gateway-*.dist-info")
-    requires = metadata.PathDistribution(dist_info).requires or []
-    linked = link_dependencies(site, [text for text in requires if "extra ==" not in text])
-    assert not linked & {"matplotlib", "pytest", "openai", "redis", "numba", "hatchling"}
-    return folder / "venv" / "bin" / "hetero-gateway"
+    return install(build(folder), folder / "venv")[0]
 
 
 @pytest.fixture
@@ -103,14 +53,10 @@ def run(installed: Path, folder: Path) -> Run:
 def start(installed: Path, folder: Path) -> Iterator[Callable[..., str]]:
     """Starts a command that serves; its URL."""
 
-    class Installed(Process):
-        def command(self, *args: str) -> list[str]:
-            return [str(installed), *args]
-
-    processes: list[Process] = []
+    processes: list[Installed] = []
 
     def start(*words: str) -> str:
-        processes.append(Installed(*words))
+        processes.append(Installed(installed, *words))
         return processes[-1].wait_ready()
 
     yield start
@@ -121,7 +67,8 @@ def start(installed: Path, folder: Path) -> Iterator[Callable[..., str]]:
 def test_the_walk_from_init_to_a_page_of_measured_load(
     run: Run, start: Callable[..., str], folder: Path
 ) -> None:
-    assert run("--version").strip() == f"hetero-gateway {__version__}"
+    said = f"hetero-gateway {__version__} (scheduler: interpreted)"
+    assert run("--version").strip() == said
     profiles = [f"V100-32GB-NVLink2/Llama-3-8B/tp{n}" for n in (4, 1)]
     urls = [
         start("emulate", "--profile", name, "--port", "0", "--time-scale", "20")

@@ -20,9 +20,6 @@ COMMANDS = (
     *("predictor", "status", "explain", "picker", "key"),
 )
 
-# The commands that decide on requests.
-_SERVES = (["serve"], ["picker"])
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse ``argv`` (default: the process's own) and run one command; returns the exit code."""
@@ -39,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    if argv is None and words[:1] in _SERVES:
-        # Before anything of the scheduler is imported.
+    if argv is None and words and words[0] in ("serve", "picker", "--version"):
+        # They decide on requests, or say what would: before anything of the scheduler is imported.
         why_not = compiled.take()
         if why_not:
             print(f"hetero-gateway: {why_not}", file=sys.stderr)
@@ -86,7 +83,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         prog="hetero-gateway",
         description="A load-balancing gateway for unequal vLLM instances.",
     )
-    parser.add_argument("--version", action="version", version=f"hetero-gateway {__version__}")
+    version = f"hetero-gateway {__version__} (scheduler: {compiled.form()})"
+    parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if words[:1] != ["--version"]:
         # Here and not above, so that a Ctrl-C while it loads is as quiet as a later one.

@@ -12,7 +12,7 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import MOST_SEQUENCES, MOST_TOKENS, InstanceId, Outcome, Request
-from tests.core.builders import FAST_CONSTANTS, request, scheduler, spec
+from tests.core.builders import FAST_CONSTANTS, attributes, request, scheduler, spec
 
 ABSURD = (math.nan, math.inf, -math.inf, -1, 1e308, 10**310, "many")
 absurd = st.sampled_from(ABSURD)
@@ -26,9 +26,10 @@ def instance() -> InstanceState:
 
 def everything(state: InstanceState) -> dict[str, Any]:
     """All that a state knows, but for what it shares with its table."""
-    known = {name: getattr(state, name) for name in InstanceState.__slots__}
+    known = attributes(state)
     for shared in ("observations", "interval"):
         del known[shared]
+    known["observed_clock"] = repr(state.observed_clock)  # which may be no number
     for name in ("stages", "_moves", "_outstanding", "_peer_loads"):
         known[name] = copy.copy(known[name])
     return known
@@ -103,8 +104,16 @@ def test_an_event_that_fails_has_changed_nothing(steps: list[tuple[str, Any]]) -
     assert (state.streaming, state.context, state.waiting_prompt) == (0, 0.0, 0)
 
 
-@pytest.mark.parametrize("value", ABSURD[:-1])
-@pytest.mark.parametrize("name", ["prompt_tokens", "predicted_output_tokens", "sequences"])
+def one_field(name: str, value: float) -> Any:
+    fits = value != 10**310 if name == "predicted_output_tokens" else isinstance(value, int)
+    mark = pytest.mark.interpreted("what is compiled refuses what is of no int's or float's type")
+    return pytest.param(name, value, marks=() if fits else mark)
+
+
+FIELDS = ("prompt_tokens", "predicted_output_tokens", "sequences")
+
+
+@pytest.mark.parametrize(("name", "value"), [one_field(n, v) for n in FIELDS for v in ABSURD[:-1]])
 def test_a_request_of_absurd_numbers_says_which_one(name: str, value: Any) -> None:
     asked = scheduler(spec("a"))
     with pytest.raises(ValueError, match=f"a request's {name} must be within"):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.instances.dispatch import PeerLoad
-from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import (
     POLICY_NAMES,
     Candidates,
@@ -23,7 +22,7 @@ from hetero_gateway.core.policies import (
     make_policy,
 )
 from hetero_gateway.core.types import InstanceId
-from tests.core.builders import candidates
+from tests.core.builders import MANY_TOKENS, attributes, candidates
 
 # Few distinct values, so that ties are common, and some that swallow the others.
 loads = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 1e3, 1e20])
@@ -323,9 +322,7 @@ def test_every_policy_returns_a_position_and_a_charge_for_each_candidate(
 
 def told(c: View) -> list[dict[str, object]]:
     """All that is known of the candidates."""
-    return [
-        {name: repr(getattr(state, name)) for name in InstanceState.__slots__} for state in c.states
-    ]
+    return [{name: repr(v) for name, v in attributes(state).items()} for state in c.states]
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -340,7 +337,7 @@ def test_no_policy_writes_to_what_it_sees(name: str) -> None:
 
 def test_what_other_gateways_sent_there_is_looked_at_too() -> None:
     c = candidates([1.0, 1.0], in_flight=[3.0, 3.0])
-    c.states[0].set_peer("other", PeerLoad(load_s=2.0, kv_tokens=5, in_flight=4))
+    c.states[0].set_peer("other", PeerLoad(load_s=2.0, kv_tokens=5 * MANY_TOKENS, in_flight=4))
     shown = Candidates(c)
     assert (shown.load, shown.in_flight, shown.kv_usage) == ([3.0, 1.0], [7, 3], [5.0, 0.0])
     assert (choose("min-max", c), choose("least-requests", c)) == (1, 1)

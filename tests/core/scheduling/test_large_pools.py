@@ -152,6 +152,7 @@ def test_a_doubted_one_among_many_is_tried() -> None:
     assert sent.count("i20") >= 1
 
 
+@pytest.mark.interpreted("it replaces a function")
 def test_what_stands_in_for_the_unknown_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     made = members.typical_constants

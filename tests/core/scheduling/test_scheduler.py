@@ -3,6 +3,7 @@
 import math
 import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,14 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.policies import POLICY_NAMES, Candidates, PolicyOptions, View
+from hetero_gateway.core.policies import (
+    POLICY_NAMES,
+    Candidates,
+    PolicyOptions,
+    View,
+    make_policy,
+)
 from hetero_gateway.core.policies.base import Choice
-from hetero_gateway.core.policies.rotation import RoundRobin
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import (
     InstanceId,
@@ -26,6 +32,7 @@ from hetero_gateway.core.types import (
 from tests.core.builders import (
     FAST,
     SLOW,
+    Around,
     chosen,
     loads,
     profile,
@@ -461,8 +468,9 @@ def test_explaining_in_between_changes_no_decision(name: str, randomised: bool) 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_explaining_and_adopting_copy_neither_policy_nor_generator(name: str) -> None:
-    s = scheduler(spec("a"), spec("b", SLOW), policy=name)
-    s.policy.held = threading.Lock()  # type: ignore[attr-defined] - whatever copies it, fails
+    policy: Any = Around(make_policy(name))
+    policy.held = threading.Lock()  # whatever copies it, fails
+    s = scheduler(spec("a"), spec("b", SLOW), policy=policy)
     assert chosen(s.explain(request())).instance_id in "ab"
     decision, dispatch = s.adopt(request(), InstanceId("b"), 1.0)
     assert decision.instance_id == "b"
@@ -489,14 +497,14 @@ def test_adopting_in_between_takes_no_turn(name: str) -> None:
 
 
 def test_an_explanation_that_fails_takes_no_turn_and_no_draw() -> None:
-    class Failing(RoundRobin):
+    class Failing(Around):
         def would_choose(self, view: View, rng: np.random.Generator) -> Choice:
             rng.random()
             self.choose(view, rng)
             raise ArithmeticError
 
     rng = np.random.default_rng(0)
-    s = Scheduler(Failing(PolicyOptions()), rng)
+    s = Scheduler(Failing(make_policy("round-robin")), rng)
     for name in "abc":
         s.add(spec(name))
     following = np.random.default_rng(0).random()

@@ -298,6 +298,7 @@ async def test_a_retry_waits_at_the_head_even_of_a_full_queue_and_holds_nobody_u
         unlucky.cancel()
 
 
+@pytest.mark.interpreted("it replaces a method")
 async def test_a_bug_in_a_placement_is_500_for_that_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -76,8 +76,7 @@ def public_paths(gateway: Parts) -> list[PlainPath]:
 
     async def version(_: Request) -> Response:
         """The gateway's own version, and whether its scheduler runs compiled."""
-        scheduler = "compiled" if compiled.is_taken() else "interpreted"
-        return JSONResponse({"version": __version__, "scheduler": scheduler})
+        return JSONResponse({"version": __version__, "scheduler": compiled.form()})
 
     async def models(request: Request) -> Response:
         """Every name that a live instance serves."""
