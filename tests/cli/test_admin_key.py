@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,7 +14,7 @@ import pytest
 import yaml
 
 from hetero_gateway.files.admin_key import find
-from tests.fakes.processes import Process, children_of, wait_for
+from tests.fakes.processes import children_of, command, started, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -37,26 +36,6 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.mkdir(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
     return path
-
-
-@contextlib.contextmanager
-def started(*args: str) -> Iterator[Process]:
-    process = Process(*args)
-    try:
-        process.wait_ready()
-        yield process
-    finally:
-        process.stop(signal.SIGKILL)
-
-
-def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hetero_gateway", *args],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={**os.environ, **environment},
-    )
 
 
 def key_of(url: str) -> str:

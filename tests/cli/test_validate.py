@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from hetero_gateway.files.gateway_config import load_gateway_config
 from tests.fakes.gateway_files import TP4, instance, write
+from tests.fakes.processes import command
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,13 +51,7 @@ def test_validate_prints_one_line_and_exits_2(tmp_path, data, error):
 
 def test_the_command_itself_exits_2_without_a_traceback(tmp_path):
     path = write(tmp_path / "bad.yaml", {"scheduler": {"thetta": 1}})
-    done = subprocess.run(
-        [sys.executable, "-m", "hetero_gateway", "validate", "-c", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = command("validate", "-c", str(path))
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (

@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -24,6 +23,7 @@ from hetero_gateway.files.yaml_file import parse_model
 from tests.deploy import plans
 from tests.deploy.plans import ONE_MACHINE, options, plan
 from tests.fakes.kubernetes import FakeApiServer, pod
+from tests.fakes.processes import until
 from tests.fakes.vllm import fake_instances
 
 FOLDER = "kubernetes/following/"
@@ -268,7 +268,8 @@ async def _followed(folder: Path) -> None:
                     return float(row["value"][1])
             return None
 
-        assert await _until(value) == 2
+        await until(value, within_s=120)
+        assert await value() == 2
         (row,) = (await client.get(f"{gateway}/admin/following")).json()["models"]
         assert [each["desired"] for each in row["types"]] == [2]
 
@@ -278,10 +279,7 @@ async def _followed(folder: Path) -> None:
             client.post(f"{gateway}/v1/chat/completions", json=body | slow)
         )
 
-        async def streams() -> bool:
-            return fakes[0].open > 0
-
-        await _until(streams)
+        await until(lambda: fakes[0].open > 0)
         leaving = pod(f"{name}-0", "127.0.0.1", **labels)
         leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         api.put(leaving)
@@ -290,7 +288,7 @@ async def _followed(folder: Path) -> None:
             answer = await client.post(f"{gateway}/v1/chat/completions", json=body)
             return answer.status_code in (404, 503)
 
-        await _until(refused)
+        await until(refused)
         assert not streamed.done()
         text = (await streamed).text
         assert text.rstrip().endswith("data: [DONE]")
@@ -308,12 +306,3 @@ async def _process(words: list[str]) -> AsyncIterator[None]:
     finally:
         process.terminate()
         await process.wait()
-
-
-async def _until(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Its first answer that is something."""
-    for _ in range(400):
-        if found := await ask():
-            return found
-        await asyncio.sleep(0.3)
-    raise AssertionError("not within two minutes")

@@ -1,7 +1,6 @@
 """The real ``openai`` package against the installed commands: emulated instances, gateway."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.fakes.processes import Process, emulated_cluster
+from tests.fakes.processes import Process, emulated_cluster, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -120,10 +119,7 @@ def test_leaving_a_stream_aborts_it_on_the_engine(client: OpenAI, url: str) -> N
     next(iter(stream))
     assert sum(in_flight(url).values()) == 1
     stream.close()
-    deadline = time.monotonic() + 60
-    while sum(in_flight(url).values()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert in_flight(url) == {"fast": 0, "slow": 0}
+    wait_for("its end", lambda: in_flight(url) == {"fast": 0, "slow": 0})
 
 
 def in_flight(url: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import os
 import re
 import signal
 import subprocess
@@ -67,6 +68,17 @@ class Process:
 
 
 @contextlib.contextmanager
+def started(*args: str, kind: type[Process] = Process) -> Iterator[Process]:
+    """One that is ready, until the block ends."""
+    process = kind(*args)
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.stop(signal.SIGKILL)
+
+
+@contextlib.contextmanager
 def emulated_cluster(
     directory: Path, profiles: dict[str, str], time_scale: float = 50, workers: int = 1
 ) -> Iterator[tuple[Process, dict[str, Process]]]:
@@ -107,6 +119,17 @@ def children_of(supervisor: int) -> dict[str, int]:
             if '"worker":' in words:
                 found[words.partition('"worker":')[2].partition(",")[0]] = int(child)
     return found
+
+
+def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What one printed, and how it ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "hetero_gateway", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
 
 
 def alive(pid: int) -> bool:

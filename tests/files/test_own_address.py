@@ -1,8 +1,6 @@
 """A configuration whose instances are the gateway itself."""
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.own_address import check_not_own
 from hetero_gateway.files.server_config import ServerConfig
+from tests.fakes.processes import command
 
 
 def outward_address() -> str | None:
@@ -85,11 +84,8 @@ def test_validate_names_the_line_and_serve_does_not_start(tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as raised:
         load_gateway_config(path)
     assert len(raised.value.lines) == 2
-    for command in ("validate", "serve"):
-        done = subprocess.run(
-            [sys.executable, "-m", "hetero_gateway", command, "-c", str(path)],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+    for word in ("validate", "serve"):
+        done = command(word, "-c", str(path))
         assert done.returncode == 2
         assert f"{path}:5: instances.0.base_url: http://localhost:8123" in done.stderr
         assert "where this gateway listens" in done.stderr

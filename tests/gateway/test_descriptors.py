@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.fakes.processes import Process
+from tests.fakes.processes import Process, started
 
 # Descriptors: most of them are a client's, since every limit below 4 of them is of no use.
 LIMIT = 160
@@ -34,12 +34,8 @@ class Limited(Process):
 def gateway(tmp_path: Path) -> Iterator[Process]:
     path = tmp_path / "gateway.yaml"
     path.write_text("server: {max_connections: 1000}\ninstances: []\n")
-    process = Limited("serve", "-c", str(path), "--port", "0")
-    try:
-        process.wait_ready()
+    with started("serve", "-c", str(path), "--port", "0", kind=Limited) as process:
         yield process
-    finally:
-        process.stop()
 
 
 def cpu_s(pid: int) -> float:

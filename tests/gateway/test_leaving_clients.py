@@ -7,35 +7,26 @@ import contextlib
 import json
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 from urllib.request import urlopen
 
 import pytest
-import yaml
 
-from tests.fakes.processes import Process
+from tests.fakes.gateway_files import write
+from tests.fakes.processes import Process, started
+from tests.fakes.threads import Handler, listening
 
 CHAT = "/v1/chat/completions"
 
 
-class Slow(BaseHTTPRequestHandler):
+class Slow(Handler):
     """An instance whose streams go on for a minute, unless their request is for /v1/completions."""
 
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
     def do_GET(self) -> None:
-        body = b'{"data": [{"id": "m", "max_model_len": 4096}]}' if "models" in self.path else b""
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        card = b'{"data": [{"id": "m", "max_model_len": 4096}]}'
+        self.answer(card if "models" in self.path else b"")
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
@@ -57,24 +48,15 @@ class Slow(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as instance:
-        threading.Thread(target=instance.serve_forever, daemon=True).start()
-        path = tmp_path_factory.mktemp("leaving") / "gateway.yaml"
-        url = f"http://127.0.0.1:{instance.server_port}"
+    profile = "V100-32GB-NVLink2/Llama-3-8B/tp1"
+    with listening(Slow) as url:
         document = {
             "scheduler": {"prefill_depth": 1},
-            "instances": [
-                {"id": "a", "base_url": url, "profile": "V100-32GB-NVLink2/Llama-3-8B/tp1"}
-            ],
+            "instances": [{"id": "a", "base_url": url, "profile": profile}],
         }
-        path.write_text(yaml.safe_dump(document))
-        process = Process("serve", "-c", str(path), "--port", "0")
-        try:
-            process.wait_ready()
+        path = write(tmp_path_factory.mktemp("leaving") / "gateway.yaml", document)
+        with started("serve", "-c", str(path), "--port", "0") as process:
             yield process
-        finally:
-            process.stop()
-            instance.shutdown()
 
 
 def request(path: str = CHAT) -> bytes:

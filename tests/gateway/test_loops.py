@@ -1,6 +1,5 @@
 """Gateways that lead back to themselves, one by one or in rings: each request ends at once."""
 
-import asyncio
 import contextlib
 import logging
 import re
@@ -14,6 +13,7 @@ import pytest
 
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.http.headers import HOPS
+from tests.fakes.proxies import nginx
 from tests.fakes.redis import free_port
 from tests.fakes.running import CHAT, RunningGateway, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
@@ -50,9 +50,7 @@ async def post(url: str, headers: dict[str, str] | None = None) -> httpx.Respons
 
 def served(running: RunningGateway) -> int:
     """POSTs that a gateway has answered, whatever with."""
-    return sum(
-        sum(each.metrics.statuses.values()) for each in running.processes()
-    )  # fmt: skip
+    return sum(sum(each.metrics.statuses.values()) for each in running.processes())
 
 
 def hops_of(head: bytes) -> list[str]:
@@ -225,28 +223,14 @@ async def test_admin_takes_no_instance_that_is_the_gateway_itself() -> None:
 @pytest.mark.system
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 async def test_a_gateway_behind_nginx_that_points_at_nginx(tmp_path: Path) -> None:
-    port, front = free_port(), free_port()
-    conf = tmp_path / "nginx.conf"
-    conf.write_text(
-        f"daemon off; error_log {tmp_path}/error.log; pid {tmp_path}/pid; events {{}}\n"
-        f"http {{ access_log {tmp_path}/access.log; client_body_temp_path {tmp_path}/b; "
-        f"proxy_temp_path {tmp_path}/p; fastcgi_temp_path {tmp_path}/f; "
-        f"uwsgi_temp_path {tmp_path}/u; scgi_temp_path {tmp_path}/s; "
-        f"server {{ listen 127.0.0.1:{front}; location / {{ "
-        f"proxy_pass http://127.0.0.1:{port}; proxy_http_version 1.1; }} }} }}\n"
-    )
-    nginx = await asyncio.create_subprocess_exec("nginx", "-c", str(conf), "-p", str(tmp_path))
-    try:
-        async with gateways(config(port, f"http://127.0.0.1:{front}")) as [running]:
-            [instance] = running.gateway.fleet.instances.values()
-            await eventually(lambda: "508" in instance.down_reason)
-            answer = await post(f"http://127.0.0.1:{front}")
-            assert answer.status_code == 503  # its only instance is down
-            # Even where it is taken for one that is up.
-            running.gateway.fleet.mark_up(instance)
-            before = served(running)
-            assert is_loop(await post(f"http://127.0.0.1:{front}"))
-            assert served(running) - before == 2
-    finally:
-        nginx.terminate()
-        await nginx.wait()
+    port = free_port()
+    async with nginx(tmp_path, port) as front, gateways(config(port, front)) as [running]:
+        [instance] = running.gateway.fleet.instances.values()
+        await eventually(lambda: "508" in instance.down_reason)
+        answer = await post(front)
+        assert answer.status_code == 503  # its only instance is down
+        # Even where it is taken for one that is up.
+        running.gateway.fleet.mark_up(instance)
+        before = served(running)
+        assert is_loop(await post(front))
+        assert served(running) - before == 2

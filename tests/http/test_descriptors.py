@@ -6,10 +6,7 @@ import json
 import os
 import resource
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +15,22 @@ import yaml
 
 from hetero_gateway.files.admin_key import find
 from hetero_gateway.http.upstream import is_our_own
-from tests.fakes.processes import Process, wait_for
+from tests.fakes.processes import started, wait_for
+from tests.fakes.threads import Handler, listening
 
 BODY = json.dumps({"model": "m", "prompt": "x"})
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     """Closes each connection after its answer: every probe and request needs a new one."""
 
-    protocol_version = "HTTP/1.1"
-
     def do_GET(self) -> None:
-        self._answer({"data": [{"id": "m"}]} if self.path == "/v1/models" else {})
+        document = {"data": [{"id": "m"}]} if self.path == "/v1/models" else {}
+        self.answer(json.dumps(document).encode(), connection="close")
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
-        self._answer({"choices": []})
-
-    def _answer(self, document: dict[str, Any]) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.send_header("connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def instance() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        self.answer(b'{"choices": []}', connection="close")
 
 
 class Client:
@@ -83,16 +55,17 @@ class Client:
 
 
 def test_without_descriptors_every_instance_stays_up_and_serves_again(tmp_path: Path) -> None:
-    with instance() as one, instance() as other:
+    with listening(_Handler) as one, listening(_Handler) as other:
         config = {
             "health": {"probe_interval_s": 0.1, "unhealthy_after": 1},
             "instances": [{"id": "a", "base_url": one}, {"id": "b", "base_url": other}],
         }
         path = tmp_path / "gateway.yaml"
         path.write_text(yaml.safe_dump(config))
-        gateway = Process("serve", "-c", str(path), "--port", "0")
-        client = Client(gateway.wait_ready())
-        try:
+        with (
+            started("serve", "-c", str(path), "--port", "0") as gateway,
+            contextlib.closing(Client(gateway.url)) as client,
+        ):
             assert client.up() == [True, True]
             assert client.ask("POST", "/v1/completions", BODY)[0] == 200
             pid = gateway.process.pid
@@ -107,9 +80,6 @@ def test_without_descriptors_every_instance_stays_up_and_serves_again(tmp_path: 
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
             assert client.ask("POST", "/v1/completions", BODY)[0] == 200
             assert client.up() == [True, True]
-        finally:
-            client.close()
-            gateway.stop()
 
 
 @pytest.mark.parametrize(

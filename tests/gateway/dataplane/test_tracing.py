@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import http.server
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.fakes.running import CHAT, chat, rig
+from tests.fakes.threads import Handler, listening
 from tests.fakes.vllm import FakeInstance
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -22,7 +21,7 @@ TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 PROMPT = "the-secret-of-this-prompt"
 
 
-class Receiver(http.server.BaseHTTPRequestHandler):
+class Receiver(Handler):
     spans: list[Any]
 
     def do_POST(self) -> None:
@@ -31,26 +30,15 @@ class Receiver(http.server.BaseHTTPRequestHandler):
         for resource in request.resource_spans:
             for scope in resource.scope_spans:
                 self.spans.extend(scope.spans)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.answer(b"")
 
 
 @contextlib.contextmanager
 def receiver() -> Iterator[tuple[str, list[Any]]]:
     """Its endpoint, and the spans that have come."""
     handler = type("Handler", (Receiver,), {"spans": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", handler.spans
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with listening(handler) as url:
+        yield f"{url}/v1/traces", handler.spans
 
 
 def attributes_of(span: Any) -> dict[str, Any]:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from hetero_gateway.errors import ConfigError, HeteroGatewayError
-from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.planner.following import Follower, LoadSample, ScaledType
 from hetero_gateway.planner.held_rates import RateQuestion
 from hetero_gateway.serve.autoscaling import following_process
 from hetero_gateway.serve.autoscaling.following_process import FollowingAnswer, Task
+from tests.fakes.gateway_files import error_of
 from tests.fakes.reloads import from_file
 from tests.fakes.running import CHAT, FAST, SLOW, RunningGateway, chat, eventually, rig
 
@@ -128,12 +127,7 @@ async def test_a_reload_takes_up_other_bounds_and_turns_it_off(tmp_path: Path) -
 def test_what_cannot_be_followed_is_an_error_of_one_line(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    file = tmp_path / "gateway.yaml"
-    file.write_text(yaml.safe_dump({"following": FOLLOWING | change}))
-    with pytest.raises(ConfigError) as error:
-        load_gateway_config(file)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    assert message in error_of(tmp_path, {"following": FOLLOWING | change})
 
 
 @pytest.mark.slow
