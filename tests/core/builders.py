@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
@@ -63,24 +64,40 @@ def scheduler(
     return result
 
 
-class Around:
-    """A policy that does what another does, but for what a class of its own says.
+class Changed:
+    """A policy in all but what a test changes of it: one that is compiled cannot be."""
 
-    Nobody can replace the methods of one that is compiled.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, **changes: Any) -> None:
+        self.__dict__.update(changes, changed=policy)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
+        return getattr(self.changed, name)
 
 
-def placed(s: Scheduler, body: Request, now_s: float = 0.0) -> Ticket:
+def placed(s: Scheduler, body: Request, now_s: float = 0.0, **options: Any) -> Ticket:
     """What is not refused; it may wait."""
-    ticket = s.place(body, now_s)
+    ticket = s.place(body, now_s, **options)
     assert isinstance(ticket, Ticket), ticket
     return ticket
+
+
+def submitted(s: Scheduler, body: Request, now_s: float = 0.0, **options: Any) -> Ticket:
+    """It waits for the next pump."""
+    return placed(s, body, now_s, at_once=False, **options)
+
+
+def eject(s: Scheduler, instance_id: str, now_s: float = 0.0, **rules: float) -> Outcomes:
+    outcomes = Outcomes(EjectionRules(**rules))
+    outcomes.eject(now_s, "reset")
+    s.restraints.heed(InstanceId(instance_id), outcomes)
+    return outcomes
+
+
+def is_empty(there: InstanceState) -> bool:
+    """All of its sums are exactly 0."""
+    sums = (there.load_s, there.kv_tokens, there.in_flight, there.waiting, there.streaming)
+    tokens = (there.waiting_prompt, there.waiting_prefill, there.waiting_output, there.context)
+    return not any((*sums, *tokens, *there.stages, there.shared_tokens))
 
 
 def chosen(result: Decision | Reject) -> Decision:
@@ -98,7 +115,7 @@ def state(s: Scheduler, instance_id: str) -> InstanceState:
 
 
 def loads(s: Scheduler) -> list[float]:
-    return [s.members.snapshot(each.instance_id).load_s for each in list(s.members.specs.values())]
+    return [s.members.snapshot(each).load_s for each in s.members.specs]
 
 
 def attributes(thing: Any) -> dict[str, Any]:
@@ -119,10 +136,9 @@ def candidates(
     load: list[float],
     request_time_s: list[float] | None = None,
     kv_usage: list[float] | None = None,
-    in_flight: list[float] | None = None,
+    in_flight: list[int] | None = None,
     capacity: list[float] | None = None,
     weight: list[float] | None = None,
-    theta: float = 2.0,
 ) -> View:
     """Candidates i0, i1, … in slots 0, 1, …; what is not given is the same for all.
 
@@ -134,13 +150,13 @@ def candidates(
         state = InstanceState(InstanceId(f"i{i}"), i)
         state.load_s = load[i]
         state.kv_tokens = int(kv_usage[i] * MANY_TOKENS) if kv_usage else 0
-        state.in_flight = int(in_flight[i]) if in_flight else 0
+        state.in_flight = in_flight[i] if in_flight else 0
         states.append(state)
         # A request takes p2 whatever its lengths, and no usage is rounded.
         p2 = request_time_s[i] if request_time_s else 1.0
         limits = (MANY_TOKENS, math.inf, 256.0, weight[i] if weight else 1.0, 264.0)
         per_s = capacity[i] if capacity else 1.0
-        members.append(Member(0, p2, 0, 0, 0, 0, 0, 0, 0, *limits, per_s, i))
+        members.append(Member(0.0, p2, *[0.0] * 7, *limits, per_s, float(i)))
     backlog = Backlog(
         queued=0,
         idle_s=0.0,
@@ -152,7 +168,7 @@ def candidates(
         stands_in=False,
     )
     ids = tuple(state.instance_id for state in states)
-    return View(request(), ids, states, members, Demand(512.0, 768.0), theta, 0.0, backlog)
+    return View(request(), ids, states, members, Demand(512.0, 768.0), 2.0, 0.0, backlog)
 
 
 @st.composite

@@ -9,11 +9,11 @@ from hetero_gateway.core.policies import View, make_policy
 from hetero_gateway.core.policies.base import Demand, Prefix
 from hetero_gateway.core.prefixes.keys import keys_of
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.types import InstanceId, Outcome
+from hetero_gateway.core.types import Outcome
 from tests.core.builders import candidates, chosen, request, scheduler, spec
 
 
-def matching(matches: list[float], in_flight: list[float], prompt_tokens: int = 1000) -> View:
+def matching(matches: list[float], in_flight: list[int], prompt_tokens: int = 1000) -> View:
     view = candidates([0.0] * len(matches), in_flight=in_flight)
     nothing = [0.0] * len(matches)
     prefix = Prefix(matches, nothing, nothing) if any(matches) else None
@@ -41,7 +41,7 @@ def affinity(view: View, seed: int = 0) -> int:
     ],
 )
 def test_prefix_affinity_is_cache_aware_s_rule(
-    matches: list[float], in_flight: list[float], expected: int
+    matches: list[float], in_flight: list[int], expected: int
 ) -> None:
     assert affinity(matching(matches, in_flight)) == expected
 
@@ -83,7 +83,7 @@ def test_a_session_stays_where_it_is_whatever_the_seed() -> None:
 
 
 def test_sessions_are_spread_by_capacity() -> None:
-    view = candidates([0.0] * 3, capacity=[1.0, 2.0, 5.0], in_flight=[1000.0, 2000.0, 5000.0])
+    view = candidates([0.0] * 3, capacity=[1.0, 2.0, 5.0], in_flight=[1000, 2000, 5000])
     counts = Counter(session(view, number) for number in SESSIONS)
     for position, share in enumerate((1 / 8, 2 / 8, 5 / 8)):
         assert abs(counts[position] / len(SESSIONS) - share) < 0.03
@@ -97,7 +97,7 @@ def test_an_instance_that_leaves_moves_its_own_sessions_only() -> None:
 
 
 def test_no_instance_gets_more_than_its_bound_of_one_session() -> None:
-    in_flight = [0.0] * 4
+    in_flight = [0] * 4
     for _ in range(100):
         view = candidates([0.0] * 4, capacity=[1.0, 1.0, 1.0, 5.0], in_flight=list(in_flight))
         in_flight[session(view, SESSIONS[0])] += 1
@@ -107,7 +107,7 @@ def test_no_instance_gets_more_than_its_bound_of_one_session() -> None:
 
 
 def test_without_a_session_the_fewest_per_capacity_gets_it() -> None:
-    view = candidates([0.0] * 2, capacity=[1.0, 4.0], in_flight=[1.0, 4.0])
+    view = candidates([0.0] * 2, capacity=[1.0, 4.0], in_flight=[1, 4])
     assert session(view, None) == 1
 
 
@@ -115,7 +115,4 @@ def test_session_explains_itself() -> None:
     s = scheduler(spec("a"), spec("b"), policy="session")
     assert "order of this session" in because(chosen(s.choose(request()._replace(session=7))))
     assert "no session" in because(chosen(s.choose(request())))
-    assert chosen(s.choose(request()._replace(session=7))).instance_id in (
-        InstanceId("a"),
-        InstanceId("b"),
-    )
+    assert chosen(s.choose(request()._replace(session=7))).instance_id in ("a", "b")

@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
-from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, _part, idle_before_drain_s
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, PrefixKeys, Reject, RejectReason, Request
+from tests.core import builders
 from tests.core.builders import (
     FAST,
     SLOW,
     candidates,
     chosen,
+    is_empty,
     profile,
     profiles,
     request,
@@ -34,9 +35,7 @@ DEPTH = 8
 
 
 def submitted(s: Scheduler, now_s: float = 0.0, **changes: object) -> Ticket:
-    ticket = s.place(request(**changes), now_s, at_once=False)  # type: ignore[arg-type]
-    assert isinstance(ticket, Ticket), ticket
-    return ticket
+    return builders.submitted(s, request(**changes), now_s)  # type: ignore[arg-type]
 
 
 def finish_time(*specs: object, **changes: object) -> Scheduler:
@@ -267,12 +266,6 @@ def test_settled_requests_leave_exactly_nothing() -> None:
     assert is_empty(state(s, "a"))
     assert is_empty(state(s, "b"))
     assert s.queued == 0
-
-
-def is_empty(there: InstanceState) -> bool:
-    sums = (there.load_s, there.kv_tokens, there.in_flight, there.waiting, there.streaming)
-    tokens = (there.waiting_prompt, there.waiting_prefill, there.waiting_output, there.context)
-    return not any(sums) and not any(tokens) and not any(there.stages)
 
 
 # The choice

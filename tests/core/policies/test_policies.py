@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from hetero_gateway.core.policies import (
     View,
     make_policy,
 )
+from hetero_gateway.core.policies.base import Figures
 from hetero_gateway.core.types import InstanceId
 from tests.core.builders import MANY_TOKENS, attributes, candidates
 
@@ -122,7 +124,7 @@ def test_shuffling_the_instances_changes_no_distribution(name: str) -> None:
     draws = 2000
     for order in itertools.permutations(ids):
         values = [load[i] for i in order]
-        c = candidates(values, in_flight=values)
+        c = candidates(values, in_flight=[int(value) for value in values])
         policy, rng = make_policy(name), np.random.default_rng(1)
         counts = Counter(order[position(policy, c, rng)] for _ in range(draws))
         assert set(counts) == {"a", "b"}
@@ -170,13 +172,13 @@ def test_least_work_is_the_lowest_load_plus_request_time(
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_least_requests_is_the_fewest_in_flight(in_flight: list[int]) -> None:
-    c = candidates([0.0] * len(in_flight), in_flight=[float(n) for n in in_flight])
+    c = candidates([0.0] * len(in_flight), in_flight=in_flight)
     assert in_flight[choose("least-requests", c)] == min(in_flight)
 
 
 def test_capacity_weighted_fills_instances_in_the_ratio_of_their_capacities() -> None:
     policy, rng = make_policy("capacity-weighted"), np.random.default_rng(0)
-    in_flight = [0.0, 0.0]
+    in_flight = [0, 0]
     for _ in range(500):
         c = candidates([0.0, 0.0], in_flight=in_flight, capacity=[4.0, 1.0])
         in_flight[position(policy, c, rng)] += 1
@@ -199,16 +201,13 @@ def test_power_of_two_never_takes_the_worse_of_the_two_it_drew(
 ) -> None:
     # With two candidates both are drawn.
     scores = [(n + 1) / capacity for n, capacity in pair]
-    c = candidates(
-        [0.0, 0.0],
-        in_flight=[float(n) for n, _ in pair],
-        capacity=[capacity for _, capacity in pair],
-    )
+    in_flight, capacity = (list(column) for column in zip(*pair, strict=True))
+    c = candidates([0.0, 0.0], in_flight=in_flight, capacity=capacity)
     assert scores[choose("power-of-two", c, seed)] == min(scores)
 
 
 def test_power_of_two_never_takes_the_worst_and_draws_every_pair() -> None:
-    c = candidates([0.0] * 5, in_flight=[0.0, 1.0, 2.0, 3.0, 4.0])
+    c = candidates([0.0] * 5, in_flight=[0, 1, 2, 3, 4])
     policy, rng, draws = make_policy("power-of-two"), np.random.default_rng(0), 4000
     counts = Counter(position(policy, c, rng) for _ in range(draws))
     # Of ten pairs of five, i is the better one in 4 − i.
@@ -221,11 +220,8 @@ def test_power_of_two_never_takes_the_worst_and_draws_every_pair() -> None:
 # Turns
 
 
-def test_round_robin_takes_turns() -> None:
+def test_turns_are_taken_in_order_and_weighted_ones_are_smooth() -> None:
     assert turns("round-robin", [1.0, 1.0, 1.0], 7) == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_weighted_turns_are_smooth() -> None:
     assert turns("weighted-round-robin", [5.0, 1.0, 1.0], 7) == [0, 0, 1, 0, 2, 0, 0]
 
 
@@ -296,10 +292,7 @@ def test_a_single_instance_gets_everything_while_it_can_take_it() -> None:
     c = candidates([9.0, 0.0, 0.0])
     assert choose("single-instance", c) == 0
     assert choose("single-instance", c, single_instance=InstanceId("i2")) == 2
-
-
-def test_a_single_instance_that_is_gone_is_replaced_by_the_first_candidate() -> None:
-    c = candidates([9.0, 0.0])
+    # One that is gone is replaced by the first candidate.
     assert choose("single-instance", c, single_instance=InstanceId("elsewhere")) == 0
 
 
@@ -327,7 +320,7 @@ def told(c: View) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_no_policy_writes_to_what_it_sees(name: str) -> None:
-    c = candidates([1.0, 0.0, 2.0], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [1.0, 0.0, 2.0])
+    c = candidates([1.0, 0.0, 2.0], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [1, 0, 2])
     before = told(c)
     policy, rng = make_policy(name), np.random.default_rng(0)
     positions = [position(policy, c, rng) for _ in range(10)]
@@ -336,11 +329,19 @@ def test_no_policy_writes_to_what_it_sees(name: str) -> None:
 
 
 def test_what_other_gateways_sent_there_is_looked_at_too() -> None:
-    c = candidates([1.0, 1.0], in_flight=[3.0, 3.0])
+    c = candidates([1.0, 1.0], in_flight=[3, 3])
     c.states[0].set_peer("other", PeerLoad(load_s=2.0, kv_tokens=5 * MANY_TOKENS, in_flight=4))
     shown = Candidates(c)
     assert (shown.load, shown.in_flight, shown.kv_usage) == ([3.0, 1.0], [7, 3], [5.0, 0.0])
     assert (choose("min-max", c), choose("least-requests", c)) == (1, 1)
+
+
+def test_one_figure_is_that_of_its_column() -> None:
+    figures = Figures(("load_s", "in_flight", "kv_usage"), array("d", [1.5, 2, 0.25, 3, 0, 0.5]))
+    assert figures.column("load_s") == [1.5, 3.0]
+    assert figures.column("kv_usage") == [0.25, 0.5]
+    for name in figures.names:
+        assert [figures.at(name, candidate) for candidate in range(2)] == figures.column(name)
 
 
 def test_a_policy_that_does_not_exist_is_a_key_error() -> None:

@@ -17,9 +17,8 @@ from hetero_gateway.core.scheduling.disciplines import (
 from hetero_gateway.core.scheduling.queue import QueueDiscipline, Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Usage
-from tests.core.builders import profile, request, scheduler, spec
-
-DEPTH = 8
+from tests.core import builders
+from tests.core.builders import profile, request, scheduler, spec, state
 
 
 def seats(discipline: QueueDiscipline, count: int, **changes: Any) -> Scheduler:
@@ -39,18 +38,14 @@ def full(discipline: QueueDiscipline) -> Scheduler:
 
 def submitted(s: Scheduler, now_s: float, *, first: bool = False, **changes: object) -> Ticket:
     asked = request()._replace(**changes)  # type: ignore[arg-type]
-    ticket = s.place(asked, now_s, first=first, at_once=False)
-    assert isinstance(ticket, Ticket)
-    return ticket
+    return builders.submitted(s, asked, now_s, first=first)
 
 
 def order(s: Scheduler, now_s: float) -> list[Ticket]:
     """Who goes, one after the other, as seats get free."""
     result: list[Ticket] = []
     while s.queued:
-        s.settle(
-            next(iter(s.members.table[InstanceId("a")].outstanding())), Outcome.COMPLETED, now_s
-        )
+        s.settle(next(iter(state(s, "a").outstanding())), Outcome.COMPLETED, now_s)
         result += s.pump(now_s)
     return result
 

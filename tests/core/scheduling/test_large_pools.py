@@ -4,17 +4,23 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.instances.speed import UNSEEN_S
 from hetero_gateway.core.scheduling import members
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
-from tests.core.builders import FAST, FAST_CONSTANTS, profile, request, scheduler, spec
+from hetero_gateway.core.types import (
+    InstanceId,
+    InstanceSpec,
+    Outcome,
+    Reject,
+    RejectReason,
+    Request,
+)
+from tests.core.builders import FAST, FAST_CONSTANTS, eject, profile, request, scheduler, spec
 
 MANY = 24
 TINY = profile(FAST_CONSTANTS, 1000)
@@ -33,6 +39,14 @@ specs = st.lists(
     st.sets(st.integers(0, 9), max_size=3),
     st.one_of(st.none(), st.integers(0, 9)),
 )
+# At the bounds: a context must hold one token of output where any is generated, a cache all of it.
+@example([(FAST, 600), (FAST, None)], 599, 1.0, set(), None)
+@example([(FAST, 600), (FAST, None)], 600, 1.0, set(), None)
+@example([(FAST, 600)], 600, 0.0, set(), None)
+@example([(TINY, None), (FAST, None)], 200, 800.0, set(), None)
+@example([(TINY, None), (FAST, 100)], 200, 800.0, set(), None)
+@example([(TINY, None), (FAST, None)], 201, 800.0, set(), None)
+@example([(TINY, None), (None, None)], 500_000, 1.0, set(), None)
 def test_who_may_get_a_request_is_judged_one_by_one(
     told: list[tuple[object, int | None]],
     prompt: int,
@@ -46,8 +60,10 @@ def test_who_may_get_a_request_is_judged_one_by_one(
     pool = s.members.pool("m")
     for _ in range(2):  # the second time from what was kept
         judged = pool.eligible(wanted, exclude)
-        reasons = [_why_not(each, wanted, exclude) for each in list(s.members.specs.values())]
+        reasons = [_why_not(each, wanted, exclude) for each in s.members.specs.values()]
+        chosen = s.choose(wanted, exclude)
         if isinstance(judged, Eligible):
+            assert reasons[list(s.members.specs).index(chosen.instance_id)] is None
             assert list(judged.positions()) == [i for i, why in enumerate(reasons) if why is None]
             assert [(e.instance_id, why) for e, why in judged.excluded] == [
                 (InstanceId(f"i{i}"), why) for i, why in enumerate(reasons) if why is not None
@@ -55,6 +71,9 @@ def test_who_may_get_a_request_is_judged_one_by_one(
             assert all(judged.has(i) == (why is None) for i, why in enumerate(reasons))
         else:
             assert None not in reasons
+            fits_none = not any("tried" in why or "continues" in why for why in reasons)
+            no_room = chosen.reason is RejectReason.FITS_NO_INSTANCE
+            assert no_room if fits_none else isinstance(chosen, Reject)
 
 
 def _why_not(each: InstanceSpec, wanted: Request, exclude: list[InstanceId]) -> str | None:
@@ -97,32 +116,30 @@ def picks(of: Scheduler, prompt_tokens: int = 512) -> list[str]:
     return result
 
 
-def ejected(of: Scheduler, *names: str) -> None:
+def eject_for_long(of: Scheduler, *names: str) -> None:
     for name in names:
-        outcomes = Outcomes(EjectionRules(base_s=1000.0, max_s=1000.0))
-        outcomes.eject(0.0, "reset")
-        of.restraints.heed(InstanceId(name), outcomes)
+        eject(of, name, base_s=1000.0, max_s=1000.0)
 
 
 @pytest.mark.parametrize("policy", ["finish-time", "min-max", "capacity-weighted"])
 def test_among_those_left_it_is_decided_as_if_the_others_were_not_there(policy: str) -> None:
     expected = picks(many(policy=policy, without=3))
     restrained = many(policy=policy)
-    ejected(restrained, "i0", "i1", "i2")
+    eject_for_long(restrained, "i0", "i1", "i2")
     assert picks(restrained) == expected
     assert picks(many(policy=policy, context=100)) == expected
 
 
 def test_the_same_few_cost_one_look_at_the_many() -> None:
     s = many()
-    ejected(s, "i1")
-    (eligible,) = {id(one): one for one in (s.members.eligible(request(), ()),)}.values()
+    eject_for_long(s, "i1")
+    eligible = s.members.eligible(request(), ())
     assert isinstance(eligible, Eligible)
     left = s.restraints.judge(eligible, (), 1.0)
     assert isinstance(left, Eligible)
     assert s.restraints.judge(eligible, (), 2.0) is left
     assert left.kept == [i for i in range(MANY) if i != 1]
-    ejected(s, "i2")
+    eject_for_long(s, "i2")
     other = s.restraints.judge(eligible, (), 3.0)
     assert isinstance(other, Eligible)
     assert [why for _, why in other.excluded] == ["ejected", "ejected"]
@@ -131,7 +148,7 @@ def test_the_same_few_cost_one_look_at_the_many() -> None:
 def test_an_instance_of_another_model_restrains_nobody() -> None:
     s = many()
     s.add(spec("other", models=frozenset({"else"})))
-    ejected(s, "other")
+    eject_for_long(s, "other")
     eligible = s.members.eligible(request(), ())
     assert isinstance(eligible, Eligible)
     assert s.restraints.judge(eligible, (), 1.0) is eligible

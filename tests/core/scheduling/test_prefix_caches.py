@@ -10,7 +10,18 @@ from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import CachedPrefix, InstanceId, Outcome, PrefixKeys, Request
-from tests.core.builders import SLOW, chosen, profile, request, scheduler, spec, state
+from tests.core.builders import (
+    SLOW,
+    chosen,
+    is_empty,
+    placed,
+    profile,
+    request,
+    scheduler,
+    spec,
+    state,
+    submitted,
+)
 
 A, B = InstanceId("a"), InstanceId("b")
 
@@ -29,12 +40,6 @@ def asking(name: int, pieces: int, output_tokens: float = 100.0) -> Request:
 
 def two(policy: str = "finish-time", **options: object) -> Scheduler:
     return scheduler(spec("a"), spec("b"), policy=policy, options=PolicyOptions(**options))  # type: ignore[arg-type]
-
-
-def placed(s: Scheduler, body: Request, now_s: float = 0.0) -> Ticket:
-    ticket = s.place(body, now_s)
-    assert ticket.failed is None, ticket.failed
-    return ticket
 
 
 def finish(s: Scheduler, ticket: Ticket, now_s: float = 1.0) -> str:
@@ -292,9 +297,7 @@ def test_whatever_trust_does_what_was_charged_comes_off(
         name = "ab"[pick % 2]
         open_tickets = [t for t in tickets if t.dispatch and t.dispatch.outcome is None]
         if kind == "submit":
-            ticket = s.place(asking(pick % 4, pieces), now_s, at_once=False)
-            assert isinstance(ticket, Ticket)
-            tickets.append(ticket)
+            tickets.append(submitted(s, asking(pick % 4, pieces), now_s))
         elif kind == "lose":
             caches(s).forget(InstanceId(name))
         elif open_tickets:
@@ -318,10 +321,7 @@ def test_whatever_trust_does_what_was_charged_comes_off(
                 s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
         s.pump(now_s)
     for name in "ab":
-        there = state(s, name)
-        sums = (there.load_s, there.kv_tokens, there.in_flight, there.waiting, there.streaming)
-        assert not any((*sums, there.waiting_prompt, there.waiting_prefill, there.context))
-        assert there.shared_tokens == 0
+        assert is_empty(state(s, name))
 
 
 def test_what_several_have_in_common_is_held_once() -> None:

@@ -6,17 +6,10 @@ from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, Outcome, Reject
-from tests.core.builders import SLOW, request, scheduler, spec
+from tests.core.builders import SLOW, eject, request, scheduler, spec
 
 POLICIES = ["finish-time", "min-max", "round-robin", "least-requests", "power-of-two"]
 NOW_S = 100.0
-
-
-def eject(of: Scheduler, instance_id: str) -> Outcomes:
-    outcomes = Outcomes(EjectionRules())
-    outcomes.eject(NOW_S, "reset")
-    of.restraints.heed(InstanceId(instance_id), outcomes)
-    return outcomes
 
 
 def sent_to(of: Scheduler, now_s: float, *exclude: str) -> str:
@@ -28,7 +21,7 @@ def sent_to(of: Scheduler, now_s: float, *exclude: str) -> str:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_ejected_instance_gets_nothing_and_explain_says_so(policy: str) -> None:
     chosen = scheduler(spec("a"), spec("b"), spec("c"), policy=policy)
-    eject(chosen, "b")
+    eject(chosen, "b", NOW_S)
     assert {sent_to(chosen, NOW_S + 1) for _ in range(12)} == {"a", "c"}
     decision = chosen.explain(request(), NOW_S + 1)
     assert {row.instance_id: row.excluded for row in decision.explain()} == {
@@ -41,7 +34,7 @@ def test_an_ejected_instance_gets_nothing_and_explain_says_so(policy: str) -> No
 @pytest.mark.parametrize("policy", POLICIES)
 def test_half_open_it_gets_exactly_one_until_that_is_over(policy: str) -> None:
     chosen = scheduler(spec("a"), spec("b"), policy=policy)
-    outcomes = eject(chosen, "b")
+    outcomes = eject(chosen, "b", NOW_S)
     went = [sent_to(chosen, NOW_S + 2) for _ in range(4)]
     assert went.count("b") == 1
     (trial,) = chosen.members.table[InstanceId("b")].outstanding()
@@ -54,7 +47,7 @@ def test_half_open_it_gets_exactly_one_until_that_is_over(policy: str) -> None:
 def test_half_open_it_is_tried_though_the_policy_would_never_have_it() -> None:
     for policy in ("finish-time", "min-max"):
         chosen = scheduler(spec("fast"), spec("slow", SLOW), policy=policy)
-        outcomes = eject(chosen, "slow")
+        outcomes = eject(chosen, "slow", NOW_S)
         assert sent_to(chosen, NOW_S + 1) == "fast"
         assert sent_to(chosen, NOW_S + 2) == "slow"
         assert sent_to(chosen, NOW_S + 2) == "fast"
@@ -64,14 +57,14 @@ def test_half_open_it_is_tried_though_the_policy_would_never_have_it() -> None:
 
 def test_a_first_attempt_goes_to_an_ejected_instance_rather_than_nowhere() -> None:
     chosen = scheduler(spec("a", max_model_len=100), spec("b"))
-    eject(chosen, "b")
+    eject(chosen, "b", NOW_S)
     assert sent_to(chosen, NOW_S) == "b"  # its prompt does not fit on the other one
 
 
 def test_a_second_attempt_goes_nowhere_rather_than_to_an_ejected_instance() -> None:
     for policy in POLICIES:
         chosen = scheduler(spec("a"), spec("b"), policy=policy)
-        eject(chosen, "b")
+        eject(chosen, "b", NOW_S)
         ticket = chosen.place(request(), NOW_S, (InstanceId("a"),), first=True)
         assert isinstance(ticket.rejected, Reject)
         assert "b ejected" in ticket.rejected.detail
@@ -80,7 +73,7 @@ def test_a_second_attempt_goes_nowhere_rather_than_to_an_ejected_instance() -> N
 
 def test_of_those_that_are_barred_the_busy_one_is_asked_before_the_ejected_one() -> None:
     chosen = scheduler(spec("a"), spec("b"))
-    eject(chosen, "a")
+    eject(chosen, "a", NOW_S)
     busy = Outcomes(EjectionRules())
     busy.busy(NOW_S, others=0)
     chosen.restraints.heed(InstanceId("b"), busy)
@@ -89,7 +82,7 @@ def test_of_those_that_are_barred_the_busy_one_is_asked_before_the_ejected_one()
 
 def test_who_waits_is_placed_when_a_term_is_over() -> None:
     chosen = scheduler(spec("a"), spec("b"), policy="finish-time")
-    outcomes = eject(chosen, "b")
+    outcomes = eject(chosen, "b", NOW_S)
     while True:
         ticket = chosen.place(request(prompt_tokens=4000), NOW_S)
         assert isinstance(ticket, Ticket)
@@ -103,10 +96,10 @@ def test_who_waits_is_placed_when_a_term_is_over() -> None:
 
 def test_nobody_is_heeded_any_more_when_it_is_open_or_gone() -> None:
     chosen = scheduler(spec("a"), spec("b"))
-    outcomes = eject(chosen, "b")
+    outcomes = eject(chosen, "b", NOW_S)
     outcomes.reprieve(NOW_S)
     outcomes.advance(NOW_S + 11)
     chosen.restraints.heed(InstanceId("b"), outcomes)
-    eject(chosen, "a")
+    eject(chosen, "a", NOW_S)
     chosen.remove(InstanceId("a"))
     assert chosen.restraints.by_id == {}

@@ -8,22 +8,10 @@ from hypothesis import strategies as st
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
 from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import Outcome
-from tests.core.builders import FAST, SLOW, chosen, request, scheduler, spec, state
-
-
-def sums(s: Scheduler) -> list[tuple[float, ...]]:
-    return [
-        (seen.load_s, seen.kv_tokens, seen.in_flight, seen.waiting, seen.streaming)
-        for seen in (
-            s.members.snapshot(each.instance_id) for each in list(s.members.specs.values())
-        )
-    ]
-
+from tests.core.builders import FAST, SLOW, chosen, is_empty, request, scheduler, spec, state
 
 DISCIPLINES: tuple[DisciplineName, ...] = ("fifo", "shortest", "classes", "clients")
-NOTHING = (0.0, 0, 0, 0, 0)
 
 
 @given(st.lists(st.sampled_from((*POLICY_NAMES, "begin", "end")), max_size=60), st.integers(0, 99))
@@ -59,15 +47,15 @@ def test_whatever_policies_follow_each_other_every_sum_ends_at_zero(
         elif open_:
             ticket = open_.pop(int(rng.integers(len(open_))))
             s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
-        for each in list(s.members.specs.values()):
-            s.members.observe_steps(each.instance_id, 10, 0.1, now_s)
+        for each in s.members.specs:
+            s.members.observe_steps(each, 10, 0.1, now_s)
     while waiting or open_:
         now_s += 1.0
         for ticket in open_:
             s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
         open_.clear()
         pump()
-    assert sums(s) == [NOTHING] * 3
+    assert all(is_empty(state(s, name)) for name in "abc")
     assert s.queued == 0
 
 
