@@ -19,7 +19,7 @@ from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
+from hetero_gateway.planner.batch_estimate import Estimator, estimate_throughput
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import (
     Experiment,
@@ -154,15 +154,12 @@ def estimated_ranking(
     result = {}
     for t in TENSOR_PARALLEL:
         profile = builtin_profiles()[f"V100-32GB-{link}/Llama-3-8B/tp{t}"]
-        estimate = estimate_throughput(
-            profile,
-            ACCELERATORS,
-            prompts.tolist(),
-            outputs.tolist(),
-            estimator=estimator,
-            kv_capacity_tokens=profile.kv_capacity_tokens // (MHA_FACTOR if mha else 1),
-        )
-        result[t] = estimate.tokens_per_s if isinstance(estimate, BatchEstimate) else 0.0
+        if mha:
+            capacity = profile.kv_capacity_tokens // MHA_FACTOR
+            profile = replace(profile, kv_capacity_tokens=capacity)
+        lists = prompts.tolist(), outputs.tolist()
+        estimate = estimate_throughput(profile, *lists, estimator=estimator)
+        result[t] = 0.0 if estimate is None else ACCELERATORS // t * estimate.tokens_per_s
     method = f"Algorithm 1, {'KV as printed' if mha else 'KV by GQA'}"
     return Ranking(method if estimator == "paper" else method + ", unpadded", link, seed, result)
 

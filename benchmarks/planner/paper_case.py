@@ -20,7 +20,7 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.files.profile_file import builtin_profiles
-from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
+from hetero_gateway.planner.batch_estimate import Estimator, estimate_throughput
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.question import Question
@@ -57,17 +57,12 @@ def estimates(
     for seed in range(DRAWS):
         prompt, output = lengths.draw(DRAWN, np.random.default_rng(seed))
         for t in SIZES:
-            profile = profiles[t]
-            result = estimate_throughput(
-                profile,
-                ACCELERATORS,
-                prompt.tolist(),
-                output.tolist(),
-                estimator=estimator,
-                kv_capacity_tokens=int(kv_share * profile.kv_capacity_tokens),
-            )
-            assert isinstance(result, BatchEstimate)
-            found[t].append(result.tokens_per_s)
+            capacity = int(kv_share * profiles[t].kv_capacity_tokens)
+            profile = dataclasses.replace(profiles[t], kv_capacity_tokens=capacity)
+            lists = prompt.tolist(), output.tolist()
+            result = estimate_throughput(profile, *lists, estimator=estimator)
+            assert result is not None
+            found[t].append(ACCELERATORS // t * result.tokens_per_s)
     return {t: float(np.mean(values)) for t, values in found.items()}
 
 

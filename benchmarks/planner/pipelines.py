@@ -2,13 +2,13 @@
 
     python benchmarks/planner/pipelines.py
 
-The planner reckons with a pipelined instance as with any: p1..p9 of ``planner.pipelines``, one step
-after another. Here its batches are simulated one by one, by the rules of vLLM 0.32's engine core
-(v1/engine/core.py:698, step_with_batch_queue, and v1/core/sched/scheduler.py): as many batches in
-flight as stages; a new one is made as soon as there is room, of all that is not in flight, decoding
-sequences first, prompts in chunks of what is left of 2048 tokens; a prompt's next chunk does not
-wait for the one before it; a stage takes batches in their order. A stage's time is its share of the
-layers' by the same constants, and what the engine adds to a step.
+The planner reckons with a pipelined instance as with any: p1..p9 of ``planner.further_profiles``,
+one step after another. Here its batches are simulated one by one, by the rules of vLLM 0.32's
+engine core (v1/engine/core.py:698, step_with_batch_queue, and v1/core/sched/scheduler.py): as many
+batches in flight as stages; a new one is made as soon as there is room, of all that is not in
+flight, decoding sequences first, prompts in chunks of what is left of 2048 tokens; a prompt's next
+chunk does not wait for the one before it; a stage takes batches in their order. A stage's time is
+its share of the layers' by the same constants, and what the engine adds to a step.
 
 Printed: tokens/s of both, always with enough to do, and BUBBLES as fitted to the simulation. Exit
 code 1 when one of them is off by more than ``UNCERTAINTY``.
@@ -28,8 +28,8 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.trace import CHAT_MIX
-from hetero_gateway.planner import pipelines
-from hetero_gateway.planner.pipelines import pipelined_profile
+from hetero_gateway.planner import further_profiles
+from hetero_gateway.planner.further_profiles import pipelined_profile
 from hetero_gateway.planner.roofline import roofline_profile
 from hetero_gateway.planner.sizes import Size
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
@@ -79,7 +79,7 @@ def simulate(base: Profile, pipelined: Profile, stages: int, mix: Mix, requests:
     """Prompt and output tokens/s of the queue of batches, in its stride."""
     c, most, kv_tokens = base.constants, base.max_num_seqs, base.kv_capacity_tokens
     # What is not the layers': the rounds of the profile have it P times, a stage once.
-    uneven = 1 + pipelines.UNEVEN * math.log2(stages)
+    uneven = 1 + further_profiles.UNEVEN * math.log2(stages)
     extra_s = (pipelined.constants.p8 - c.p8 * uneven) / stages
     half = int(min(most, kv_tokens / mix.held_tokens))
     prompt, output = mix.requests(half, requests)
@@ -177,22 +177,23 @@ def main() -> int:
                 f"{card:14} {name:14} tp{size!s:6} {title:13} {own.tokens_per_s:8.0f} {queue:8.0f} "
                 f"{error:+7.1%}  {best:.2f}"
             )
-    print(f"BUBBLES: {np.mean(wanted):.2f} ± {np.std(wanted):.2f}, {pipelines.BUBBLES} is used")
-    return int(worst > pipelines.UNCERTAINTY)
+    used = further_profiles.BUBBLES
+    print(f"BUBBLES: {np.mean(wanted):.2f} ± {np.std(wanted):.2f}, {used} is used")
+    return int(worst > further_profiles.UNCERTAINTY)
 
 
 def fitted(base: Profile, card: str, name: str, size: Size, mix: Mix, queue: float) -> float:
     """The share that makes the profile as fast as the queue; 0 or 1 where none does."""
     low, high = 0.0, 1.0
-    kept = pipelines.BUBBLES
+    kept = further_profiles.BUBBLES
     for _ in range(5):
         middle = (low + high) / 2
-        pipelines.BUBBLES = middle
+        further_profiles.BUBBLES = middle
         profile = pipelined_profile(base, model_card(name), accelerator(card), size, None)
         own = run_alone(profile, mix, Engines(), 800)
         assert own is not None
         low, high = (middle, high) if own.tokens_per_s > queue else (low, middle)
-    pipelines.BUBBLES = kept
+    further_profiles.BUBBLES = kept
     return (low + high) / 2
 
 

@@ -12,12 +12,15 @@ from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.planner.accelerators import GIB
 from hetero_gateway.planner.allocation import best_sums
-from hetero_gateway.planner.expert_parallel import expert_parallel_times
-from hetero_gateway.planner.further_sizes import across, within
+from hetero_gateway.planner.further_profiles import (
+    Network,
+    expert_parallel_times,
+    pipelined_profile,
+)
+from hetero_gateway.planner.instance_types import across, within
 from hetero_gateway.planner.layouts import group_machines, machine_layouts
 from hetero_gateway.planner.memory import EngineOptions, StartUp
 from hetero_gateway.planner.parallelism import refusal
-from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import Machine, Plan
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.roofline import all_reduce_s, roofline_profile, step_times

@@ -8,9 +8,8 @@ import sys
 from hetero_gateway.cli import standard_streams
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
-from hetero_gateway.lab.emulator.lengths import LogNormalOutputs, OutputLengths, TraceOutputs
 from hetero_gateway.lab.emulator.server import EmulatedServer, listen
-from hetero_gateway.lab.emulator.settings import EmulatorSettings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs, TraceOutputs
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +57,7 @@ def settings_of(args: argparse.Namespace) -> EmulatorSettings:
     )
 
 
-def _lengths(args: argparse.Namespace) -> OutputLengths:
+def _lengths(args: argparse.Namespace) -> LogNormalOutputs | TraceOutputs:
     if args.output_lengths is not None:
         return TraceOutputs.read(args.output_lengths)
     given = {"mean_tokens": args.mean_output_tokens, "cv": args.cv_output_tokens}

@@ -23,9 +23,9 @@ from hetero_gateway.files.model_file import PlanModelConfig
 from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 from hetero_gateway.planner.accelerators import Accelerator
+from hetero_gateway.planner.further_profiles import Network
 from hetero_gateway.planner.goals import DEFAULT_SHARE, GoalName
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.pipelines import Network
 from hetero_gateway.sim.engine import Scheduling
 
 # Far more than one plan is for; a typing error in ``copies`` ends here.

@@ -22,7 +22,6 @@ from hetero_gateway.files.plan_config import (
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.files.trace import CHAT_MIX, TraceRequest, known_texts, read_trace, token_counts
 from hetero_gateway.planner.accelerators import Accelerator
-from hetero_gateway.planner.further_sizes import MeanRequest
 from hetero_gateway.planner.goals import DEFAULT_SHARE, Goals, lacking
 from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
@@ -154,17 +153,16 @@ def plan_request(
                 f"{why} (simulate shows what prefix caches would save)"
             )
     mix = Mix.of(lengths, config.seed)
-    mean = MeanRequest(mix.mean_prompt, mix.mean_output, mix.held_tokens)
     types, unfit = instance_types(
         model,
         machines,
         [*measured, *builtin_profiles().values()],
         options,
         needed_tokens=longest,
-        typical_tokens=None if model.keeps_all else mean.prompt + mean.output,
+        typical_tokens=None if model.keeps_all else mix.mean_tokens,
         method=config.memory,
         find=lambda name: accelerator(name, own),
-        mean=mean,
+        mix=mix,
         network=None if config.network is None else config.network.to_core(),
     )
     assert options.max_num_batched_tokens is not None

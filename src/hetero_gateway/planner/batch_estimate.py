@@ -1,28 +1,26 @@
 """Throughput of a deployment estimated from static batches: Algorithm 1 (section 3.2).
 
     paper        name here                       unit
-    u_i, t_i     accelerators, tensor_parallel   accelerators
     I_r, O_r     prompt_tokens, output_tokens    tokens
     KVSize(s)    kv_capacity_tokens              tokens
-    TP_s         instance_tokens_per_s           prompt and output tokens per s
-    TP_system    tokens_per_s                    the same, of all instances
+    TP_s         tokens_per_s                    prompt and output tokens per s
 
 Requests are taken in their order, as many to a batch as its KV test lets in; a batch is prefilled
 at once and decodes until its longest output is done. So it ranks deployments, and says nothing of
 continuous batching, which is faster.
 
-Differs from the print: the loop ends when every request is batched (erratum 8); a request that
-fits no batch is an outcome, not an endless loop (9); the result is (u/t)·TP_s, as the text says,
-not t·TP_s (10). ``estimator="paper"`` keeps what erratum 11 names: a batch is let in by the sum of
-its prompts, but timed as if every prompt were the longest. ``"unpadded"`` times it by their mean,
-that is by the tokens that were let in (attention, where the profile has p9, prompt by prompt).
+Differs from the print: the loop ends when every request is batched (erratum 8); a request that fits
+no batch is an outcome, not an endless loop (9); a machine makes (u/t)·TP_s, as the text says, not
+t·TP_s (10): ``shortlist`` adds up its instances. ``estimator="paper"`` keeps what erratum 11 names:
+a batch is let in by the sum of its prompts, but timed as if every prompt were the longest.
+``"unpadded"`` times it by their mean, that is by the tokens that were let in (attention, where the
+profile has p9, prompt by prompt).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hetero_gateway.core.costs.cost_model import attended_pairs, decode_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Profile
@@ -30,63 +28,37 @@ from hetero_gateway.core.costs.profile import Profile
 Estimator = Literal["paper", "unpadded"]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchEstimate:
-    """What Algorithm 1 says of one deployment."""
+class BatchEstimate(NamedTuple):
+    """What Algorithm 1 says of one instance; ``tokens_per_s`` are of prompts and outputs."""
 
-    tokens_per_s: float  # of all instances: prompt and output tokens
-    instance_tokens_per_s: float
-    total_time_s: float  # of one instance for all the requests
+    tokens_per_s: float
+    total_time_s: float
     batch_sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Infeasible:
-    """The request at ``position`` needs more KV than one instance has, even alone."""
-
-    position: int
-    needed_tokens: int
-    kv_capacity_tokens: int
-
-    @property
-    def detail(self) -> str:
-        return (
-            f"request {self.position} needs {self.needed_tokens} KV tokens, "
-            f"an instance has {self.kv_capacity_tokens}"
-        )
 
 
 def estimate_throughput(
     profile: Profile,
-    accelerators: int,
     prompt_tokens: Sequence[int],
     output_tokens: Sequence[int],
     *,
     estimator: Estimator = "paper",
-    kv_capacity_tokens: int | None = None,
     max_num_seqs: int | None = None,
-) -> BatchEstimate | Infeasible:
-    """Algorithm 1 for a machine of ``accelerators`` cut into instances of ``profile``.
+) -> BatchEstimate | None:
+    """Algorithm 1 for one instance; None where a request needs more KV than that has, even alone.
 
     Args:
-        accelerators: u_i; a multiple of the profile's tensor parallelism.
         prompt_tokens, output_tokens: (q,), the sampled requests, at least one.
         estimator: how a batch is timed; see the module's text.
-        kv_capacity_tokens: instead of the profile's own; the paper counts KV without grouped-query
-            attention, which makes the capacity in tokens 4 to 5 times smaller.
         max_num_seqs: most requests in a batch; the paper has no such limit.
 
     Raises:
-        ValueError: no requests, lengths that do not pair up, or a remainder of accelerators.
+        ValueError: no requests, or lengths that do not pair up.
     """
     if len(prompt_tokens) != len(output_tokens) or not len(prompt_tokens):
         raise ValueError("prompt_tokens and output_tokens must pair up, and hold a request")
-    if accelerators < 1 or accelerators % profile.tensor_parallel:
-        raise ValueError(f"{accelerators} accelerators do not make instances of {profile.name}")
-    capacity = profile.kv_capacity_tokens if kv_capacity_tokens is None else kv_capacity_tokens
-    batches = _group(prompt_tokens, output_tokens, capacity, max_num_seqs)
-    if isinstance(batches, Infeasible):
-        return batches
+    batches = _group(prompt_tokens, output_tokens, profile.kv_capacity_tokens, max_num_seqs)
+    if batches is None:
+        return None
     total_time_s = 0.0
     for begin, end in batches:
         prompts = prompt_tokens[begin:end]
@@ -102,13 +74,8 @@ def estimate_throughput(
             profile.constants, size, length, max(output_tokens[begin:end])
         )
     tokens = int(sum(prompt_tokens)) + int(sum(output_tokens))
-    instance_tokens_per_s = tokens / total_time_s
-    return BatchEstimate(
-        tokens_per_s=accelerators // profile.tensor_parallel * instance_tokens_per_s,
-        instance_tokens_per_s=instance_tokens_per_s,
-        total_time_s=total_time_s,
-        batch_sizes=tuple(end - begin for begin, end in batches),
-    )
+    sizes = tuple(end - begin for begin, end in batches)
+    return BatchEstimate(tokens / total_time_s, total_time_s, sizes)
 
 
 def _group(
@@ -116,13 +83,13 @@ def _group(
     output_tokens: Sequence[int],
     kv_capacity_tokens: int,
     max_num_seqs: int | None,
-) -> list[tuple[int, int]] | Infeasible:
+) -> list[tuple[int, int]] | None:
     """Half-open ranges of requests, each as long as ΣI + n·max O fits."""
     batches: list[tuple[int, int]] = []
     begin, prompts, longest = 0, 0, 0
     for r, (prompt, output) in enumerate(zip(prompt_tokens, output_tokens, strict=True)):
         if prompt + output > kv_capacity_tokens:
-            return Infeasible(r, int(prompt + output), kv_capacity_tokens)
+            return None
         size = r - begin + 1
         needed = prompts + prompt + size * max(longest, output)
         if needed > kv_capacity_tokens or (max_num_seqs is not None and size > max_num_seqs):

@@ -1,9 +1,6 @@
 """What no set of machines can do with less: a linear bound beside the search's answer.
 
-A mixed-integer program, as Mélange has one: buckets of request sizes × instance types, no instance
-busy for more than all of its time. Its capacities are not measured: they are what a step's linear
-times leave when nothing ever waits and every batch is as full as it may be. So it never says more
-than what the simulation needs, and by how much less is the gap that is reported.
+docs/design/search.md says what it is for: it never says more than what the simulation needs.
 
     λ_b   requests/s of a bucket     w  s that one of them adds to the steps that it is in
     s     steps/s of an instance     h  tokens that it holds, in the mean over its output

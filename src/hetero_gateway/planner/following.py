@@ -1,19 +1,9 @@
 """How many instances of each type the load needs now: ``Follower``.
 
-Its shell hands it what came and what is there, once a minute and at once when requests pile up; it
-answers with numbers by type and the reason. From one to the next:
-
-    rate     requests/s that will come once what is started now is ready: the last two minutes', or
-             where the line through the last quarter of an hour leads, whichever is more; with what
-             waits, to be worked off within a minute
-    need     rate × strain ÷ utilisation, and for ``hold_s`` not less than it was
-    wanted   the cheapest instances that hold the need (``held_rates``), where starting one counts,
-             too: another kind must be cheaper for long enough to be worth it
-
-Up at once and whole; down after ``hold_s`` of less, a tenth of a type at a time, and never what the
-need is held with until what takes its place is ready. ``strain`` is the lesson of missed goals:
-each minute in which those that are wanted are there and goals are missed all the same makes the
-need larger, and it fades again.
+docs/guide/scale.md says how the number is found. Its shell hands it what came and what is there,
+once a minute and at once when requests pile up; it answers with numbers by type and the reason.
+``strain`` is the lesson of missed goals: each minute in which those that are wanted are there and
+goals are missed all the same makes the need larger, and it fades again.
 
 Values only: no clock is read and nothing is started or stopped here.
 """

@@ -11,22 +11,26 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.nearest import folded
-from hetero_gateway.planner import expert_parallel, pipelines
+from hetero_gateway.planner import further_profiles
 from hetero_gateway.planner.accelerators import Accelerator
-from hetero_gateway.planner.expert_parallel import expert_parallel_profile
-from hetero_gateway.planner.further_sizes import MeanRequest, across, promising, within
+from hetero_gateway.planner.further_profiles import (
+    Network,
+    expert_parallel_profile,
+    pipelined_profile,
+)
 from hetero_gateway.planner.memory import EngineOptions, Method, StartUp, tokens_at
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
-from hetero_gateway.planner.pipelines import Network, pipelined_profile
 from hetero_gateway.planner.plan import InstanceType, Key, Machine, MemoryEstimate, Unfit
 from hetero_gateway.planner.roofline import SLOT_BYTES_PER_S, SLOTS_UNCERTAINTY, roofline_profile
 from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.planner.stages import holds_request, instance_memory
+from hetero_gateway.sim.alone import Mix
 
 Types = dict[Key, InstanceType]
 
@@ -36,6 +40,11 @@ DERIVED_UNCERTAINTY = 0.15
 # Of a measured profile that does not state its error.
 MEASURED_UNCERTAINTY = 0.05
 _ORDER = ("measured", "derived", "roofline")
+# Machines that one instance stretches over, at most.
+_MOST_MACHINES = 8
+# Of what the best plain size makes per accelerator: below it, a further one is not simulated. The
+# closed form is off by up to a tenth against the simulator.
+_NEAR = 0.9
 
 
 def instance_types(
@@ -48,7 +57,7 @@ def instance_types(
     typical_tokens: float | None = None,
     method: Method = "fitted",
     find: Callable[[str], Accelerator],
-    mean: MeanRequest | None = None,
+    mix: Mix | None = None,
     network: Network | None = None,
 ) -> tuple[Types, list[Unfit]]:
     """Every instance that the machines could hold, by (accelerator, size).
@@ -58,8 +67,7 @@ def instance_types(
             kind counts. Those of other models or accelerators are passed over.
         needed_tokens: prompt and output of the longest request; with ``max_model_len`` where that
             is longer.
-        mean: of the requests; None: tensor parallelism alone. With it, the sizes of
-            ``further_sizes`` that may win.
+        mix: the requests; None: tensor parallelism alone. With it, further sizes that may win.
         find: the accelerator that a machine names, or ConfigError.
         network: between machines; None: every instance stays on one.
 
@@ -82,10 +90,10 @@ def instance_types(
         found = [kind.type(t) for t in range(1, most + 1)]
         unfit += [each for each in found if isinstance(each, Unfit)]
         fitting = [each for each in found if isinstance(each, InstanceType)]
-        if mean is not None:
-            fitting += _kept(fitting, map(kind.type, within(model, most)), mean, unfit)
+        if mix is not None:
+            fitting += _kept(fitting, map(kind.type, within(model, most)), mix, unfit)
             if network is not None:
-                fitting += _kept(fitting, map(kind.type, _spans(model, own)), mean, unfit)
+                fitting += _kept(fitting, map(kind.type, _spans(model, own)), mix, unfit)
         types |= {(name, each.size): each for each in fitting}
     return types, unfit
 
@@ -93,7 +101,7 @@ def instance_types(
 def _kept(
     plain: Sequence[InstanceType],
     further: Iterable[InstanceType | Unfit],
-    mean: MeanRequest,
+    mix: Mix,
     unfit: list[Unfit],
 ) -> list[InstanceType]:
     """Those that go into the search; where nothing fits, what comes nearest is told."""
@@ -105,7 +113,7 @@ def _kept(
             lacking.append(each)
     if not plain and not fitting and lacking:
         unfit.append(min(lacking, key=lambda each: each.shortfall_bytes))
-    return promising(plain, fitting, mean)
+    return promising(plain, fitting, mix)
 
 
 def _spans(model: ModelShape, machines: Sequence[Machine]) -> list[Size]:
@@ -183,7 +191,7 @@ class _Kind:
         sequences = self.options.sequences(device) * size.data
         if size.experts:
             profile = expert_parallel_profile(device, model, size, sequences, room)
-            return profile, max(device.uncertainty, expert_parallel.UNCERTAINTY)
+            return profile, max(device.uncertainty, further_profiles.EXPERTS_UNCERTAINTY)
         if profiles:
             profile = dataclasses.replace(
                 profiles[0], kv_capacity_tokens=room, max_num_seqs=sequences
@@ -198,7 +206,7 @@ class _Kind:
         if size.pipeline == 1:
             return profile, uncertainty
         profile = pipelined_profile(profile, model, device, size, self.network)
-        return profile, math.hypot(uncertainty, pipelines.UNCERTAINTY)
+        return profile, math.hypot(uncertainty, further_profiles.UNCERTAINTY)
 
     def _memory(self, size: Size, profiles: Sequence[Profile]) -> MemoryEstimate:
         """Modelled; or as a live engine reported it, if it was told the same."""
@@ -265,3 +273,61 @@ def _uncertainty(profile: Profile, device: Accelerator) -> float:
     return max((float(e) for e in errors if isinstance(e, int | float)), default=0.0) or (
         MEASURED_UNCERTAINTY
     )
+
+
+# Sizes beyond tensor parallelism: all are reckoned in closed form, and few go into the search.
+
+
+def within(model: ModelShape, most: int) -> Iterator[Size]:
+    """Sizes that cut so many accelerators of one machine into equal parts, as vLLM takes them."""
+    for t in range(1, most + 1):
+        more = [n for n in range(2, most // t + 1) if most % (n * t) == 0]
+        sizes = [Size(t, pipeline) for pipeline in more]
+        if model.moe_layers:
+            if refusal(model, t) is not None:
+                sizes.append(Size(t, experts=True))
+            sizes += [Size(t, data=data, experts=True) for data in more]
+        yield from (size for size in sizes if refusal(model, size) is None)
+
+
+def across(model: ModelShape, count: int, machines: int) -> Iterator[Size]:
+    """Sizes that take all of so many accelerators on each of several machines, fewest first."""
+    for together in range(2, min(machines, _MOST_MACHINES) + 1):
+        for t in range(count, 0, -1):
+            if count % t:
+                continue
+            size = Size(t, together * count // t, machines=together)
+            if refusal(model, size) is None:
+                yield size
+
+
+def promising(
+    plain: Sequence[InstanceType], further: Sequence[InstanceType], mix: Mix
+) -> list[InstanceType]:
+    """Of ``further``, what makes most per accelerator, and the smallest that comes near.
+
+    Near what ``plain`` ones make, and above it by as much as they are more uncertain: what nobody
+    measured is not to win by a little. Where no plain one fits, the smallest serves at all.
+    """
+    known = [(worth(f, mix), f.time_uncertainty) for f in plain]
+
+    def least(uncertainty: float) -> float:
+        shares = (value * max(_NEAR, 1 + uncertainty - own) for value, own in known)
+        return max(shares, default=0.0)
+
+    per_accelerator = [(worth(f, mix), f) for f in further]
+    near = [(value, f) for value, f in per_accelerator if value >= least(f.time_uncertainty)]
+    if not near:
+        return []
+    best = max(near, key=lambda pair: pair[0])[1]
+    smallest = min(near, key=lambda pair: (as_size(pair[1].size).accelerators, -pair[0]))[1]
+    return [best] if best is smallest else [best, smallest]
+
+
+def worth(found: InstanceType, mix: Mix) -> float:
+    """Tokens/s of one accelerator with a full batch of mean requests, in closed form."""
+    profile, batch = found.profile, mix.batch(found.profile)
+    step_s = decode_step_time_s(profile.constants, batch, mix.held_tokens)
+    prefill_s = prefill_time_s(profile.constants, 1, mix.mean_prompt) - profile.constants.p4
+    stay_s = mix.mean_output * step_s + batch * max(0.0, prefill_s)
+    return batch * mix.mean_tokens / stay_s / as_size(found.size).accelerators

@@ -1,25 +1,21 @@
 """The goals ``cost`` and ``fewest`` at a rate: the least money, or accelerators, that hold it.
 
-Sets of machines are tried from where their instances alone would hold the rate: downwards while
-the whole system holds it, or upwards until it does. That is the best where what machines hold adds
-up, which it does not quite: a queue in front of several evens out what one alone cannot. So for the
-least money, sets follow that have a few machines more, fewer or others, until none is left that is
-cheaper, could be enough, and is not part of a set that was too little. Beside the answer stands a
-lower bound (``bound``).
+docs/design/search.md says which sets of machines are tried, and in which order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hetero_gateway.planner import allocation
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.bound import lower_bound
 from hetero_gateway.planner.goals import price_per_hour_usd
 from hetero_gateway.planner.layouts import Group, best_by_use
-from hetero_gateway.planner.plan import Key, Layout, PlanCandidate
+from hetero_gateway.planner.plan import Layout, PlanCandidate
 from hetero_gateway.planner.question import NoPlan
 from hetero_gateway.planner.reasons import nothing_holds
+from hetero_gateway.planner.shortlist import rates_alone
 from hetero_gateway.planner.systems import Systems
 
 Counts = tuple[int, ...]  # machines taken, by group
@@ -55,22 +51,14 @@ def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> i
 
 
 class LeastSets:
-    """One search among sets of machines, at the goals' rate.
+    """One search among sets of machines, at the goals' rate."""
 
-    Args:
-        rates_per_s: that instances hold alone, by type.
-    """
-
-    def __init__(
-        self,
-        systems: Systems,
-        rates_per_s: Mapping[Key, float],
-        on_progress: Callable[[str], None],
-    ) -> None:
+    def __init__(self, systems: Systems, on_progress: Callable[[str], None]) -> None:
         self._q = systems.question
         self._shortlist = systems.shortlist
         self._groups = systems.shortlist.groups
-        self._rates_per_s = rates_per_s
+        # That instances hold alone, by type.
+        self._rates_per_s = rates_alone(self._q, self._shortlist, on_progress)
         self._on_progress = on_progress
         self._systems = systems
         self._rate_per_s = self._q.goals.rate_per_s or 0.0

@@ -71,10 +71,6 @@ class InstanceType:
     memory: MemoryEstimate
     time_uncertainty: float
 
-    @property
-    def tensor_parallel(self) -> int:
-        return as_size(self.size).tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Unfit:

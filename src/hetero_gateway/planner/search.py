@@ -19,7 +19,7 @@ from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.goals import lacking
 from hetero_gateway.planner.layouts import Group, feasible_sizes, group_machines, together
 from hetero_gateway.planner.least_resource import LeastSets
-from hetero_gateway.planner.plan import Key, Layout, Plan, PlanCandidate, SystemFigures
+from hetero_gateway.planner.plan import Layout, Plan, PlanCandidate, SystemFigures
 from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.reasons import Reasons, nothing_fits, nothing_holds, plan_notes
 from hetero_gateway.planner.shortlist import Shortlist, estimated, make_shortlist, rates_alone
@@ -81,7 +81,7 @@ class _Search:
         if goals.at_goodput:
             candidates = self._most_within_limits()
         elif goals.name != "throughput" and goals.rate_per_s is not None:
-            sets = LeastSets(self._systems, self._rates_alone(), self._on_progress)
+            sets = LeastSets(self._systems, self._on_progress)
             candidates, self._lower_bound = sets.find()
         else:
             candidates = self._best_few()
@@ -90,9 +90,6 @@ class _Search:
             self._on_progress("the best's goodput")
             candidates[0] = self._systems.with_goodput(candidates[0], self._rate_per_s)
         return self._plan(candidates)
-
-    def _rates_alone(self) -> dict[Key, float]:
-        return rates_alone(self._q, self._shortlist, self._on_progress)
 
     # With everything at once
 
@@ -162,7 +159,7 @@ class _Search:
 
     def _most_within_limits(self) -> list[PlanCandidate]:
         """The best few by the rates that their instances hold alone, each at its own goodput."""
-        rates_per_s = self._rates_alone()
+        rates_per_s = rates_alone(self._q, self._shortlist, self._on_progress)
         if not rates_per_s:
             raise NoPlan(nothing_holds(self._q, self._shortlist, rates_per_s))
         worths = {

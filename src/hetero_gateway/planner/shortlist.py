@@ -14,7 +14,7 @@ import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner.batch_estimate import BatchEstimate, Estimator, estimate_throughput
+from hetero_gateway.planner.batch_estimate import Estimator, estimate_throughput
 from hetero_gateway.planner.goals import HEADROOM, find_goodput
 from hetero_gateway.planner.layouts import Group, feasible_sizes, machine_layouts, together
 from hetero_gateway.planner.plan import Key, Layout, SystemFigures
@@ -106,15 +106,9 @@ def _instance_estimate(
 
     As printed it has no limit on the batch; unpadded, the engine's ``max_num_seqs``.
     """
-    result = estimate_throughput(
-        profile,
-        profile.tensor_parallel,
-        prompt,
-        output,
-        estimator=estimator,
-        max_num_seqs=None if estimator == "paper" else profile.max_num_seqs,
-    )
-    return result.instance_tokens_per_s if isinstance(result, BatchEstimate) else 0.0
+    most = None if estimator == "paper" else profile.max_num_seqs
+    found = estimate_throughput(profile, prompt, output, estimator=estimator, max_num_seqs=most)
+    return 0.0 if found is None else found.tokens_per_s
 
 
 def estimated(estimates: _Estimates, group: Group, layout: Layout) -> tuple[float, float]:

@@ -1,10 +1,6 @@
 """What the simulator says of whole systems under a policy, and of an instance at a rate.
 
-Throughput is what engines do in their stride (``sim.alone``, which gives all systems the same
-requests). A system of many instances is simulated by fewer in proportion, with a rate to match:
-its queues are a little longer, so its latencies are on the safe side. A trace that says which
-prompts begin alike is run in its order, by sessions where a system stands for a larger one
-(``sim.ordered_trace``), beginning with empty caches.
+docs/design/search.md says how a throughput is measured, of a trace in its order as well.
 """
 
 from __future__ import annotations

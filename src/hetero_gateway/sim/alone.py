@@ -1,19 +1,9 @@
 """One instance alone, with always enough to do: what it generates in its stride. Pure.
 
 The planner ranks instance types by it, and the sum over a cluster's instances is the bound that
-simulations are compared with. Two things would bias it, and would bias small and large batches
-differently:
-
-- *The start.* Sent all at once, the requests of the first batches are of one age; short ones
-  finish first and the batch is richer than it will be. So the first requests are drawn as a
-  running engine would hold them: half done, long outputs more often (as each is there for as long
-  as its output lasts). What they have generated counts as prompt.
-- *The end.* When nothing is left to replace what finishes, the batch runs empty. So the window
-  ends a batch before the last first token.
-
-Against the engine's own counter over the middle of 200 000 requests, on four profiles and two
-mixes, this is 0.3 to 0.7 % high. Fresh requests only, from the first third to the last first
-token, was 1.5 to 2.0 % high.
+simulations are compared with. docs/design/search.md says how the start and the end of a run are
+kept out of it; what half-done requests have generated counts as prompt. Fresh requests only, from
+the first third to the last first token, was 1.5 to 2.0 % high.
 
 All instances get the same requests in the same order, as far as they take them: what is left of a
 difference between two is theirs, not the draw's. Tokens are output tokens in the window; the

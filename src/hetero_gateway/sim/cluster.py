@@ -325,14 +325,12 @@ class _Run:
         self._requests[slot] = request
         self._dispatches[slot] = dispatch
         self._in_flight += 1
-        keys = () if self._prefixes is None else self._engine_keys(request)
+        keys: Any = ()
+        if self._prefixes is not None:
+            keys = self._prefixes.engine_keys(request, DEFAULT_BLOCK_TOKENS)
+            keys = keys if self._fleet.compiled else keys.tolist()
         self._fleet.submit(position, slot, prompt_tokens, output_tokens, self._now_s, keys)
         return True
-
-    def _engine_keys(self, request: int) -> Any:
-        assert self._prefixes is not None
-        keys = self._prefixes.engine_keys(request, DEFAULT_BLOCK_TOKENS)
-        return keys if self._fleet.compiled else keys.tolist()
 
     def _tell(self) -> None:
         """Pass on what the engines have logged."""

@@ -1,12 +1,6 @@
 """A trace that is run in its order, because its prompts begin alike. Pure.
 
-What prefix caches find hangs on how much else is computed between two requests that begin alike. So
-its rows are not sampled: a run takes them one after the other, in the trace's own pattern in time.
-
-A smaller system that stands for a share of a large one, or one instance of many, takes all the
-requests of that share of the sessions: between two turns there is as much less as it has less room.
-What sessions have in common (a system prompt) each such part computes for itself.
-
+docs/design/search.md says why its rows are not sampled, and what a share of its sessions is for.
 A run that is longer than the trace begins it again as other text: nothing is found of a lap before.
 """
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
-from hetero_gateway.lab.emulator.lengths import LogNormalOutputs, TraceOutputs
+from hetero_gateway.lab.emulator.settings import LogNormalOutputs, TraceOutputs
 from hetero_gateway.lab.emulator.text import SchemaError, sample_json, token_text, tokenize, words
 
 LENGTHS = LogNormalOutputs(100, 1.0)

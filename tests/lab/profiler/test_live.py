@@ -18,8 +18,7 @@ from hetero_gateway.cli import main
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.profile_file import load_profile
-from hetero_gateway.lab.emulator.lengths import LogNormalOutputs
-from hetero_gateway.lab.emulator.settings import EmulatorSettings
+from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs
 from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.profiler.campaign import CampaignPlan
 from hetero_gateway.lab.profiler.engine import Overrides

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 from hetero_gateway.lab.emulator.bodies import Ask
-from hetero_gateway.lab.emulator.lengths import OutputLengths
+from hetero_gateway.lab.emulator.settings import OutputLengths
 from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, escape, words
 
 

@@ -150,20 +150,17 @@ class _ResponsesBody(EngineBody):
     ignore_eos: bool = False
 
 
-class _MessagesBody(EngineBody):
-    messages: list[dict[str, Any]]
-    max_tokens: int
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = False
-    ignore_eos: bool = False
-
-
 class _CountBody(EngineBody):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+
+
+class _MessagesBody(_CountBody):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    ignore_eos: bool = False
 
 
 class TokenizeBody(EngineBody):
@@ -278,7 +275,7 @@ def count_messages_tokens(body: Json, model: str) -> int:
     return len(_messages_prompt(validate(_CountBody, body), model)) // BYTES_PER_TOKEN
 
 
-def _messages_prompt(request: _MessagesBody | _CountBody, model: str) -> bytes:
+def _messages_prompt(request: _CountBody, model: str) -> bytes:
     messages = role_texts(request.messages, model)
     if request.system:
         messages.insert(0, ("system", _content_text(request.system, model)))

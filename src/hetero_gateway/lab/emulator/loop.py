@@ -107,7 +107,7 @@ class EngineLoop:
             reply = choice.reply
             if choice.emitted == 1:
                 choice.first_token_s = now_s
-                metrics.first_token(now_s - reply.arrived_s)
+                metrics.first_token_s.observe(now_s - reply.arrived_s)
             if reply.streamed:
                 reply.on_token(choice)
         for choice in result.finished:

@@ -59,7 +59,7 @@ class EmulatedMetrics(Collector):
         }
         (
             self.inter_token_s,
-            self._first_token_s,
+            self.first_token_s,
             self._per_token_s,
             self._latency_s,
             self._prompt_tokens,
@@ -72,9 +72,6 @@ class EmulatedMetrics(Collector):
         self.lost_s = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-
-    def first_token(self, wait_s: float) -> None:
-        self._first_token_s.observe(wait_s)
 
     def finished(self, choice: ReplyChoice, now_s: float) -> None:
         """A sequence has emitted its last token."""

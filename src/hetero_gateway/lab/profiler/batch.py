@@ -1,13 +1,7 @@
-"""Sends one batch to a live engine, so that all of it starts in one step.
+"""Sends one batch to a live engine behind a *gate*, so that all of it starts in one step.
 
-Requests that arrive at an idle engine one after another start in as many steps: the first runs
-alone while the others wait. So a *gate* goes first, one prompt that asks for one token: the batch
-arrives while the engine computes it, waits in the queue, and starts together in the next step. The
-gate's token is the batch's starting signal, and sending, parsing and the network are on both ends
-of what is measured. A gate that was too short is seen (the batch did not start together), and the
-next one is longer.
-
-Prompts are token ids at random, never the same twice, so that a prefix cache has no part in it.
+docs/design/profiling.md says why. A gate that was too short is seen (the batch did not start
+together), and the next one is longer.
 """
 
 from __future__ import annotations

@@ -26,23 +26,13 @@ from hetero_gateway.engines.vllm import EngineMetrics, paths
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.lab.load.client import LoadClient, LoadTarget
 from hetero_gateway.lab.load.replay import raise_file_limit
+from hetero_gateway.lab.profiler import verdicts
 from hetero_gateway.lab.profiler.batch import BatchSender, Shot
 from hetero_gateway.lab.profiler.chunked import KEY, record
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts
 from hetero_gateway.lab.profiler.grid import GRID_VERSION, BatchLimits, GridCell, cost_s, plan_cells
 from hetero_gateway.lab.profiler.samples import append, kept_samples, record_of
-from hetero_gateway.lab.profiler.verdicts import (
-    BUSY_CLIENT,
-    ENGINE_ERROR,
-    FOREIGN,
-    NO_WINDOW,
-    UNEQUAL,
-    BatchVerdict,
-    disturbance,
-    grown,
-    one_step,
-    several_steps,
-)
+from hetero_gateway.lab.profiler.verdicts import BatchVerdict, disturbance, one_step, several_steps
 
 # Above this share of a core this process may see tokens late.
 MAX_CLIENT_CPU = 0.7
@@ -56,13 +46,13 @@ _POLL_S = 0.1
 # How many in a row end it, and what is said then; a single failure or visitor is only a batch to
 # repeat.
 _HOPELESS = {
-    ENGINE_ERROR: (3, "{} batches in a row failed: {}"),
-    FOREIGN: (
+    verdicts.ENGINE_ERROR: (3, "{} batches in a row failed: {}"),
+    verdicts.FOREIGN: (
         6,
         "the engine serves others: {} batches in a row were not alone; "
         "profile it while nobody else uses it",
     ),
-    UNEQUAL: (
+    verdicts.UNEQUAL: (
         4,
         "the output lengths are not as asked: the engine ignores min_tokens and ignore_eos, so "
         "batches cannot be measured",
@@ -275,13 +265,13 @@ class Campaign:
         before = await self._idle()
         gate_tokens = self._gate_tokens(cell)
         shot = await self._sender.measure(cell, gate_tokens)
-        verdicts = await self._judge(cell, shot, before)
+        found = await self._judge(cell, shot, before)
         took_s = time.perf_counter() - began_s
         self._spent_s += took_s
-        for sample, reason, closes, beyond in verdicts:
+        for sample, reason, closes, beyond in found:
             more: dict[str, Any] = {"cell": cell.key, "closes": closes, "took_s": round(took_s, 4)}
             took_s = 0.0  # counted once
-            if reason == NO_WINDOW:
+            if reason == verdicts.NO_WINDOW:
                 more["max_num_seqs"] = self.outcome.max_num_seqs
             more["gate_tokens"] = gate_tokens
             if beyond is not None and reason is None:
@@ -289,14 +279,14 @@ class Campaign:
             line = record_of(sample, discarded=reason, run=self._identity, **more)
             append(self._path, line)
             self.records.append(line)
-        self.progress.discarded += any(v.reason is not None for v in verdicts)
-        if any(v.reason is None and v.closes for v in verdicts):
+        self.progress.discarded += any(v.reason is not None for v in found)
+        if any(v.reason is None and v.closes for v in found):
             self.progress.done += 1
         elif item.tries + 1 < TRIES:
             self._waiting.append(_Item(cell, item.tries + 1))
         else:
             self.progress.total -= 1
-        await self._stop_if_hopeless(verdicts)
+        await self._stop_if_hopeless(found)
 
     async def _judge(
         self, cell: GridCell, shot: Shot, before: EngineMetrics | None
@@ -305,19 +295,19 @@ class Campaign:
         asked = Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)
         reading = shot.reading
         if reading is None:
-            return [BatchVerdict(asked, f"{ENGINE_ERROR}: {shot.failure}")]
+            return [BatchVerdict(asked, f"{verdicts.ENGINE_ERROR}: {shot.failure}")]
         whole, reason = reading.whole, None
         if before is not None:
             reason = disturbance(before, await self._settled(before, shot), shot)
         if reason is None and shot.client_cpu > MAX_CLIENT_CPU:
-            reason = BUSY_CLIENT
+            reason = verdicts.BUSY_CLIENT
         if reason is None and not reading.equal:
-            reason = UNEQUAL
+            reason = verdicts.UNEQUAL
         if reason is not None:
             return [BatchVerdict(whole, reason)]
         if reading.most_running < cell.batch_size:
             self._saturated(reading.most_running)
-            return [BatchVerdict(whole, NO_WINDOW)]
+            return [BatchVerdict(whole, verdicts.NO_WINDOW)]
         ragged = cell.one_step and (not reading.together or shot.gate_margin_s <= 0)
         if ragged:
             self._gate_factor = min(self._gate_factor * 1.5, 64.0)
@@ -330,7 +320,7 @@ class Campaign:
         give_up_s = time.perf_counter() + _COUNTERS_WITHIN_S
         while True:
             after = await self._counters()
-            emitted = grown(before.generation_tokens, after.generation_tokens)
+            emitted = verdicts.grown(before.generation_tokens, after.generation_tokens)
             over = after.running in (None, 0.0)
             if (emitted >= shot.output_tokens and over) or time.perf_counter() > give_up_s:
                 return after
@@ -370,19 +360,19 @@ class Campaign:
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _stop_if_hopeless(self, verdicts: list[BatchVerdict]) -> None:
-        reasons = {(v.reason or "").split(":")[0] for v in verdicts}
+    async def _stop_if_hopeless(self, found: list[BatchVerdict]) -> None:
+        reasons = {(v.reason or "").split(":")[0] for v in found}
         for kind, (limit, text) in _HOPELESS.items():
             if kind not in reasons:
                 # A batch of one is always equal; it says nothing about the others.
-                if kind != UNEQUAL or verdicts[0].sample.batch_size > 1:
+                if kind != verdicts.UNEQUAL or found[0].sample.batch_size > 1:
                     self._in_a_row[kind] = 0
                 continue
             self._in_a_row[kind] += 1
-            if kind == ENGINE_ERROR and not await self._comes_back():
-                raise _Stop(f"the engine is gone: {verdicts[0].reason}")
+            if kind == verdicts.ENGINE_ERROR and not await self._comes_back():
+                raise _Stop(f"the engine is gone: {found[0].reason}")
             if self._in_a_row[kind] >= limit:
-                raise _Stop(text.format(limit, verdicts[0].reason))
+                raise _Stop(text.format(limit, found[0].reason))
 
     async def _comes_back(self) -> bool:
         for _ in range(5):

@@ -1,16 +1,8 @@
 """Prefills that take several steps of the engine, and what Eq. (3) can say of them.
 
-An engine that prefills at most M tokens in a step cuts a batch of b prompts of I tokens into
-⌈b·I/M⌉ steps. Each pays p4 and, for every prompt in it, p2; and what has been prefilled decodes
-meanwhile. Eq. (3) pays p2 and p4 once, whatever b·I is. Fitted to both kinds at once, it describes
-neither: on an emulated instance whose p1..p4 all matter, it is then off by 5 % on average, and by
-14 % at worst, where Eq. (3) holds exactly (benchmarks/profiler/profiled.py); without,
-by 0.2 and 0.4 %.
-
-So it is fitted to batches of one step, and to single prompts of several steps with the further
-steps' fixed part, (steps − 1)·(p2 + p4), taken off. Attention adds up to the same in chunks, so
-they are what shows p9. How far the constants are off for the other batches is measured and shown;
-whoever wants a compromise can have all of them fitted as they were measured (``--deep-prefills``).
+docs/design/profiling.md says why it is fitted to batches of one step, and to single prompts of
+several with the further steps' fixed part, (steps − 1)·(p2 + p4), taken off. How far the constants
+are off for the other batches is measured and shown.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """Which batches to measure, and in which order. Pure: the engine's limits and a seed in, cells out.
 
-For each batch size 1, 2, 4, 8, … two kinds of cells, their lengths drawn on a log scale, one in
-each stratum:
-
-- *one-step* cells: all prompts together fit into one step of the engine (``max_batched_tokens``).
-  Eq. (3) describes exactly these: its constant p4 is paid once.
-- *deep* cells: longer prompts, up to the context window and 90 % of the KV cache. The engine cuts
-  them into chunks and pays p4 for each, which Eq. (3) cannot say; they are there for decoding over
-  many cached tokens (p5, p7) and to say how far Eq. (3) is off. Of single prompts there are twice
-  as many: what a prompt's time gains on its length is attention (p9), and it shows only there.
-
-Batch size and length vary independently, so that b·I, b, I and 1 can be distinguished. The order
-takes one cell of every batch size before the second of any, so that an interruption at any time
-leaves a usable spread.
+docs/design/profiling.md describes the one-step and the deep cells. Eq. (3) describes exactly the
+first, whose p4 is paid once; the others are there for decoding over many cached tokens (p5, p7),
+for attention (p9), and to say how far Eq. (3) is off. Batch size and length vary independently, so
+that b·I, b, I and 1 can be distinguished.
 """
 
 from __future__ import annotations

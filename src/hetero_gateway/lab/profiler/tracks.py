@@ -1,13 +1,7 @@
 """From the streams of one batch to its prefill and decode times. No clock and no socket here.
 
-A batch over HTTP is ragged: its sequences need not start in one step, and those that start early
-are some tokens ahead when the last one starts. So
-
-- prefill ends with the last first token; whether all started in one step is shown by what the
-  others had emitted by then;
-- decode is measured on the sequence that started last, from its first token to its last token
-  before any other sequence ends: in this window all of them run in every step. Its steps are
-  counted in tokens, and the sample says how many tokens were cached on average when it began.
+docs/design/profiling.md says how a batch is timed. Whether all started in one step is shown by what
+the others had emitted by the last first token.
 """
 
 from __future__ import annotations

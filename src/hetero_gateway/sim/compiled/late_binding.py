@@ -36,7 +36,7 @@ from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.probes import sent
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
 from hetero_gateway.sim.compiled import progress
-from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
+from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predicted_tokens
 from hetero_gateway.sim.compiled.progress import Progress
 from hetero_gateway.sim.compiled.tables import (
     EngineTables,
@@ -46,7 +46,7 @@ from hetero_gateway.sim.compiled.tables import (
     Slowdowns,
     give_back,
     member_of,
-    take_slot,
+    start,
 )
 from hetero_gateway.sim.kernel import (
     FINISHED,
@@ -55,7 +55,6 @@ from hetero_gateway.sim.kernel import (
     advance,
     change_slowdown,
     decoded,
-    submit,
 )
 
 # Requests wait in the order of their numbers: those from HEAD up to TAIL. ARRIVALS: that ever came.
@@ -228,9 +227,7 @@ def _observe_steps(e: EngineTables, w: World) -> None:
 def _arrive(w: World, request: int) -> None:
     """A request stands last; all instances can hold it."""
     n, x, r = w.queue.n, w.queue.x, w.r
-    predicted = predict(w.means, r.length_class[request])
-    if len(r.predictions) > 0:
-        predicted = r.predictions[request]
+    predicted = predicted_tokens(w.means, r, request)
     w.p.predicted[request] = predicted
     now_s, prompt = x[NOW_S], r.prompt_tokens[request]
     if n[ARRIVALS] > 0:
@@ -294,16 +291,10 @@ def _pump(e: EngineTables, w: World, rng: np.random.Generator) -> None:
 
 def _start(e: EngineTables, w: World, request: int, i: int, now_s: float) -> bool:
     """Put a placed request into its engine; False when it refuses."""
-    r = w.r
-    r.instance[request] = i
-    r.placed_s[request] = now_s
-    prompt, output = r.prompt_tokens[request], r.output_tokens[request]
-    if prompt + output - 1 > e.capacity_tokens[i]:
-        progress.settle(w.p, i, request, prompt, now_s)
+    if start(e, w.r, request, i, now_s) < 0:
+        progress.settle(w.p, i, request, w.r.prompt_tokens[request], now_s)
         return False
-    slot = take_slot(e, request)
     w.queue.n[STARTED] += 1
-    submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
     return True
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.lengths.predictors import add_to
+from hetero_gateway.sim.compiled.tables import Requests
 
 # More than the bits of any prompt's length.
 CLASSES = 64
@@ -36,8 +37,10 @@ def length_classes(prompt_tokens: Integers) -> Integers:
     return np.frexp(prompt_tokens.astype(np.float64))[1].astype(np.int64)
 
 
-def predict(b: BucketMeans, length_class: int) -> float:
-    for mean in (b.means[length_class], b.means[_ALL]):
+def predicted_tokens(b: BucketMeans, r: Requests, request: int) -> float:
+    if len(r.predictions) > 0:
+        return float(r.predictions[request])
+    for mean in (b.means[r.length_class[request]], b.means[_ALL]):
         if mean.weight > 0:
             return float(max(1.0, mean.value))
     return max(1.0, b.prior_tokens)

@@ -15,7 +15,7 @@ from hetero_gateway.core.costs.arrays import Flags, FloatArray, Integers
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.sim.compiled import loads
-from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predict
+from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predicted_tokens
 from hetero_gateway.sim.compiled.tables import (
     CAPACITY as CAPACITY_PER_S,
 )
@@ -30,9 +30,9 @@ from hetero_gateway.sim.compiled.tables import (
     give_back,
     least,
     member_of,
-    take_slot,
+    start,
 )
-from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED, advance, change_slowdown, submit
+from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED, advance, change_slowdown
 
 # The rules.
 TURNS, RANDOM, LEAST_REQUESTS, CAPACITY, POWER_OF_TWO, SINGLE = range(6)
@@ -115,9 +115,7 @@ def place_all(e: EngineTables, w: Placing, rng: np.random.Generator) -> bool:
             change_slowdown(e.n, e.x, e.first, i, factor, now_s)
             done[1] += 1
             continue
-        output_tokens = predict(w.means, r.length_class[request])
-        if len(r.predictions) > 0:
-            output_tokens = r.predictions[request]
+        output_tokens = predicted_tokens(w.means, r, request)
         prompt_tokens = r.prompt_tokens[request]
         tokens = prompt_tokens + output_tokens
         count = size
@@ -139,23 +137,17 @@ def place_all(e: EngineTables, w: Placing, rng: np.random.Generator) -> bool:
 def _start(
     e: EngineTables, w: Placing, request: int, i: int, charge_s: float, output_tokens: float
 ) -> None:
-    """Put a placed request into its engine, unless that can never hold it."""
-    r, there = w.r, w.there
-    now_s = r.arrival_s[request]
-    r.instance[request] = i
-    r.placed_s[request] = now_s
-    prompt, output = r.prompt_tokens[request], r.output_tokens[request]
-    if prompt + output - 1 > e.capacity_tokens[i]:
+    there = w.there
+    slot = start(e, w.r, request, i, w.r.arrival_s[request])
+    if slot < 0:
         return
-    slot = take_slot(e, request)
-    e.charged_tokens[slot] = prompt + round(output_tokens)
+    e.charged_tokens[slot] = w.r.prompt_tokens[request] + round(output_tokens)
     there.kv_tokens[i] += e.charged_tokens[slot]
     there.in_flight[i] += 1
     if w.rule.kind >= MIN_MAX:
         loads.set_units(e.charged_units[slot], charge_s)
         loads.add(there.digits[i], e.charged_units[slot])
         there.load_s[i] = loads.seconds(there.digits[i])
-    submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
 
 
 def _tell(e: EngineTables, w: Placing) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from hetero_gateway.core.costs.arrays import Flags, FloatArray, Integers
 from hetero_gateway.core.policies.estimates import holds
 from hetero_gateway.core.policies.member import Member
+from hetero_gateway.sim.kernel import submit
 
 # Columns of a table of members.
 KV_CAPACITY_TOKENS, KV_LIMIT_TOKENS, WEIGHT, CAPACITY = (
@@ -102,11 +103,17 @@ def least(values: FloatArray) -> float:
     return float(lowest)
 
 
-def take_slot(e: EngineTables, request: int) -> int:
-    """A slot for this request; there must be one."""
+def start(e: EngineTables, r: Requests, request: int, i: int, now_s: float) -> int:
+    """Put a placed request into its engine; its slot, of which there must be one. -1: refused."""
+    r.instance[request] = i
+    r.placed_s[request] = now_s
+    prompt, output = r.prompt_tokens[request], r.output_tokens[request]
+    if prompt + output - 1 > e.capacity_tokens[i]:
+        return -1
     slot = e.free[e.free[0]]
     e.free[0] -= 1
     e.request[slot] = request
+    submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
     return int(slot)
 
 
