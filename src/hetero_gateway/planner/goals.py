@@ -1,15 +1,8 @@
-"""What a plan is to be good at, and what it costs.
-
-    throughput   the most tokens per second when it always has enough to do (the default)
-    goodput      the highest rate that is held within the limits
-    cost         the least money per million tokens: at the rate, else at the goodput where there
-                 are limits, else with always enough to do
-    fewest       the fewest accelerators that hold a rate within the limits
+"""What a plan is to be good at, and what it costs; docs/guide/plan.md has the goals.
 
 A rate is held when the system, with everything sent at once, does at least ``HEADROOM`` of it more
 than what the rate asks for, and at that rate the limits are kept: of each request (``slo``: TTFT
-and TPOT, both, of at least ``share`` of the requests) and of the 99th percentiles. A machine that
-is used is paid for whole, with what a layout leaves idle; one that is not used costs nothing.
+and TPOT, both, of at least ``share`` of the requests) and of the 99th percentiles.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
+from hetero_gateway.lab.emulator.reply import make_answer
 from hetero_gateway.lab.emulator.settings import LogNormalOutputs, TraceOutputs
 from hetero_gateway.lab.emulator.text import SchemaError, sample_json, token_text, tokenize, words
 

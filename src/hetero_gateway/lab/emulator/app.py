@@ -20,7 +20,6 @@ import msgspec
 
 from hetero_gateway.engines.vllm import paths
 from hetero_gateway.lab.emulator import bodies
-from hetero_gateway.lab.emulator.answer import make_answer
 from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.lab.emulator.errors import (
     RefusedRequest,
@@ -33,7 +32,14 @@ from hetero_gateway.lab.emulator.loop import EngineLoop
 from hetero_gateway.lab.emulator.openai import ChatReply, CompletionReply
 from hetero_gateway.lab.emulator.other_apis import MessagesReply, ResponsesReply, ResponseStore
 from hetero_gateway.lab.emulator.pooling import EmbeddingsReply, RerankReply, ScoreReply
-from hetero_gateway.lab.emulator.reply import DOCUMENTS, JSON, EmulatedReply, ReplyHead, Send
+from hetero_gateway.lab.emulator.reply import (
+    DOCUMENTS,
+    JSON,
+    EmulatedReply,
+    ReplyHead,
+    Send,
+    make_answer,
+)
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.emulator.text import (
     BYTES_PER_TOKEN,

@@ -13,7 +13,6 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from hetero_gateway.lab.emulator.errors import refused, validate
-from hetero_gateway.lab.emulator.logprobs import MOST_LOGPROBS
 from hetero_gateway.lab.emulator.text import (
     BYTES_PER_TOKEN,
     Json,
@@ -25,6 +24,7 @@ from hetero_gateway.lab.emulator.text import (
     text_tokens,
 )
 
+MOST_LOGPROBS = 20  # vLLM's --max-logprobs
 MAX_N = 16384  # vllm.envs.VLLM_MAX_N_SEQUENCES
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, which vLLM keeps for /v1/completions only
 

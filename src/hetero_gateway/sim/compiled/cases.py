@@ -31,12 +31,14 @@ from hetero_gateway.core.scheduling.decider import MOST_CANDIDATES
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
-from hetero_gateway.sim.compiled.lengths import BucketMeans, bucket_means, length_classes
 from hetero_gateway.sim.compiled.tables import (
+    BucketMeans,
     EngineTables,
     PoolTable,
     Requests,
     Slowdowns,
+    bucket_means,
+    length_classes,
     with_room,
 )
 from hetero_gateway.sim.fleet import EngineFleet

@@ -36,16 +36,18 @@ from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.probes import sent
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
 from hetero_gateway.sim.compiled import progress
-from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predicted_tokens
 from hetero_gateway.sim.compiled.progress import Progress
 from hetero_gateway.sim.compiled.tables import (
+    BucketMeans,
     EngineTables,
     KernelTable,
     PoolTable,
     Requests,
     Slowdowns,
     give_back,
+    learn,
     member_of,
+    predicted_tokens,
     start,
 )
 from hetero_gateway.sim.kernel import (

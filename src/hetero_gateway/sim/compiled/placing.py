@@ -15,21 +15,23 @@ from hetero_gateway.core.costs.arrays import Flags, FloatArray, Integers
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.sim.compiled import loads
-from hetero_gateway.sim.compiled.lengths import BucketMeans, learn, predicted_tokens
 from hetero_gateway.sim.compiled.tables import (
     CAPACITY as CAPACITY_PER_S,
 )
 from hetero_gateway.sim.compiled.tables import (
     KV_CAPACITY_TOKENS,
     KV_LIMIT_TOKENS,
+    BucketMeans,
     EngineTables,
     PoolTable,
     Requests,
     Slowdowns,
     candidates,
     give_back,
+    learn,
     least,
     member_of,
+    predicted_tokens,
     start,
 )
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED, advance, change_slowdown
