@@ -5,8 +5,6 @@ Exit codes: 0 success, 1 a failure, 2 a usage or configuration error (one line, 
 returns the exit code.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``simulate --against RECORD``: what a gateway recorded, and the same in the simulator."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ each other; those under any other name with ``arguments`` of its own are a group
 the module of its name.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

@@ -1,7 +1,5 @@
 """``bench``: replay a trace as load against any OpenAI-compatible URL."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

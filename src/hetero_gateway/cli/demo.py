@@ -9,8 +9,6 @@ As in the paper's and vLLM's own benchmarks, a request's ``max_tokens`` is its t
 the gateway, which caps its prediction by it, knows more than it would of real clients.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """``hetero-gateway emulate``: an emulated vLLM server, its time by p1..p9 of a profile."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

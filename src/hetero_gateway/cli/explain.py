@@ -1,7 +1,5 @@
 """``explain``: what a running gateway would decide for a request, and why."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """``init``: the files to begin with, filled in from what servers say of themselves."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """``key``: make, list and hash clients' keys; print a gateway's own; write Envoy's hashes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

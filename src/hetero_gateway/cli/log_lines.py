@@ -1,7 +1,5 @@
 """The log of a command that serves: lines of text or of JSON on standard error."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """The key of /admin that a gateway made at its start: who is told of it, and for how long."""
 
-from __future__ import annotations
-
 import logging
 from typing import TextIO
 

@@ -1,7 +1,5 @@
 """``picker``: the scheduler as Envoy's endpoint picker."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import closing

@@ -1,7 +1,5 @@
 """``plan``: which instances to make of which machines."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time

@@ -4,8 +4,6 @@
 ``reports.plan_comparison`` prints.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``plan -o DIR``: from a plan and its flags to the files of a deployment."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import shlex

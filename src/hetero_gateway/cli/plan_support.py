@@ -1,7 +1,5 @@
 """``plan support MODEL``: what is known of a model, and where it fits."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -5,8 +5,6 @@ section: ``profiler.seen`` asks /admin, ``planner.following`` answers, and each 
 is a line. The gateway is only asked; nothing in it changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """``predictor fit``: train an output-length model on a trace, or on what a gateway has served."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime

@@ -1,7 +1,5 @@
 """``profile``: p1..p9 of an instance: measured live, from samples, or from a gateway's traffic."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """``serve``: run the gateway."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import functools

@@ -1,7 +1,5 @@
 """``simulate``: compare policies on a cluster in virtual time."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -10,8 +10,6 @@ A descriptor below 3 that is closed would be given to the next file or socket th
 is printed would go there, and libuv refuses to close it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """``status``: what a running gateway sees now."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

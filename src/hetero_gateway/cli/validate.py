@@ -1,7 +1,5 @@
 """``validate``: check a gateway's, a cluster's or a plan's file without running anything."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Where the weights of a built-in model card are; ``templates/checkpoints.yaml`` has the names."""
 
-from __future__ import annotations
-
 from hetero_gateway.deploy.template import pieces
 
 

@@ -4,8 +4,6 @@ Every setting that the plan was simulated with is said, whatever vLLM's default 
 between versions and cards.
 """
 
-from __future__ import annotations
-
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator

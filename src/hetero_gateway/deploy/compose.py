@@ -8,8 +8,6 @@ profile of the machine's name, and gateway, Prometheus and Grafana the profile `
     docker compose --profile gateway up -d       (on the gateway's host)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import resources

@@ -13,8 +13,6 @@ Texts are made first and written last. A new directory appears complete or not a
 ``force`` files are replaced one at a time, each at once, and those of an older plan are removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -14,8 +14,6 @@ What runs is not cut: a pod that is to go is left out by the gateway as soon as 
 so, and its preStop hook waits until the engine has nothing left, ``DRAIN_S`` at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``gateway.yaml`` and the profile files that it names, ready for ``hetero-gateway serve``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ begins at a multiple of its size: neighbours share a link. Ids are DNS labels, a
 for containers and pods too. Nothing here writes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter

@@ -8,8 +8,6 @@ Which devices of its node a pod gets, the vendor's device plugin decides. What i
 from the Secret ``hetero-gateway-keys``, which the user makes; no value of it is written here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What ``plan --json`` prints, and the plan's machines in words."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """README.md of a written directory: what was planned, how it is known, how to start it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hetero_gateway.deploy import template

@@ -5,8 +5,6 @@ all answer /health, and stops all of them when it is asked to end. bash's own /d
 /health, so that no curl is needed.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

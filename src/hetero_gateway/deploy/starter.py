@@ -9,8 +9,6 @@
 What servers said stands in comments, and only as printable text: it is shown and never parsed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ In a text, ``{{#name}} … {{/name}}`` around lines keeps them where the value i
 the value, whatever it is, and a key or an entry whose value is None is left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

@@ -3,8 +3,6 @@
 ``templates/vendors.yaml`` has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

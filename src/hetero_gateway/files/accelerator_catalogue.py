@@ -1,7 +1,5 @@
 """The catalogue of accelerators: the rows of accelerators.csv, found by what people call them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

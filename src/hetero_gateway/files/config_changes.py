@@ -1,7 +1,5 @@
 """The fields of configurations: all of one, how two differ, and a mixture of the two."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
 

@@ -14,8 +14,6 @@ key that all instances ask for. A file that does not end in ``end``, or says any
 nobody in: so does one that was cut off.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

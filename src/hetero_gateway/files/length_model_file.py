@@ -3,8 +3,6 @@
 ``core.length_model`` says what is in them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

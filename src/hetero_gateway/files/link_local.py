@@ -4,8 +4,6 @@ Whoever may name instances could otherwise have the gateway read the machine's c
 Names are not looked up here: what they lead to is looked at once a connection is made.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 

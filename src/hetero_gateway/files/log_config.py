@@ -1,7 +1,5 @@
 """``log`` and ``traces`` of the gateway's configuration: what is written about requests."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Models by name: model_cards.csv and model_configs.json hold what their own config.json says."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

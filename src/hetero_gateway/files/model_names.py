@@ -3,8 +3,6 @@
 They become labels, headers, lines of logs and rows of tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Annotated
 

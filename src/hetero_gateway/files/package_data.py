@@ -1,7 +1,5 @@
 """The data files that ship beside these modules: tables as CSV, documents as JSON."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the planner is asked: a checked file with its flags, and all that it names."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Policies and predictors that installed packages bring, loaded when they are asked for."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 from typing import Any
 

@@ -16,8 +16,6 @@ Block i covers the tokens from i·block_tokens on. Equal ids mean equal text, an
 of it. Only full blocks count; a last one that is not full is ignored, and so are further fields.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -5,8 +5,6 @@ Whether a file holds what it should is checked by whoever uses it. The section `
 out, as ``serve`` ignores it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A line reads ``FILE:LINE: key: what is wrong``, in the words of whoever wrote th
 in those of the library that checked it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args

@@ -3,8 +3,6 @@
 docs/reference/configuration.md lists every field; a test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from functools import cache

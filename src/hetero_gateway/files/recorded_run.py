@@ -11,8 +11,6 @@ own. Nothing of a prompt, an answer, a client or an id of a request is in it.
 Times are of the monotonic clock of the machine, s.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

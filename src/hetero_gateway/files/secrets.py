@@ -1,7 +1,5 @@
 """Keys and passwords, which configurations only name: they stand in the environment."""
 
-from __future__ import annotations
-
 import os
 
 from hetero_gateway.errors import ConfigError

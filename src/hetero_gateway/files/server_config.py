@@ -1,7 +1,5 @@
 """``server``, ``timeouts`` and ``pool`` of the gateway's configuration: its sockets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit

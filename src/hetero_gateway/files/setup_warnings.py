@@ -3,8 +3,6 @@
 ``validate`` warns of what a file says, ``serve`` and ``status`` of what the instances say, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit

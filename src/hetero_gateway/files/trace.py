@@ -6,8 +6,6 @@ absent. ``model`` and ``max_tokens`` are read where they are there, as in the ga
 known (``prefix_trace``). Nothing here knows about HTTP.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -3,8 +3,6 @@
 Whoever reads what is being written finds the old file or the new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

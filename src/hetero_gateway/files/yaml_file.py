@@ -5,8 +5,6 @@ text is replaced from the environment. Every error is a ``ConfigError``: file, l
 wrong (``files/problems.py``).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ long ones; connections, which are bounded, bound what they can have together.
 What counts is what is here, not what was announced: an announcement costs a client nothing.
 """
 
-from __future__ import annotations
-
 import io
 
 from hetero_gateway.errors import Refusal

@@ -11,8 +11,6 @@ of chunks, and what comes behind them waits for the next.
     trailer   a field, or an empty line        trailer; complete at the empty line
 """
 
-from __future__ import annotations
-
 import enum
 import re
 

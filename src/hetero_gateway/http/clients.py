@@ -9,8 +9,6 @@ Whether a client reads is asked of the kernel: how many bytes it has acknowledge
 waits to be written says little, since an answer that grows hides one that is being read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import logging

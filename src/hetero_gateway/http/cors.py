@@ -4,8 +4,6 @@ No cookie is ever meant, so credentials in the sense of CORS are not allowed; ke
 page sends itself. What an engine says of it is dropped.
 """
 
-from __future__ import annotations
-
 import re
 
 from hetero_gateway.files.server_config import CorsConfig

@@ -8,8 +8,6 @@ A relay is driven by callbacks, so it writes without waiting; what happens on th
 its coroutine sends it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping

@@ -1,7 +1,5 @@
 """The bodies of the errors that the gateway makes itself."""
 
-from __future__ import annotations
-
 import msgspec
 
 from hetero_gateway.errors import Refusal

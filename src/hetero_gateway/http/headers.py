@@ -4,8 +4,6 @@ Hop-by-hop fields end at every hop (RFC 9110, 7.6.1): each of the two connection
 are in lower case, as both parsers give them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from hetero_gateway.engines.vllm import is_guarded_header

@@ -14,8 +14,6 @@ its requests, so what a line says is remembered: that takes half the time of a p
 calls back for each field.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from functools import lru_cache

@@ -8,8 +8,6 @@ at fault that it came back from; else a client that writes the field itself coul
 ejected. What it writes can only have its own request refused, and is shown nowhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

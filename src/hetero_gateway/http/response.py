@@ -24,8 +24,6 @@ takes time linear in its bytes, however small the pieces are.
     trailers                                checked and dropped: they may not become fields
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ while serving are read again into the context that there is: handshakes from the
 connections that are open do not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ssl
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 watch looks after (``http.clients``), so that a client that reads nothing, or never ends, is cut.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Any

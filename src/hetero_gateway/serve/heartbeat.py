@@ -16,8 +16,6 @@ The other way come two bytes: ``+`` or ``-`` and a worker's number. With ``+`` c
 of that worker's listener, to be accepted from until ``-``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum

@@ -1,7 +1,5 @@
 """The picker's process: gRPC for the data plane, and the gateway's control paths over HTTP."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path

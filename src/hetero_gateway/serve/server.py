@@ -1,7 +1,5 @@
 """uvicorn, set up for the gateway: one process, uvloop, our protocol, a long listen backlog."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

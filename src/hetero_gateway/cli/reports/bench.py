@@ -1,7 +1,5 @@
 """What ``bench`` tells: a run in figures, its times, and what each instance answered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

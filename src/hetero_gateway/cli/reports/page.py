@@ -7,8 +7,6 @@ and in the JSON block. A content security policy in the page keeps the browser f
 anything all the same.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """What ``plan`` tells: the best in full, the others a line each, and what does not fit."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

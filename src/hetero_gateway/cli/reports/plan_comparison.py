@@ -1,7 +1,5 @@
 """What runs beside what would be best: the table, and its part of the JSON document."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What ``plan support`` prints: a model's facts, and a table of where it fits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What ``profile`` tells of a fit: constants, errors, and cautions."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What ``simulate --against`` prints: measured and simulated times of a recorded run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a command found, and how it is written: lines and tables, a page, or JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 A terminal gets as many columns as it is wide, by rank; docs/guide/simulate.md says what they mean.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields

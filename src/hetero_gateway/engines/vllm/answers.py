@@ -9,8 +9,6 @@ error event and then ``[DONE]``, under status 200), or that an event is a token 
 some are empty).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar

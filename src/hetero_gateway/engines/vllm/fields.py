@@ -16,8 +16,6 @@ operator has turned it on (``chat_template``, ``logits_processors``), and what k
 /v1/responses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hetero_gateway.engines.vllm.paths import GENERATE, RESPONSES

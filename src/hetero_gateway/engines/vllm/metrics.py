@@ -12,8 +12,6 @@ What an engine reports is seconds old, and may be any text: what is no usable nu
 and no text raises or takes more than linear time.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Seen on vLLM 0.32. ``--api-key`` guards those under /v1/ and no other.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import re

@@ -17,8 +17,6 @@ Families whose published files are complete have no defaults, so that a field th
 is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

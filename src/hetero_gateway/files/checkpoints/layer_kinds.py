@@ -6,8 +6,6 @@ pattern's letters, or by an interval; vLLM's model classes and transformers' con
 source of each rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Final
 

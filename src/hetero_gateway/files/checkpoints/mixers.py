@@ -14,8 +14,6 @@ inputs in the model's dtype, and the state itself in the dtype that the file nam
 Nemotron-3 and Qwen3.5), else the model's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hetero_gateway.files.checkpoints.fields import Fields

@@ -13,8 +13,6 @@ names that such modules usually have. quantizations.json has
     tuned       suffixes of tuned versions, whose shape is that of the model
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import re

@@ -6,8 +6,6 @@ makes its memory uncertain; one that names parts which a plain decoder does not 
 an error is better than a wrong size.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

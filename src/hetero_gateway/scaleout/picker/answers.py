@@ -4,8 +4,6 @@ What does not depend on the request is made once: per process or per instance, s
 request serialises nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from hetero_gateway.errors import Refusal

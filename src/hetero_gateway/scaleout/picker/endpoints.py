@@ -4,8 +4,6 @@ The configuration may name an instance by a host name, which the data plane cann
 resolved here, in the background. While a name has no address its instance gets no request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging

@@ -1,7 +1,5 @@
 """What the data plane's messages say of a request, and of the response to it."""
 
-from __future__ import annotations
-
 from google.protobuf.message import DecodeError
 
 from hetero_gateway.engines.vllm import names_an_address, work_of_path

@@ -14,8 +14,6 @@ requests that are over are ignored, and on those that came from another address;
 is bounded like everything that an engine says (``dataplane/records``).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

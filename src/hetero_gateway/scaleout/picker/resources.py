@@ -1,7 +1,5 @@
 """What every stream uses: the gateway's parts, and what the picker knows of its data planes."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

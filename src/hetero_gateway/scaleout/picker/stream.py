@@ -25,8 +25,6 @@ Response bodies are not asked for. Where the data plane sends them all the same,
 they came.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import logging

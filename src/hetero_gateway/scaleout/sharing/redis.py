@@ -14,8 +14,6 @@ Whatever is beyond that, or is no reply at all, is a ``ReplyError``: the connect
 any more. RESP2 only: nothing is sent that would change it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -20,8 +20,6 @@ drawn at random, and takes out those that have no message or are no names. Livin
 remembered, so that they are read whatever else the set holds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -24,8 +24,6 @@ share, in seconds. ``key`` numbers a request within its worker.
     Counts        what the worker counted itself
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

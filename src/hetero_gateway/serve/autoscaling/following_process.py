@@ -6,8 +6,6 @@ child is given its question on standard input and writes the answer to standard 
 what it does wrong is an error here and nothing more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -14,8 +14,6 @@ loopback, and need leave no trace of the client behind it.
 The other paths each have a setting (``server.expose``).
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 from urllib.parse import urlsplit

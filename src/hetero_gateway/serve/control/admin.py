@@ -3,8 +3,6 @@
 Who may ask is ``access``'s to say. Each change leaves a line in the log (``_audit``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools

@@ -3,8 +3,6 @@
 ``control`` imports this module when one of them is asked for first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import resources
 

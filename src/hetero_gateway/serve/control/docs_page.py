@@ -1,7 +1,5 @@
 """/docs: the OpenAPI document as one page. No script, nothing from anywhere else."""
 
-from __future__ import annotations
-
 import json
 from html import escape
 from typing import Any

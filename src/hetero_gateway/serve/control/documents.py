@@ -1,7 +1,5 @@
 """What /admin is asked, and answers: instances, profiles and decisions as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from typing import Any

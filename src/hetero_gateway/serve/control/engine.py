@@ -3,8 +3,6 @@
 What an engine answers is passed on, whole and bounded; a broadcast reports each answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

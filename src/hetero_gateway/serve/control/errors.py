@@ -1,7 +1,5 @@
 """Errors of all paths that are no engine's, with OpenAI's body."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.exceptions import HTTPException

@@ -12,8 +12,6 @@ They are asked for every few seconds: plain starlette answers them. FastAPI, whi
 with the others (``api``), is not loaded for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 

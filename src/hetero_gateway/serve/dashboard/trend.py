@@ -5,8 +5,6 @@ what has come to them. Memory is bounded: counts and histograms of each step, fo
 for each of the first models (some 70 KB each), and a minute of plain counts for each instance.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """What is not an engine's path, passed on to the scheduler process by HTTP over its Unix socket."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable

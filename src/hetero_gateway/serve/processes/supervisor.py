@@ -9,8 +9,6 @@ at its socket, so its own connections are all that it takes with it. It serves n
     its own end       however it came: the others see it, and end as after SIGTERM
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -5,8 +5,6 @@ which follow the scheduler process and decide while that is away. It answers the
 itself; all others that are not an engine's are passed on to that process (``control``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

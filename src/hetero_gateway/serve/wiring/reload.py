@@ -9,8 +9,6 @@ Nothing here touches a request that is under way. What the command line has set 
 now as at the start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -8,8 +8,6 @@ spends 0.25 µs on a byte of Huffman's code and 8 µs on an update of its table;
 and its updates are bounded here, so that the worst block takes 2 ms.
 """
 
-from __future__ import annotations
-
 import re
 
 import hpack

@@ -24,8 +24,6 @@ After ``lost`` a receiver hears no more.
 Times are counted in the server's ticks, a second each, so that a call reads no clock.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

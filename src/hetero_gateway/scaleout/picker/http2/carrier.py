@@ -6,8 +6,6 @@ what it is sent, nothing of it is read. What the calls write in a turn of the ev
 one write. No frame is understood here: ``connection`` does that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -12,8 +12,6 @@ sockets are polled, and connections that ask for little are served at once, whil
 together take no more than TURN_S of a turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

@@ -38,8 +38,6 @@ What a peer could make us do or keep, and what bounds it:
                                        does nothing goes, or the newcomer
 """
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import Callable

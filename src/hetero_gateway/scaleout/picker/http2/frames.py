@@ -1,7 +1,5 @@
 """Frames of HTTP/2 (RFC 9113) as bytes, and the header blocks that a gRPC server sends."""
 
-from __future__ import annotations
-
 import enum
 import struct
 
