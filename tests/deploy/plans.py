@@ -10,6 +10,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.deploy.instances import DeploymentOptions
 from hetero_gateway.files.profile_file import builtin_profiles
+from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.plan import (
     InstanceType,
     Layout,
@@ -24,13 +25,14 @@ from hetero_gateway.planner.sizes import as_size
 OPTIONS = DeploymentOptions(
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     served_model_name="llama-3-8b",
-    max_model_len=4096,
-    max_num_batched_tokens=2048,
+    engine=EngineOptions(max_model_len=4096, max_num_batched_tokens=2048),
 )
 
 
 def options(**changes: Any) -> DeploymentOptions:
-    return dataclasses.replace(OPTIONS, **changes)
+    names = changes.keys() & EngineOptions.__dataclass_fields__.keys()
+    engine = dataclasses.replace(OPTIONS.engine, **{name: changes.pop(name) for name in names})
+    return dataclasses.replace(OPTIONS, engine=engine, **changes)
 
 
 def figures(tokens_per_s: float = 1000.0) -> SystemFigures:

@@ -22,7 +22,9 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("rate", "load", "requests", "arrivals", "count", "report"):
         if getattr(args, flag):
             raise ConfigError(f"--against takes no --{flag}: a record has its own requests")
-    profiles = _cluster_profiles(args.config)
+    # By id: what the instances really are, where a cluster file describes them.
+    known = () if args.config is None else load_cluster(args.config).instances
+    profiles = {str(instance.instance_id): instance.profile for instance in known}
     compared = [_compare(args, path, read_recorded_run(path), profiles) for path in args.against]
     if args.json:
         print(json.dumps([recorded.document(each) for each in compared]))
@@ -30,13 +32,6 @@ def run(args: argparse.Namespace) -> int:
         for each in compared:
             recorded.print_comparison(each)
     return 0
-
-
-def _cluster_profiles(path: Path | None) -> dict[str, Profile]:
-    """By id: what the instances really are, where a cluster file describes them."""
-    if path is None:
-        return {}
-    return {str(i.instance_id): i.profile for i in load_cluster(path).instances}
 
 
 def _compare(

@@ -18,16 +18,13 @@ def run(args: argparse.Namespace) -> int:
     standard_streams.tolerate_output()
     flags = settings(args)
     config = load_gateway_config(args.config, flags)
-    if config.scheduler.isolate_clients:
-        raise ConfigError(
-            f"{args.config}: scheduler.isolate_clients: the picker cannot add a cache_salt to what "
-            "Envoy sends; use serve, or have each client send a salt of its own"
-        )
-    if config.scheduler.engine_priorities:
-        raise ConfigError(
-            f"{args.config}: scheduler.engine_priorities: the picker cannot write a priority into "
-            "what Envoy sends; use serve"
-        )
+    own_salt = "or have each client send a salt of its own"
+    for name, what in (
+        ("isolate_clients", f"add a cache_salt to what Envoy sends; use serve, {own_salt}"),
+        ("engine_priorities", "write a priority into what Envoy sends; use serve"),
+    ):
+        if getattr(config.scheduler, name):
+            raise ConfigError(f"{args.config}: scheduler.{name}: the picker cannot {what}")
     start_logging(args.log_level, as_json=config.log.format == "json")
     try:
         from hetero_gateway.serve import picker as server

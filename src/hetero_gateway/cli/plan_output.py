@@ -45,8 +45,7 @@ def deployment_options(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
 ) -> DeploymentOptions:
     """What the files need to know beside the plan; engines as they were simulated."""
-    engines, quantization = request.question.engines, request.model.quantization
-    goals = request.question.goals
+    goals, quantization = request.question.goals, request.model.quantization
     card = MODEL_CARDS.get(request.model.name)
     published = card is not None and card.quantization == quantization
     model: str | None = checkpoint_of(request.model.name)
@@ -59,7 +58,7 @@ def deployment_options(
     return DeploymentOptions(
         model=model,
         served_model_name=request.served_name or request.model_name,
-        max_model_len=request.max_model_len,
+        engine=request.options,
         dtype=request.model.dtype,
         quantization=None if quantization is None else quantization.method,
         quantise_on_loading=not (
@@ -67,11 +66,7 @@ def deployment_options(
             or request.stored_in_config
             or ("/" in request.model_name and says_storage(request.model_name))
         ),
-        kv_cache_dtype=request.options.kv_dtype,
-        enforce_eager=request.options.enforce_eager,
-        max_num_batched_tokens=engines.max_batched_tokens,
-        prefill_first=engines.scheduling == "prefill-first",
-        gpu_memory_utilization=request.options.utilisation,
+        prefill_first=request.question.engines.scheduling == "prefill-first",
         addresses=request.addresses,
         accelerators=request.accelerators,
         first_port=args.first_port,

@@ -1,6 +1,7 @@
 """``profile``: p1..p9 of an instance: measured live, from samples, or from a gateway's traffic."""
 
 import argparse
+import asyncio
 import json
 import signal
 import sys
@@ -132,7 +133,8 @@ def _live(args: argparse.Namespace) -> int:
                 on_start=on_start,
             )
 
-        result = uvloop.run(measured())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            result = runner.run(measured())
     return _tell(args, result)
 
 

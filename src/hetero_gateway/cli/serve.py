@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,15 @@ def _announce(config: GatewayConfig, key: MadeKey, url: str) -> None:
 @contextmanager
 def _access_log(config: GatewayConfig) -> Iterator[Callable[[list[bytes]], None] | None]:
     """What takes the access log's lines; None: it is off."""
-    if not config.log.access:
-        yield None
-        return
+    writer = None
+    if config.log.access:
+        with suppress(OSError):  # it is closed: nobody reads
+            writer = LineWriter(_STDOUT)
     try:
-        writer = LineWriter(_STDOUT)
-    except OSError:  # it is closed: nobody reads
-        yield None
-        return
-    try:
-        yield writer.write
+        yield None if writer is None else writer.write
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
 
 
 def _check_new(record: Path) -> None:

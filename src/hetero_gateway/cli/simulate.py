@@ -10,7 +10,6 @@ from rich.console import Console
 
 from hetero_gateway.cli import against
 from hetero_gateway.cli.reports import page, simulation
-from hetero_gateway.core.lengths.length_model import LengthModel
 from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.core.policies.slo import Slo
@@ -75,6 +74,8 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
                 f"{instance.profile.max_num_seqs} sequences (max_num_seqs), more than the "
                 f"{args.max_batched_tokens} tokens of a step; raise --max-batched-tokens"
             )
+    if (args.predictor_file is not None) != (args.predictor == "trained"):
+        raise ConfigError("--predictor trained needs --predictor-file, and no other takes one")
     path = args.requests or cluster.trace
     rows = [] if path is None else read_trace(path)
     texts = any(row.text is not None for row in rows)
@@ -106,7 +107,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         predictor=args.predictor,
         randomised=args.randomised,
         objective=args.objective,
-        length_model=_length_model(args),
+        length_model=args.predictor_file and read_length_model(args.predictor_file),
         prefixes=_prefixes(rows) if texts else None,
         prefix_cache=args.prefix_cache == "on",
         queue=args.queue,
@@ -123,12 +124,6 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
 def _prefixes(rows: list[TraceRequest]) -> Prefixes:
     block_tokens = next(row.text.block_tokens for row in rows if row.text is not None)
     return Prefixes(known_texts(rows), *token_counts(rows), block_tokens)
-
-
-def _length_model(args: argparse.Namespace) -> LengthModel | None:
-    if (args.predictor_file is not None) != (args.predictor == "trained"):
-        raise ConfigError("--predictor trained needs --predictor-file, and no other takes one")
-    return None if args.predictor_file is None else read_length_model(args.predictor_file)
 
 
 def _rates_to_run(

@@ -20,22 +20,24 @@ _OWN_DTYPE = ("mxfp4",)
 
 def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
     """What follows ``vllm serve MODEL``, but for ``--host`` and ``--port``."""
+    engine = options.engine
     words = ["--served-model-name", options.served_model_name]
     words += parallel_arguments(instance)
-    words += ["--gpu-memory-utilization", f"{options.gpu_memory_utilization:g}"]
-    if options.max_model_len is not None:
-        words += ["--max-model-len", str(options.max_model_len)]
+    words += ["--gpu-memory-utilization", f"{engine.utilisation:g}"]
+    if engine.max_model_len is not None:
+        words += ["--max-model-len", str(engine.max_model_len)]
     words += ["--max-num-seqs", str(sequences(instance))]
-    if options.max_num_batched_tokens is not None:
-        most = max(options.max_num_batched_tokens, sequences(instance))
+    if engine.max_num_batched_tokens is not None:
+        # Never fewer than sequences, as neither engine accepts that.
+        most = max(engine.max_num_batched_tokens, sequences(instance))
         words += ["--max-num-batched-tokens", str(most)]
     if dtype := _dtype(instance, options):
         words += ["--dtype", dtype]
     if options.quantization in ON_LOADING and options.quantise_on_loading:
         words += ["--quantization", options.quantization]
-    if options.kv_cache_dtype not in (None, "auto"):
-        words += ["--kv-cache-dtype", str(options.kv_cache_dtype)]
-    if options.enforce_eager:
+    if engine.kv_dtype != "auto":
+        words += ["--kv-cache-dtype", engine.kv_dtype]
+    if engine.enforce_eager:
         words.append("--enforce-eager")
     return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
 
@@ -66,26 +68,20 @@ def sequences(instance: DeployedInstance) -> int:
 
 def emulate_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
     """What follows ``hetero-gateway emulate --profile FILE``, but for ``--host`` and ``--port``."""
+    engine, profile = options.engine, instance.type.profile
     words = ["--model", options.served_model_name]
     words += ["--time-scale", f"{options.time_scale:g}"]
-    if options.max_model_len is not None:
-        words += ["--max-model-len", str(_emulated_context(instance, options.max_model_len))]
-    words += ["--max-num-seqs", str(instance.type.profile.max_num_seqs)]
-    if options.max_num_batched_tokens is not None:
-        words += ["--max-num-batched-tokens", str(batched_tokens(instance, options))]
+    if engine.max_model_len is not None:
+        # Cut to whole blocks of what the KV cache holds.
+        held = profile.kv_capacity_tokens // 16 * 16
+        words += ["--max-model-len", str(min(engine.max_model_len, held))]
+    words += ["--max-num-seqs", str(profile.max_num_seqs)]
+    if engine.max_num_batched_tokens is not None:
+        most = max(engine.max_num_batched_tokens, profile.max_num_seqs)
+        words += ["--max-num-batched-tokens", str(most)]
     if options.prefill_first:
         words += ["--scheduling", "prefill-first"]
     return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
-
-
-def batched_tokens(instance: DeployedInstance, options: DeploymentOptions) -> int:
-    """Most tokens of a step; never fewer than sequences, as neither engine accepts that."""
-    return max(options.max_num_batched_tokens or 0, instance.type.profile.max_num_seqs)
-
-
-def _emulated_context(instance: DeployedInstance, wanted: int) -> int:
-    """The context, cut to whole blocks of what the KV cache holds."""
-    return min(wanted, instance.type.profile.kv_capacity_tokens // 16 * 16)
 
 
 def _dtype(instance: DeployedInstance, options: DeploymentOptions) -> str | None:

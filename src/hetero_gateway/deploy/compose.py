@@ -27,7 +27,7 @@ _CACHE = "huggingface-cache"
 service = partial(piece, "compose.yaml")
 
 
-def compose_address(instance: DeployedInstance, options: DeploymentOptions, one_host: bool) -> str:
+def compose_address(instance: DeployedInstance, one_host: bool) -> str:
     """Where the gateway's container reaches an instance."""
     host = instance.id if one_host else instance.host
     return f"http://{host}:{instance.port}"
@@ -61,16 +61,8 @@ def compose_text(
     return commented(comment) + dumped(document)
 
 
-def monitoring_files(
-    instances: Sequence[DeployedInstance], options: DeploymentOptions
-) -> dict[str, str]:
-    """Path to text of what Prometheus and Grafana read."""
-    one_host = on_one_host(instances, options)
-    return scraped_files({i.id: compose_address(i, options, one_host) for i in instances})
-
-
 def scraped_files(urls: Mapping[str, str]) -> dict[str, str]:
-    """The same, for the instances at these URLs, by id."""
+    """Path to text of what Prometheus and Grafana read, for the instances at these URLs, by id."""
     packed = resources.files("hetero_gateway.deploy").joinpath("monitoring")
     files = _tree(packed, "monitoring")
     files["monitoring/prometheus/instances.yml"] = (

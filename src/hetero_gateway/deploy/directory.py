@@ -32,7 +32,7 @@ from hetero_gateway.deploy.instances import (
 )
 from hetero_gateway.deploy.plan_document import size_document
 from hetero_gateway.deploy.readme import readme_text
-from hetero_gateway.deploy.script import gateway_program, instance_program, script_text
+from hetero_gateway.deploy.script import Program, instance_program, script_text
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.whole_file import named, write_whole
 from hetero_gateway.planner.plan import Plan, PlanCandidate
@@ -112,7 +112,9 @@ def render_deployment(
     files = profile_files(serving, options)
     files |= _gateway_files(plan, serving, options)
     files |= _scripts(instances, options)
-    files |= compose.monitoring_files(serving, options)
+    one_host = on_one_host(serving, options)
+    urls = {instance.id: compose.compose_address(instance, one_host) for instance in serving}
+    files |= compose.scraped_files(urls)
     contained = [i for i in serving if options.emulate or i.size.machines == 1]
     if contained:
         files |= _kubernetes_files(plan, contained, options, profile_files(contained, options))
@@ -139,7 +141,7 @@ def _gateway_files(
         instances,
         options,
         plan.policy,
-        base_url=lambda instance: compose.compose_address(instance, options, one_host),
+        base_url=lambda instance: compose.compose_address(instance, one_host),
         comment="The gateway's configuration in compose.yaml.",
         server=compose.server_section(options),
     )
@@ -173,7 +175,8 @@ def _scripts(instances: Sequence[DeployedInstance], options: DeploymentOptions) 
         files[f"commands/{name}.sh"] = script_text(title, programs, options, up="..")
     if one_host:
         programs = [instance_program(i, options, listen) for i in instances]
-        programs.append(gateway_program(options))
+        serve = "hetero-gateway serve -c gateway.yaml"
+        programs.append(Program("gateway", options.gateway_port, serve))
         title = f"Starts the {kind} instances and the gateway in front of them."
         files["start.sh"] = script_text(title, programs, options, up=".")
     return files
@@ -191,7 +194,7 @@ def _kubernetes_files(
         plan.policy,
         base_url=kubernetes.kubernetes_address,
         comment="The gateway's configuration in its pod.",
-        server=kubernetes.gateway_server(),
+        server=kubernetes.GATEWAY_SERVER,
     )
     named = {i.gateway_profile_file for i in instances}
     return following_files(instances, options, plan.policy, profiles) | {

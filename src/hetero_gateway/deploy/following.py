@@ -44,7 +44,7 @@ def following_files(
         policy,
         base_url=kubernetes.kubernetes_address,
         comment="The gateway's configuration in its pod.",
-        server=kubernetes.gateway_server(),
+        server=kubernetes.GATEWAY_SERVER,
         more={
             "discovery": [_source(instances, options)],
             "following": _section(instances, options),

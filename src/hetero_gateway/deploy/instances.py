@@ -16,6 +16,7 @@ from hetero_gateway.deploy.vendors import EMULATED, Vendor, vendor_of
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.layouts import machine_names
+from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.plan import InstanceType, Machine, Plan, PlanCandidate
 from hetero_gateway.planner.sizes import Size, as_size
 
@@ -33,10 +34,9 @@ class DeploymentOptions:
         model: what ``vllm serve`` is given: a directory, or a name of the Hugging Face hub; None:
             nobody knows, the user must name it when starting.
         served_model_name: what clients ask for.
-        dtype, quantization, kv_cache_dtype: as of ``vllm serve``; None: not said.
+        engine: as planned and simulated.
+        dtype, quantization: as of ``vllm serve``; None: not said.
         quantise_on_loading: the checkpoint is wide; else it is stored like that, and says so.
-        max_num_batched_tokens: of one step; must be what the plan was simulated with.
-        gpu_memory_utilization: share of an accelerator's memory that vLLM may fill.
         first_port: of the instances of one machine; one more for each further instance.
         shutdown_timeout_s: how long open requests go on after SIGTERM.
         addresses: host name or address of a machine, by its id; default: its id, or loopback when
@@ -47,7 +47,6 @@ class DeploymentOptions:
         priors: the gateway's expectations before it has seen requests: mean prompt and output
             tokens; None: its own.
         ttft_p99_s, tpot_p99_s: the plan's latency goals; None: it has none.
-        enforce_eager: vLLM's flag.
         prefill_first: emulated instances keep prefill and decode steps apart, as vLLM V0 did.
         workload: prompt and output tokens of requests to load the instances with, as planned.
         document: the plan as JSON, written beside the files.
@@ -59,13 +58,10 @@ class DeploymentOptions:
 
     model: str | None
     served_model_name: str
-    max_model_len: int | None = None
+    engine: EngineOptions
     dtype: str | None = None
     quantization: str | None = None
     quantise_on_loading: bool = True
-    kv_cache_dtype: str | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.9
     first_port: int = 8001
     gateway_port: int = 8000
     shutdown_timeout_s: int = 20
@@ -76,7 +72,6 @@ class DeploymentOptions:
     priors: tuple[float, float] | None = None
     ttft_p99_s: float | None = None
     tpot_p99_s: float | None = None
-    enforce_eager: bool = False
     prefill_first: bool = False
     workload: Sequence[tuple[int, int]] = ()
     document: Mapping[str, Any] = field(default_factory=dict)

@@ -23,6 +23,13 @@ PORT = 8000
 _ETC = "/etc/hetero-gateway"
 _LISTEN = ("--host", "0.0.0.0", "--port", str(PORT))
 _GRACE_MARGIN_S = 20
+# What the gateway's ``server`` section says beside its defaults.
+GATEWAY_SERVER = {
+    "host": "0.0.0.0",
+    "port": PORT,
+    "api_key_env": API_KEY_ENV,
+    "admin_key_env": ADMIN_KEY_ENV,
+}
 # How long a pod that is to go may wait until its engine has nothing left.
 DRAIN_S = 3600
 
@@ -33,16 +40,6 @@ _piece = partial(piece, "kubernetes.yaml")
 def kubernetes_address(instance: DeployedInstance) -> str:
     """The pod's own name, in the namespace of the gateway."""
     return f"http://{instance.id}.{instance.set_name}:{PORT}"
-
-
-def gateway_server() -> dict[str, Any]:
-    """What the gateway's ``server`` section says beside its defaults."""
-    return {
-        "host": "0.0.0.0",
-        "port": PORT,
-        "api_key_env": API_KEY_ENV,
-        "admin_key_env": ADMIN_KEY_ENV,
-    }
 
 
 def stateful_sets(instances: Sequence[DeployedInstance]) -> dict[str, list[DeployedInstance]]:
@@ -125,7 +122,8 @@ def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, A
     volume = {"name": "model", "hostPath": {"path": model, "type": "Directory"}}
     return {
         "image": instance.vendor.kubernetes_image,
-        "model": _unexpanded(model),
+        # Kubernetes puts variables in the place of $(NAME); $$ is a dollar sign.
+        "model": model.replace("$(", "$$("),
         "arguments": [*serve_arguments(instance, options), *_LISTEN],
         "limits": {instance.vendor.kubernetes_resource: len(instance.devices)},
         "model_mount": {"name": "model", "mountPath": model} if is_directory else None,
@@ -138,11 +136,6 @@ def _emulated(instance: DeployedInstance, options: DeploymentOptions) -> dict[st
     key = instance.profile_file.replace("/", ".")
     words = ["emulate", "--profile", f"{_ETC}/{key}", *emulate_arguments(instance, options)]
     return {"arguments": [*words, *_LISTEN]}
-
-
-def _unexpanded(text: str) -> str:
-    """Kubernetes puts variables in the place of ``$(NAME)``; ``$$`` is a dollar sign."""
-    return text.replace("$(", "$$(")
 
 
 class _Dumper(yaml.CSafeDumper):

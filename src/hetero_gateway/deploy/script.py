@@ -43,11 +43,6 @@ def instance_program(
     return Program(instance.id, 0 if instance.rank else instance.port, command)
 
 
-def gateway_program(options: DeploymentOptions) -> Program:
-    """The gateway before instances of the same machine."""
-    return Program("gateway", options.gateway_port, "hetero-gateway serve -c gateway.yaml")
-
-
 def script_text(
     title: str, programs: Sequence[Program], options: DeploymentOptions, *, up: str
 ) -> str:

@@ -145,15 +145,11 @@ class GatewayConfig(StrictModel):
     def _check_priorities(self) -> GatewayConfig:
         allowed = {*self.server.allow_engine_fields, *self.server.allow_engine_headers}
         if self.scheduler.engine_priorities and allowed & {"priority", "x-vllm-priority"}:
-            raise Misfits(
-                [
-                    (
-                        ("scheduler", "engine_priorities"),
-                        "a priority is either its class's or, by server.allow_engine_fields and "
-                        "allow_engine_headers, the client's",
-                    )
-                ]
+            why = (
+                "a priority is either its class's or, by server.allow_engine_fields and "
+                "allow_engine_headers, the client's"
             )
+            raise Misfits([(("scheduler", "engine_priorities"), why)])
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ of chunks, and what comes behind them waits for the next.
 import enum
 import re
 
-from hetero_gateway.http.heads import MAX_FIELDS, bad_request, check_trailer
+from hetero_gateway.http.heads import MAX_FIELDS, bad_request, read_field
 
 # A size and its extensions, which nobody uses; and a trailer field.
 _MAX_LINE_BYTES = 4096
@@ -153,4 +153,4 @@ class ChunkDecoder:
             raise bad_request("The request has too many trailer fields.")
         if not line.endswith(b"\r\n"):
             raise bad_request("A trailer field is malformed.")
-        check_trailer(line[:-2])
+        read_field(line[:-2])

@@ -94,10 +94,6 @@ class Watched:
         """What it waits for did not come in time."""
         self.transport.abort()
 
-    def stall(self) -> None:
-        """Its client reads nothing."""
-        self.transport.abort()
-
 
 class ConnectionLimits(NamedTuple):
     """How long each may take, and how many there may be."""
@@ -199,11 +195,6 @@ class Watch:
         self._count -= 1
         self._parts[connection.part].discard(connection)
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         now_s = loop.time()
@@ -222,7 +213,7 @@ class Watch:
         if connection.transport.get_write_buffer_size():
             if self._stalled(connection, now_s):
                 self.timeouts["write"] += 1
-                connection.stall()
+                connection.transport.abort()
                 return
         elif connection.stalled_s:
             connection.stalled_s = 0.0

@@ -143,7 +143,7 @@ def read_head(data: bytes) -> RequestHead:
         headers = list(map(_known_field, lines[1:]))
     else:
         method, target, http_10, host = _request_line(lines[0])
-        headers = list(map(_field, lines[1:]))
+        headers = list(map(read_field, lines[1:]))
     head = RequestHead(method, target, headers, dict(headers), http_10, not http_10)
     # How the message is framed; where that is uncertain, it is refused.
     by_name = head.by_name
@@ -194,7 +194,8 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bool, bytes | None]:
     return method, target, minor == b"0", host
 
 
-def _field(line: bytes) -> tuple[bytes, bytes]:
+def read_field(line: bytes) -> tuple[bytes, bytes]:
+    """Name, in lower case, and value of a line without its end. Raises Refusal: it is no field."""
     match = _FIELD.fullmatch(line)
     if match is None:
         raise bad_request("A header field is malformed.")
@@ -203,7 +204,7 @@ def _field(line: bytes) -> tuple[bytes, bytes]:
 
 
 _known_request_line = lru_cache(_REMEMBERED)(_request_line)
-_known_field = lru_cache(_REMEMBERED)(_field)
+_known_field = lru_cache(_REMEMBERED)(read_field)
 
 
 @lru_cache(_REMEMBERED)
@@ -274,11 +275,6 @@ def _check_coding(head: RequestHead, coding: bytes, length: bytes | None) -> Non
     if names.count(b"chunked") == 1 and names[-1] == b"chunked":
         raise Refusal(501, "not_implemented", "Only the transfer coding chunked is implemented.")
     raise bad_request("The request's Transfer-Encoding doesn't end its body.")
-
-
-def check_trailer(line: bytes) -> None:
-    """Check a field after a chunked body, without its line end. Raises Refusal: it is none."""
-    _field(line)
 
 
 class Inbound:

@@ -92,8 +92,8 @@ class ServerTls:
     """The server's side: its certificate, and whose clients it takes.
 
     Args:
-        certificate_file, key_file: who we are (PEM).
-        client_ca_file: clients must show a certificate of these authorities (PEM); None: need not.
+        files: certificate and key, who we are; and authorities, of which clients must show a
+            certificate, if there are any (PEM).
         section: of the configuration, that names them.
         protocol: what is spoken (ALPN).
 
@@ -101,36 +101,24 @@ class ServerTls:
         ConfigError: a file cannot be used.
     """
 
-    def __init__(
-        self,
-        certificate_file: Path,
-        key_file: Path,
-        client_ca_file: Path | None,
-        *,
-        section: str,
-        protocol: str,
-    ) -> None:
-        self._identity = certificate_file, key_file
-        self._client_ca_file = client_ca_file
+    def __init__(self, files: list[Path], *, section: str, protocol: str) -> None:
+        self.files = files
+        self._certificate, self._key, *self._authorities = files
         self._section = section
         self._protocol = protocol
         self.context = self._made()
-
-    @property
-    def files(self) -> list[Path]:
-        return [*self._identity, *([self._client_ca_file] if self._client_ca_file else [])]
 
     def _made(self) -> ssl.SSLContext:
         context, section = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([self._protocol])
-        certificate, key = self._identity
+        certificate, key = self._certificate, self._key
         with _usable(f"{section}.certificate_file, {section}.key_file: {certificate} and {key}"):
             load_identity(context, certificate, key)
-        if self._client_ca_file is not None:
+        for file in self._authorities:
             context.verify_mode = ssl.CERT_REQUIRED
-            with _usable(f"{section}.client_ca_file: {self._client_ca_file}"):
-                context.load_verify_locations(self._client_ca_file)
+            with _usable(f"{section}.client_ca_file: {file}"):
+                context.load_verify_locations(file)
         return context
 
     def check(self) -> None:
@@ -139,25 +127,18 @@ class ServerTls:
 
     def renew(self) -> None:
         """Read them again; authorities that have gone are believed until the next start."""
-        load_identity(self.context, *self._identity)
-        if self._client_ca_file is not None:
-            self.context.load_verify_locations(self._client_ca_file)
+        load_identity(self.context, self._certificate, self._key)
+        for file in self._authorities:
+            self.context.load_verify_locations(file)
 
 
 def server_tls(
     config: ServerConfig | PickerConfig, base_dir: Path, *, section: str, protocol: str
 ) -> ServerTls | None:
     """What a section names; None: it names no certificate. Raises ConfigError."""
-    if config.certificate_file is None or config.key_file is None:
-        return None
-    clients = config.client_ca_file
-    return ServerTls(
-        base_dir / config.certificate_file,
-        base_dir / config.key_file,
-        None if clients is None else base_dir / clients,
-        section=section,
-        protocol=protocol,
-    )
+    named = (config.certificate_file, config.key_file, config.client_ca_file)
+    files = [base_dir / file for file in named if file is not None]  # a key has a certificate
+    return ServerTls(files, section=section, protocol=protocol) if files else None
 
 
 @contextlib.contextmanager

@@ -178,7 +178,9 @@ class UpstreamConnection(asyncio.Protocol):
                     # A head comes whole nearly always, and a short answer with it.
                     rest = data[end:]
                 else:
-                    found = self._gather_head(data)
+                    if self._reader is None:
+                        self._reader = HeadReader()
+                    found = self._reader.feed(data)
                     if found is None:
                         return
                     head, rest = found
@@ -218,19 +220,10 @@ class UpstreamConnection(asyncio.Protocol):
         except Exception as error:
             self._broke(sink, error)
 
-    def _gather_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
-        """As ``HeadReader.feed``."""
-        if self._reader is None:
-            self._reader = HeadReader()
-        return self._reader.feed(data)
-
     def _broke(self, sink: ResponseSink, error: Exception) -> None:
         # The boundary of a request: a bug in its relay must not end up in the event loop.
         self.abort()
         sink.on_bug(error)
-
-    def eof_received(self) -> bool:
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)

@@ -643,11 +643,11 @@ async def test_an_instances_name_is_resolved_and_without_an_address_it_gets_noth
         async with running_picker(config) as picker:
             endpoints = picker.server.picker.endpoints
             fleet = picker.gateway.fleet
-            known = endpoints.destination(fleet.instances["i0"])
+            known = endpoints.known(fleet.instances["i0"]).destination
             assert known is not None
             assert known.endpoint == f"127.0.0.1:{fakes[0].port}"
             assert endpoints.instance_at(known.endpoint) == "i0"
-            assert endpoints.destination(fleet.instances["i1"]) is None
+            assert endpoints.known(fleet.instances["i1"]).destination is None
             assert endpoints.unresolved == ("i1",)
             allowed = endpoints.instances_at([known.endpoint, "10.9.9.9:1"])
             assert endpoints.outside(allowed) == ("i1",)

@@ -9,7 +9,6 @@ from rich.console import Console
 from hetero_gateway.cli.reports.page import axis, figure, fill, lines, panel, shares, table, text
 from hetero_gateway.cli.reports.report import CommandReport, grid
 from hetero_gateway.lab.load.result import RequestRecord, Summary
-from hetero_gateway.sim.figures import Distribution
 
 _TIMES_HEAD = ("milliseconds", "mean", "p50", "p90", "p99", "max")
 _INSTANCES_HEAD = ("instance", "requests", "share", "last answer")
@@ -86,12 +85,8 @@ def _time_rows(summary: Summary) -> list[tuple[str, ...]]:
         ("TPOT", summary.tpot_s),
         ("sent late by", summary.send_delay_s),
     )
-    return [(name, *_milliseconds(distribution)) for name, distribution in named]
-
-
-def _milliseconds(d: Distribution) -> list[str]:
-    figures = d.scaled(1000).to_dict().values()
-    return ["–" if value is None else f"{value:.1f}" for value in figures]
+    rows = ((name, d.scaled(1000).to_dict().values()) for name, d in named)
+    return [(name, *("–" if ms is None else f"{ms:.1f}" for ms in row)) for name, row in rows]
 
 
 def _instance_rows(summary: Summary) -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from hetero_gateway.cli.reports.report import print_table
 from hetero_gateway.lab.load.admin import printable
 from hetero_gateway.lab.profiler.seen import SeenGateway
 from hetero_gateway.planner.layouts import describe
-from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
+from hetero_gateway.planner.plan import Layout, PlanCandidate
 from hetero_gateway.planner.present import NOISE, Comparison
 from hetero_gateway.sim.figures import finite
 
@@ -51,19 +51,18 @@ def document(seen: SeenGateway, comparison: Comparison) -> dict[str, Any]:
 
 def _side(candidate: PlanCandidate | None, layouts: Mapping[str, Layout]) -> dict[str, Any]:
     simulated = None if candidate is None else candidate.simulated
-    at_rate = None if candidate is None else candidate.at_rate
+    at_rate = None
+    if candidate is not None and candidate.at_rate is not None:
+        figures = dataclasses.asdict(candidate.at_rate).items()
+        at_rate = {name: finite(value) for name, value in figures}
     return {
         "layouts": {machine: list(layout) for machine, layout in layouts.items()},
         "throughput_tokens_per_s": None if simulated is None else simulated.tokens_per_s,
         "output_tokens_per_s": None if simulated is None else simulated.output_tokens_per_s,
-        "at_rate": None if at_rate is None else _finite(at_rate),
+        "at_rate": at_rate,
         "usd_per_million_tokens": None if candidate is None else candidate.usd_per_million_tokens,
         "accelerators": sum(map(sum, layouts.values())),
     }
-
-
-def _finite(figures: SystemFigures) -> dict[str, float | None]:
-    return {name: finite(value) for name, value in dataclasses.asdict(figures).items()}
 
 
 def print_comparison(seen: SeenGateway, comparison: Comparison) -> None:

@@ -92,7 +92,8 @@ def print_support(found: Support, devices: Sequence[Accelerator], source: str) -
         f"KV tokens · sequences of {found.context} tokens at once, or what is missing on each "
         "accelerator; ~: tight; ×: refused, as follows. ±: of the KV memory at the smallest t."
     )
-    for line in dict.fromkeys(_refusals(found.fits)):
+    refused = [f for f in found.fits if f.reason and f.shortfall_bytes <= 0]
+    for line in dict.fromkeys(f"{fit.accelerator}: {fit.reason}" for fit in refused):
         say(f"- {line}")
     say(f"From {RULES}; {MEMORY}.")
 
@@ -121,18 +122,11 @@ def _table(found: Support, devices: Sequence[Accelerator]) -> Table:
 def _cell(fit: SizeFit) -> str:
     if not fit.reason:
         many = f"{fit.sequences:.0f}" if fit.sequences >= 10 else f"{fit.sequences:.1f}"
-        return f"{'~' if fit.tight else ''}{_thousands(fit.kv_tokens)} · {many}"
+        tokens = f"{fit.kv_tokens / 1000:.{0 if fit.kv_tokens >= 10_000 else 1}f}k"
+        return f"{'~' if fit.tight else ''}{tokens} · {many}"
     if fit.shortfall_bytes > 0:
         return f"−{fit.shortfall_bytes / GIB:.1f} GiB"
     return "×"
-
-
-def _refusals(fits: Sequence[SizeFit]) -> list[str]:
-    return [
-        f"{fit.accelerator}: {fit.reason}"
-        for fit in fits
-        if fit.reason and fit.shortfall_bytes <= 0
-    ]
 
 
 def bounds_document(bounds: Bounds) -> dict[str, Any]:
@@ -171,7 +165,3 @@ def _lines(on: Console) -> Any:
         on.print(first if text is None else f"{first:<11} {text}", soft_wrap=True)
 
     return say
-
-
-def _thousands(tokens: int) -> str:
-    return f"{tokens / 1000:.0f}k" if tokens >= 10_000 else f"{tokens / 1000:.1f}k"

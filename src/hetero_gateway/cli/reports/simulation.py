@@ -42,6 +42,8 @@ _PIPE_WIDTH = 200
 # 1000, 2000 and 4000 requests last 6, 12 and 19; their throughput is 56, 69 and 79 % of the bound,
 # of the 90 % that endless runs would come to (simulate --load 0.9 --count N).
 _SHORT_RUN = 8
+# Of an experiment, as it is named there.
+_TOLD = ("arrival_cv", "scheduling", "predictor", "objective", "queue", "batch_share")
 # Bars of more instances than this cannot be distinguished; then the slowest and fastest are shown.
 _MANY_INSTANCES = 24
 
@@ -133,12 +135,7 @@ def document(of: PolicyComparison) -> dict[str, Any]:
             "sd_output_tokens": moments.sd_output,
         },
         "arrivals": "random" if experiment.trace_arrival_s is None else "trace",
-        "arrival_cv": experiment.arrival_cv,
-        "scheduling": experiment.scheduling,
-        "predictor": experiment.predictor,
-        "objective": experiment.objective,
-        "queue": experiment.queue,
-        "batch_share": experiment.batch_share,
+        **{name: getattr(experiment, name) for name in _TOLD},
         "prefix_cache": experiment.prefix_cache and experiment.prefixes is not None,
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
@@ -252,7 +249,13 @@ def render(of: PolicyComparison, told: dict[str, Any]) -> str:
     figures = {
         "throughput": throughput_figure(of.cells, of.bound.tokens_per_s),
         "rates": [
-            {"name": _rate_of(group[0]), "figures": _rate_figures(group)}
+            {
+                "name": _rate_of(group[0]),
+                "figures": {
+                    "completion": completion_figure(group),
+                    "latency": latency_figure(group, _policies(group)),
+                },
+            }
             for group in by_rate(of.cells)
         ],
     }
@@ -344,13 +347,6 @@ def _spread_bars(
 
 def _rate_of(cell: Cell) -> str:
     return rate_name(cell.rate_per_s, cell.load)
-
-
-def _rate_figures(group: Sequence[Cell]) -> dict[str, Any]:
-    return {
-        "completion": completion_figure(group),
-        "latency": latency_figure(group, _policies(group)),
-    }
 
 
 def _policies(cells: Sequence[Cell]) -> list[str]:

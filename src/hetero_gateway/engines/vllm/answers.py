@@ -233,10 +233,10 @@ def read_listing(body: bytes) -> Listing | None:
 
 
 def _model_card(card: _Card) -> ModelCard:
-    created = _plain(card.created, int)
+    window, created = bytes(card.max_model_len), _plain(card.created, int)
     parent = _plain(card.parent, str)
     return ModelCard(
-        _window(bytes(card.max_model_len)),
+        int(window) or None if window.isdigit() and len(window) <= _MOST_WINDOW_DIGITS else None,
         created if created is not None and 0 <= created <= _LATEST_CREATED_S else None,
         _text(card.owned_by, _LONGEST_NAME),
         _text(card.root, _LONGEST_ROOT),
@@ -266,9 +266,3 @@ def _text(raw: msgspec.Raw, longest: int) -> str | None:
 def is_model_name(name: str) -> bool:
     """Whether a text can be a model's name: it becomes a label, a line of a log and of a table."""
     return 0 < len(name) <= _LONGEST_NAME and name.isprintable()
-
-
-def _window(text: bytes) -> int | None:
-    if not text.isdigit() or len(text) > _MOST_WINDOW_DIGITS:
-        return None
-    return int(text) or None

@@ -22,8 +22,12 @@ _RESOLVER_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class _Known:
-    """An instance's address as it was last found. ``path_prefix``: of its base_url, or ""."""
+class KnownInstance:
+    """An instance's address as it was last found.
+
+    ``destination``: where it is; None: its name has no address now. ``path_prefix``: what comes in
+    front of every path, of its base_url; usually nothing.
+    """
 
     __slots__ = ("asked_s", "destination", "host", "instance", "path_prefix", "port")
 
@@ -50,21 +54,18 @@ class Endpoints:
         self._fleet = fleet
         self._interval_s = resolve_interval_s
         self._drops_credentials = drops_credentials
-        self._known: dict[InstanceId, _Known] = {}
+        self._known: dict[InstanceId, KnownInstance] = {}
         self._by_endpoint: dict[str, InstanceId] = {}
         self.unresolved: tuple[InstanceId, ...] = ()
 
-    def destination(self, instance: Instance) -> Destination | None:
-        """Where an instance is; None: its name has no address now."""
+    def known(self, instance: Instance) -> KnownInstance:
         known = self._known.get(instance.id)
         if known is None or known.instance is not instance:
-            self._learn(instance)
-            known = self._known[instance.id]
-        return known.destination
-
-    def path_prefix(self, instance: Instance) -> bytes:
-        """What comes in front of every path of an instance; usually nothing."""
-        return self._known[instance.id].path_prefix
+            known = self._known[instance.id] = KnownInstance(instance)
+            if _is_address(known.host):
+                self._set(known, known.host)
+            self._index()
+        return known
 
     def instance_at(self, endpoint: str) -> InstanceId | None:
         """Whose address this is."""
@@ -92,9 +93,7 @@ class Endpoints:
         """Learn of new and of lost instances, and resolve the names that are due."""
         now_s = asyncio.get_running_loop().time()
         for instance in self._fleet.instances.values():
-            known = self._known.get(instance.id)
-            if known is None or known.instance is not instance:
-                self._learn(instance)
+            self.known(instance)
         gone = self._known.keys() - self._fleet.instances.keys()
         for instance_id in gone:
             del self._known[instance_id]
@@ -112,13 +111,7 @@ class Endpoints:
         if due or gone:
             self._index()
 
-    def _learn(self, instance: Instance) -> None:
-        known = self._known[instance.id] = _Known(instance)
-        if _is_address(known.host):
-            self._set(known, known.host)
-        self._index()
-
-    async def _resolve(self, known: _Known, now_s: float) -> None:
+    async def _resolve(self, known: KnownInstance, now_s: float) -> None:
         known.asked_s = now_s
         try:
             async with asyncio.timeout(_RESOLVER_TIMEOUT_S):
@@ -134,7 +127,7 @@ class Endpoints:
         if addresses:
             self._set(known, addresses[0])
 
-    def _set(self, known: _Known, address: str) -> None:
+    def _set(self, known: KnownInstance, address: str) -> None:
         endpoint = f"[{address}]:{known.port}" if ":" in address else f"{address}:{known.port}"
         if known.destination is None or known.destination.endpoint != endpoint:
             known.destination = Destination(

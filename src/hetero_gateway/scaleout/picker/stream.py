@@ -329,7 +329,8 @@ class Stream(RequestReader):
     def _send_there(self, placed: Placed, inbound: Inbound) -> None:
         resources, instance = self._resources, placed.instance
         call = self._call
-        destination = resources.endpoints.destination(instance)
+        known = resources.endpoints.known(instance)
+        destination, prefix = known.destination, known.path_prefix
         if destination is None:
             raise Refusal(
                 503,
@@ -341,7 +342,6 @@ class Stream(RequestReader):
         self._state = _ANSWERING
         buffered = self._has_body and self._body_mode == _BUFFERED
         answer = destination.in_body if buffered else destination.in_headers
-        prefix = resources.endpoints.path_prefix(instance)
         if prefix or self._removed:
             path = prefix + inbound.target if prefix else None
             answer = answers.changed(answer, path, self._removed)
@@ -420,13 +420,13 @@ class Stream(RequestReader):
             self._move(job, self._placed, served.rpartition(",")[2])
         if self._placed is None or self._error is not None:
             return answers.RESPONSE_HEADERS
-        destination = self._resources.endpoints.destination(self._placed.instance)
+        destination = self._resources.endpoints.known(self._placed.instance).destination
         return answers.RESPONSE_HEADERS if destination is None else destination.served
 
     def _move(self, job: Job, placed: Placed, endpoint: str) -> None:
         """Charge the load to who served the request, where that is not who was to."""
         resources = self._resources
-        chosen = resources.endpoints.destination(placed.instance)
+        chosen = resources.endpoints.known(placed.instance).destination
         if chosen is not None and chosen.endpoint == endpoint:
             return
         error = InstanceError(Failure.RESET, f"the data plane went on to {endpoint}")

@@ -20,7 +20,6 @@ from hetero_gateway.core.scheduling.disciplines import Clients
 from hetero_gateway.files.admin_key import made_admin_key
 from hetero_gateway.files.client_keys import changes, read_clients
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.files.log_config import TracesConfig
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.application import DataPlane
@@ -65,15 +64,6 @@ def _tls_files(config: GatewayConfig) -> set[Path | None]:
     files = [(i.ca_file, i.certificate_file, i.key_file) for i in config.instances]
     files += [(s.ca_file, s.certificate_file, s.key_file) for s in config.discovery]
     return {None, *itertools.chain.from_iterable(files)}
-
-
-def _make_tracing(config: TracesConfig) -> Tracing | None:
-    """What has spans of requests; None: it is off, and nothing of it is imported."""
-    if config.endpoint is None:
-        return None
-    from hetero_gateway.gateway.dataplane.tracing import Tracer
-
-    return Tracer(config)
 
 
 class Parts:
@@ -168,7 +158,11 @@ class Parts:
         )
 
     def _write_about_requests(self) -> None:
-        traces = _make_tracing(self.config.traces)
+        traces: Tracing | None = None  # it is off, and nothing of it is imported
+        if self.config.traces.endpoint is not None:
+            from hetero_gateway.gateway.dataplane.tracing import Tracer
+
+            traces = Tracer(self.config.traces)
         self.dataplane.write_about(self.config.log, self.access, traces)
         self._stack.callback(self.dataplane.close)
 

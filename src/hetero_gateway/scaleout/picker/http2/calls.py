@@ -213,15 +213,12 @@ class Call:
                 self._deliver(data[MESSAGE_HEAD_BYTES:])
                 return
         if not self._dropping and not self.finished:
-            self._gather(data)
-
-    def _gather(self, data: bytes) -> None:
-        """Put together a message that comes in several frames, or several that come in one."""
-        if self._partial is None:
-            self._partial = bytearray(data)
-        else:
-            self._partial += data
-        self.go_on()
+            # A message that comes in several frames, or several that come in one.
+            if self._partial is None:
+                self._partial = bytearray(data)
+            else:
+                self._partial += data
+            self.go_on()
 
     def go_on(self) -> None:
         """Deliver the messages that are here, as many as the connection's slice has time for."""

@@ -299,11 +299,6 @@ class Carrier(Occupant, asyncio.Protocol):
     def _slice_is_over(self) -> bool:
         return self._behind is not None or _clock_s() >= self._until_s
 
-    def _forget_rest(self) -> None:
-        """The connection is lost."""
-        self._turns.forget(self)
-        self._rest = b""
-
     # Frames out
 
     def write(self, data: bytes) -> None:

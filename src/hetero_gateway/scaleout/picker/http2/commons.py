@@ -23,7 +23,6 @@ from typing import Protocol
 
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.scaleout.picker.http2.blocks import PathsByBlock
-from hetero_gateway.scaleout.picker.http2.frames import ProtocolError
 
 # A data plane has a connection for each of its threads and each 1024 calls.
 MAX_CONNECTIONS = 1024
@@ -274,7 +273,7 @@ class Commons:
         if handshake is not None:
             return self.register.replace(handshake, connection)
         if not self.register.add(connection):
-            self._warn("a data plane's connection is refused: there are as many as there may be")
+            self.warn("a data plane's connection is refused: there are as many as there may be")
             return False
         if self._ticking is None:
             self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._look)
@@ -308,10 +307,8 @@ class Commons:
         self.open_calls -= 1
         self._changed.set()
 
-    def on_misuse(self, error: ProtocolError) -> None:
-        self._warn(f"a data plane's connection ends: {error.code.name}: {error}")
-
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Log it, now and then."""
         now_s = time.monotonic()
         if now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s

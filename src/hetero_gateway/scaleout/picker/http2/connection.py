@@ -153,7 +153,8 @@ class DataPlaneConnection(Carrier):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.discard(self)
-        self._forget_rest()
+        self._turns.forget(self)
+        self._rest = b""
         self._stop_timer()
         self._out.clear()
         for call in list(self.calls.values()):
@@ -479,7 +480,7 @@ class DataPlaneConnection(Carrier):
                 self._loop.call_soon(self._close_if_done)
 
     def _fail(self, error: ProtocolError) -> None:
-        self.server.on_misuse(error)
+        self.server.warn(f"a data plane's connection ends: {error.code.name}: {error}")
         self._transport.write(
             b"".join(self._out) + frames.goaway(self._last_id, error.code, str(error))
         )
