@@ -87,10 +87,8 @@ class ReportCall:
             if found[5] is None:
                 request.first_bytes()
             else:
-                usage = Usage(
-                    *(None if said == b"-" else int(said) for said in found.group(2, 3, 4))
-                )
-                request.told(usage, int(found[5]))
+                counts = [None if said == b"-" else int(said) for said in found.group(2, 3, 4)]
+                request.told(Usage(*counts), int(found[5]))
         self._call.finish()
 
     def refuse(self, refusal: Refusal) -> None:

@@ -484,16 +484,13 @@ class Stream(RequestReader):
 
     def _settle(self, job: Job, placed: Placed) -> None:
         error, told = self._error, self._told
+        outcome = Outcome.COMPLETED if self._status else Outcome.CLIENT_DISCONNECTED
         if error is not None:
             outcome = error.failure.outcome
         elif self._status == 200 and told is None and self._call.peer.reports:
             # Its client left in the middle, or nothing is reported on this connection any more:
             # the next report says which.
             self._call.peer.reports = False
-            outcome = Outcome.CLIENT_DISCONNECTED
-        elif self._status:
-            outcome = Outcome.COMPLETED
-        else:
             outcome = Outcome.CLIENT_DISCONNECTED
         seen = ReportedResponse(
             self._status, error, self._first_s, self._events, told is not None, told or Usage()
