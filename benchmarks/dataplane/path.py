@@ -43,6 +43,8 @@ KEY_GOAL = 0.05
 WARM_UP = 320
 CLIENTS = 16
 PROMPT_BYTES = 800
+# What a busy machine adds is not in all of them.
+TIMES = 3
 PACKAGE = "hetero_gateway/"
 ANSWER = json.dumps(
     {
@@ -326,10 +328,12 @@ async def measured(
     async with traffic(folder, sections, key, prompt_bytes) as clients:
         with CallCounter() as calls:
             await clients.ask(requests)
-        with BytecodeCounter() as bytecodes:
-            await clients.ask(requests)
-    found = calls.path(requests)._asdict()
-    return {**found, "bytecodes": bytecodes.count / requests}
+        least = float("inf")
+        for _ in range(TIMES):
+            with BytecodeCounter() as bytecodes:
+                await clients.ask(requests // 2)
+            least = min(least, bytecodes.count / (requests // 2))
+    return {**calls.path(requests)._asdict(), "bytecodes": least}
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
