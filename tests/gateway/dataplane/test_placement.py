@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from hetero_gateway.core.types import InstanceId
+from tests.core.builders import Changed
 from tests.fakes.running import (
     FAST,
     Rig,
@@ -298,21 +299,18 @@ async def test_a_retry_waits_at_the_head_even_of_a_full_queue_and_holds_nobody_u
         unlucky.cancel()
 
 
-@pytest.mark.interpreted("it replaces a method")
-async def test_a_bug_in_a_placement_is_500_for_that_request_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_bug_in_a_placement_is_500_for_that_request_alone() -> None:
     async with serving() as (running, client, fakes):
-        policy = running.gateway.fleet.scheduler.policy
-        choose = policy.choose
+        scheduler = running.gateway.fleet.scheduler
+        policy = scheduler.policy
 
         def broken(view: Any, rng: Any) -> Any:
-            choice = choose(view, rng)
+            choice = policy.choose(view, rng)
             if choice is not None and view.request.prompt_tokens == 13:
                 raise OverflowError("int too large to convert to float")
             return choice
 
-        monkeypatch.setattr(policy, "choose", broken)
+        scheduler.set_policy(Changed(policy, choose=broken))  # type: ignore[arg-type]
         unlucky = {"model": "m", "prompt": [1] * 13, "stream": True}
         # Where it is placed at once, and where it waits in front of another.
         assert error_of(await client.post(CHAT, json=unlucky)) == (500, "internal_error")

@@ -1,15 +1,17 @@
 """Keys of prompts where bodies are read, and clients that are kept apart; over real sockets."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 
-from hetero_gateway.core.types import InstanceId, PrefixKeys, Request
+from hetero_gateway.core.policies.base import Choice, View
+from hetero_gateway.core.types import Draws, InstanceId, PrefixKeys, Request
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
+from tests.core.builders import Changed
 from tests.fakes.running import CHAT, RunningGateway, eventually, rig
 from tests.fakes.vllm import FakeInstance
 
@@ -22,17 +24,18 @@ def chat(*contents: str, **fields: Any) -> dict[str, Any]:
 def placed(running: RunningGateway) -> list[Request]:
     """The requests that the scheduler gets from now on."""
     scheduler, seen = running.gateway.fleet.scheduler, list[Request]()
-    place, choose = scheduler.place, scheduler.choose
 
-    def spied(request: Request, *args: Any, **more: Any) -> Any:
-        seen.append(request)
-        return place(request, *args, **more)
+    policy = scheduler.policy
 
-    def chosen(request: Request, *args: Any, **more: Any) -> Any:
-        seen.append(request)
-        return choose(request, *args, **more)
+    def seeing(method: Callable[..., Choice | None]) -> Callable[..., Choice | None]:
+        def asked(view: View, rng: Draws) -> Choice | None:
+            seen.append(view.request)
+            return method(view, rng)
 
-    scheduler.place, scheduler.choose = spied, chosen  # type: ignore[method-assign]
+        return asked
+
+    methods = {name: seeing(getattr(policy, name)) for name in ("choose", "would_choose")}
+    scheduler.set_policy(Changed(policy, **methods))  # type: ignore[arg-type]
     return seen
 
 
