@@ -43,9 +43,8 @@ from hetero_gateway.planner.layouts import Group, group_machines, machine_layout
 from hetero_gateway.planner.least_resource import Counts, is_part_of
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.plan import Layout, Machine, Plan, SystemFigures
-from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.question import NoPlan, Question, Trials, reduced
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Mix, run_alone
 from hetero_gateway.sim.fleet import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths

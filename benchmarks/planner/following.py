@@ -497,7 +497,7 @@ def _usual(
     rates: HeldRates, profiles: Mapping[Key, Profile], requests: list[tuple[int, int]]
 ) -> dict[Key, float]:
     """Requests in flight on one instance at the rate that it holds (Little's law)."""
-    from hetero_gateway.planner.trials import Trials
+    from hetero_gateway.planner.question import Trials
     from hetero_gateway.sim.alone import Engines, Mix
     from hetero_gateway.sim.workload import TraceLengths
 

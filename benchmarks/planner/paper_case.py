@@ -23,9 +23,8 @@ from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.batch_estimate import Estimator, estimate_throughput
 from hetero_gateway.planner.layouts import describe
 from hetero_gateway.planner.plan import Machine
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import Question, System, Trials
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import System, Trials
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 

@@ -48,11 +48,11 @@ from hetero_gateway.lab.load.client import LoadClient, Reply, parse_target
 from hetero_gateway.lab.load.emulated import write_profile
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind
 from hetero_gateway.lab.profiler.batch import BatchSender
-from hetero_gateway.lab.profiler.chunked import KEY
 from hetero_gateway.lab.profiler.grid import GridCell
 from hetero_gateway.lab.profiler.live import samples_path
 from hetero_gateway.lab.profiler.samples import kept_samples, read_json_lines
 from hetero_gateway.lab.profiler.tracks import Track, read_batch, track
+from hetero_gateway.lab.profiler.verdicts import KEY
 
 PLANTED = Constants(
     p1=2.0e-4,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.planner import trials
+from hetero_gateway.planner import question
 from hetero_gateway.planner.plan import InstanceType, MemoryEstimate
 from hetero_gateway.sim import alone
 from hetero_gateway.sim.cluster import Records, simulate
@@ -33,7 +33,7 @@ def compiled_plans(request: pytest.FixtureRequest) -> Iterator[None]:
         return simulate(*args, **options | {"compiled": compiled})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "simulate", run)
+        patch.setattr(question, "simulate", run)
         yield
 
 

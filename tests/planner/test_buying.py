@@ -15,9 +15,8 @@ from hetero_gateway.planner.goals import HEADROOM, Goals, usd_per_hour
 from hetero_gateway.planner.layouts import group_machines
 from hetero_gateway.planner.least_resource import cheaper_sets, is_part_of
 from hetero_gateway.planner.plan import Machine, Plan
-from hetero_gateway.planner.question import NoPlan, Question
+from hetero_gateway.planner.question import NoPlan, Question, Trials, reduced
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from tests.fakes.planning import LENGTHS, instance_type, short_runs  # noqa: F401 - a fixture
 

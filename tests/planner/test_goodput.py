@@ -8,9 +8,8 @@ import pytest
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
 from hetero_gateway.planner.plan import Machine, Plan, PlanCandidate, SystemFigures
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import Question, Trials, reduced
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from tests.fakes.planning import LENGTHS, Types, short_runs, types_of  # noqa: F401 - a fixture
 

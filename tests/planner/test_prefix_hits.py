@@ -10,9 +10,8 @@ from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.plan import Machine
 from hetero_gateway.planner.present import simulate_present
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import Question, Trials, reduced
 from hetero_gateway.planner.search import search
-from hetero_gateway.planner.trials import Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, mix_moments, run_once

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hetero_gateway.planner.trials import System, Trials, reduced
+from hetero_gateway.planner.question import System, Trials, reduced
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 from tests.fakes.planning import LENGTHS, instance_type

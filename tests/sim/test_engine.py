@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, decode_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import kernel
-from hetero_gateway.sim.engine import Engine, Scheduling, Sequence, State
+from hetero_gateway.sim.engine import Engine, Scheduling, Sequence
 
 CONSTANTS = Constants(p1=1e-4, p2=2e-4, p3=3e-6, p4=0.01, p5=1e-7, p6=1e-4, p7=3e-7, p8=0.02)
 BOTH: list[Scheduling] = ["chunked", "prefill-first"]
@@ -127,7 +127,7 @@ def test_a_chunked_prompt_spreads_over_steps_and_decodes_go_first():
     one_step(engine)
     (long,) = submit(engine, (150, 2))
     shares = []
-    while long.state is not State.DONE:
+    while long.state != kernel.DONE:
         step = engine.begin_step()
         shares.append((step.decode_sequences, step.prefill_tokens))
         assert short in engine.end_step().emitted
@@ -162,7 +162,7 @@ def test_the_head_of_the_queue_blocks_smaller_requests_behind_it():
     _, small = submit(engine, (100, 2), (4, 2))
     engine.end_step()
     engine.begin_step()
-    assert (small.state, engine.num_running) == (State.WAITING, 1)
+    assert (small.state, engine.num_running) == (kernel.WAITING, 1)
 
 
 @pytest.mark.parametrize("scheduling", BOTH)
@@ -187,7 +187,7 @@ def test_an_evicted_sequence_is_prefilled_again_with_its_tokens():
     assert kept > 0
     assert newest.prefill_tokens == 60 + kept
     engine.end_step()
-    while newest.state is State.WAITING:
+    while newest.state == kernel.WAITING:
         step = engine.begin_step()
         if not step.prefill_tokens:
             engine.end_step()
@@ -247,9 +247,9 @@ def check_books(engine: Engine[Sequence], everyone: list[Sequence], growing: boo
     """The incremental sums against the same sums made from scratch."""
     used = cached = 0
     for sequence in everyone:
-        if sequence.state is State.PREFILLING:
+        if sequence.state == kernel.PREFILLING:
             used += -(-sequence.prefill_tokens // 16)
-        elif sequence.state is State.DECODING:
+        elif sequence.state == kernel.DECODING:
             tokens = sequence.prompt_tokens + engine.generated_tokens(sequence)
             cached += tokens
             used += -(-(tokens if growing else tokens - 1) // 16)
@@ -286,7 +286,7 @@ def test_tokens_and_blocks_are_conserved(
 
     def abort_any() -> None:
         victim = data.draw(st.sampled_from(everyone))
-        if victim.state not in (State.NEW, State.DONE):
+        if victim.state not in (kernel.NEW, kernel.DONE):
             aborted.add(victim)
             engine.abort(victim)
 
@@ -309,7 +309,7 @@ def test_tokens_and_blocks_are_conserved(
             break
         end_step()
     for sequence in everyone:
-        assert sequence.state is State.DONE
+        assert sequence.state == kernel.DONE
         if sequence not in aborted:
             assert counts[sequence] == sequence.output_tokens
     assert engine.free_blocks == engine.total_blocks

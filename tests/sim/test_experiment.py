@@ -87,20 +87,23 @@ def test_cells_come_by_rate_and_then_by_policy_with_a_run_for_every_seed() -> No
     assert told[0] == ("least-requests", 3.0, 0)
 
 
-def test_the_bound_is_what_each_instance_does_alone_once_per_profile() -> None:
+def test_the_bound_is_what_each_instance_does_alone_once_per_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[Profile] = []
 
     def alone(profile: Profile, mix: Mix, engines: Engines, requests: int) -> Alone | None:
         calls.append(profile)
         return run_alone(profile, mix, engines, requests)
 
+    monkeypatch.setattr("hetero_gateway.sim.experiment.run_alone", alone)
     # One sequence at a time, and its first token takes a step as well.
     first, other = (Constants(0, 0, 0, s, 0, 0, 0, s) for s in (0.01, 0.04))
     three = tuple(
         simulated(name, constants=constants, max_num_seqs=1)
         for name, constants in (("a", first), ("b", other), ("c", first))
     )
-    bound = measure_bound(experiment(instances=three), alone)
+    bound = measure_bound(experiment(instances=three))
     # A token every 10 or 40 ms, whatever the mix.
     assert bound.instances_tokens_per_s == pytest.approx((100, 25, 100), rel=0.02)
     assert bound.tokens_per_s == pytest.approx(225, rel=0.02)

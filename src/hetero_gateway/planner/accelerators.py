@@ -13,8 +13,6 @@ sees it: an MI250X card is two. Vendors count memory in units that differ; "80 G
 and what is really there is ``usable_bytes``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

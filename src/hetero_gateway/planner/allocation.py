@@ -8,8 +8,6 @@ For the most throughput all machines of a group get one layout. For the least mo
 accelerators some stay out, and one of them may be used in part.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence

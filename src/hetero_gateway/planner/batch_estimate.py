@@ -17,8 +17,6 @@ a batch is let in by the sum of its prompts, but timed as if every prompt were t
 profile has p9, prompt by prompt).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 

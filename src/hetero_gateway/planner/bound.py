@@ -19,8 +19,6 @@ Left out, all of which only makes the bound lower: p3, p4 and p7 of shared steps
 evictions, what a prefill holds, how instances fit into one machine together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ How much quality a narrower checkpoint loses, the planner does not know: whoever
 it will do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ is of an instance with much to do; a lone prompt takes up to as many times as lo
 stages, or copies.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

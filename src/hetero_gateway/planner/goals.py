@@ -5,8 +5,6 @@ than what the rate asks for, and at that rate the limits are kept: of each reque
 and TPOT, both, of at least ``share`` of the requests) and of the 99th percentiles.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

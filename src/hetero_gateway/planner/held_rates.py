@@ -1,11 +1,9 @@
 """What instances hold of a mix of requests, by simulation: each type alone, and several together.
 
-    alone      requests/s that one instance does when it always has enough to do, less ``HEADROOM``
-    held       the share of it at which one instance keeps the latency goals
-    together   requests/s that several hold behind the gateway, over the sum of what each holds:
-               above 1 where they share what one has too much of, below 1 where the policy loses
-
-``following`` reckons with the result for minutes or hours, until requests have other lengths.
+alone      requests/s that one instance does when it always has enough to do, less ``HEADROOM``
+held       the share of it at which one instance keeps the latency goals
+together   requests/s that several hold behind the gateway, over the sum of what each holds:
+           above 1 where they share what one has too much of, below 1 where the policy loses
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner.goals import HEADROOM, Goals, find_goodput
 from hetero_gateway.planner.plan import Key
-from hetero_gateway.planner.trials import Trials, reduced
+from hetero_gateway.planner.question import Trials, reduced
 from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
 from hetero_gateway.sim.workload import TraceLengths
 

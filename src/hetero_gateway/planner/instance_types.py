@@ -5,8 +5,6 @@ caller has one, else a derived one, else a roofline of the data sheet. What cann
 listed with the reason, what is missing, and what would help.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -8,8 +8,6 @@ policy that gives every instance as much. An instance that stretches over severa
 all of each.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 docs/design/search.md says which sets of machines are tried, and in which order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from hetero_gateway.planner import allocation

@@ -7,8 +7,6 @@ benchmarks/planner/memory.py, docs/evidence/planner.md. All logs but one are of 
 elsewhere the uncertainty is larger.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -13,8 +13,6 @@ sequence takes is ``kv_request_bytes``. Norms and biases, below 0.1 % of the res
 Which file says so is ``checkpoints.shape``'s work.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 DTYPE_BYTES = {

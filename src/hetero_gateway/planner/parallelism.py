@@ -17,8 +17,6 @@ instance that would not start. Lines are of vLLM 0.32:
 tests/real_vllm/test_parallelism.py asks vLLM's own model classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from hetero_gateway.planner.accelerators import Accelerator

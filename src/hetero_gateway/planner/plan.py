@@ -10,8 +10,6 @@ instances of one machine may differ, and accelerators may stay idle where that w
 Values only; ``search`` finds them, the shell prints and writes them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

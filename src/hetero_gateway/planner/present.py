@@ -6,8 +6,6 @@ differs from what was believed, or whatever was not tried would look better on e
 And both deployments are simulated with the same profiles and requests.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter
@@ -18,7 +16,6 @@ from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_tim
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.nearest import folded
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.planner import trials
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.goals import HEADROOM, usd_per_million_tokens
 from hetero_gateway.planner.layouts import group_machines, machine_names
@@ -32,7 +29,7 @@ from hetero_gateway.planner.plan import (
     Plan,
     PlanCandidate,
 )
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import Question, reduced
 from hetero_gateway.sim.alone import Alone, Mix
 
 # Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
@@ -284,7 +281,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> PlanC
         if of_it is None:
             return None
         alone[profile] = of_it
-    system = trials.reduced(counts, alone, question.requests)
+    system = reduced(counts, alone, question.requests)
     most = sum(alone[profile].tokens_per_s * n for profile, n in counts.items())
     figures = question.saturate(system, mix, most)
     if figures is None:

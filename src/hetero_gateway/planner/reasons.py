@@ -6,8 +6,6 @@ growing, how often the weights are held, and the part of a step that more accele
 shorter can be read off.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -261,7 +259,9 @@ def plan_notes(
         layout = best.layouts[machine.id]
         if layout and (idle := machine.count - sum(layout)):
             notes.append(f"{machine.id}: {idle} of {machine.count} accelerators stay idle")
-    if unable := _unable(question):
+    fit = [g for g in group_machines(question.machines) if feasible_sizes(g, question.types)]
+    able = {machine_id for group in fit for machine_id in group.ids}
+    if unable := [m.id for m in question.machines if m.id not in able]:
         notes.append(f"no instance fits {_few(unable)}")
     used = {(machines[i].accelerator, t) for i, of in best.layouts.items() for t in of}
     notes += [line for t in {as_size(t) for _, t in used} if (line := _caution(t))]
@@ -272,15 +272,6 @@ def plan_notes(
                 "its memory"
             )
     return notes
-
-
-def _unable(question: Question) -> list[str]:
-    """The machines that no instance fits."""
-    able: set[str] = set()
-    for group in group_machines(question.machines):
-        if feasible_sizes(group, question.types):
-            able.update(group.ids)
-    return [m.id for m in question.machines if m.id not in able]
 
 
 def nothing_fits(unfit: Sequence[Unfit]) -> str:

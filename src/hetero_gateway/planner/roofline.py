@@ -19,14 +19,11 @@ L40S); docs/evidence/planner.md has the ratios. Those of V100, T4 and A800 hold 
 overhead, 2.5 ms a step and 60 µs a sequence: against them it is optimistic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.costs.cost_model import (
     attended_pairs,
     decode_step_time_s,
@@ -245,14 +242,10 @@ def grid(
     return [shape for shape in shapes if shape[0] * shape[1] <= MAX_PREFILL_TOKENS], shapes
 
 
-def _terms(shapes: list[tuple[int, int]]) -> FloatArray:
-    """The rows (b·n, b, n, 1) of Eqs. (3) and (4)."""
-    return np.array([(b * n, b, n, 1.0) for b, n in shapes], dtype=np.float64)
-
-
 def _fit(time_s: StepTime, shapes: list[tuple[int, int]]) -> list[float]:
     times = np.array([time_s(b, n) for b, n in shapes])
-    shares = _terms(shapes) / times[:, None]
+    # The rows of Eqs. (3) and (4).
+    shares = np.array([(b * n, b, n, 1.0) for b, n in shapes]) / times[:, None]
     solution = non_negative_solution(shares, np.ones(len(shapes)))
     solution[(shares * solution).max(axis=0) < 1e-6] = 0.0  # rounding errors of the solver
     return [_rounded(float(value)) for value in solution]

@@ -6,8 +6,6 @@ grouped-query attention counted right names the best configuration in 72 % of ca
 (benchmarks/planner/search.py). One seed gives one answer, whatever the order of the machines.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 

@@ -4,8 +4,6 @@ Algorithm 1 of the paper estimates each instance type and drops layouts; the typ
 simulated alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +16,8 @@ from hetero_gateway.planner.batch_estimate import Estimator, estimate_throughput
 from hetero_gateway.planner.goals import HEADROOM, find_goodput
 from hetero_gateway.planner.layouts import Group, feasible_sizes, machine_layouts, together
 from hetero_gateway.planner.plan import Key, Layout, SystemFigures
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import Question, System
 from hetero_gateway.planner.sizes import as_size
-from hetero_gateway.planner.trials import System
 from hetero_gateway.sim.alone import Alone, Mix
 
 # The best layout's estimate was never below 0.56 of the estimator's best in the 100 settings of

@@ -9,8 +9,6 @@
 Layers of unlike kinds are taken to be spread evenly over the stages, rounded up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -44,10 +42,12 @@ def instance_memory(
     if size.plain:
         start = StartUp(model, accelerator, size.tensor, options)
         return start.memory(method, needed_tokens)
+    # One of the data-parallel copies, with its part of the experts.
+    copy = dataclasses.replace(model, experts=math.ceil(model.experts / size.data))
     buffers_bytes = _buffers_bytes(model, size, options.batched_tokens(accelerator))
     starts = [
         StartUp(stage, accelerator, size.tensor, options)
-        for stage in _distinct_stages(_copy(model, size), size.pipeline)
+        for stage in _distinct_stages(copy, size.pipeline)
     ]
     held = [(start.model, start.memory(method, needed_tokens, buffers_bytes)) for start in starts]
     stage, memory = min(held, key=lambda pair: (pair[1].kv_capacity_tokens, pair[1].kv_bytes))
@@ -67,13 +67,6 @@ def instance_memory(
 def holds_request(memory: MemoryEstimate, size: int, needed_tokens: int) -> bool:
     """``memory.is_feasible`` of each of an instance's data-parallel copies."""
     return is_feasible(memory, needed_tokens * as_size(size).data)
-
-
-def _copy(model: ModelShape, size: Size) -> ModelShape:
-    """One of the data-parallel copies, with its part of the experts."""
-    if size.data == 1:
-        return model
-    return dataclasses.replace(model, experts=math.ceil(model.experts / size.data))
 
 
 def _buffers_bytes(model: ModelShape, size: Size, tokens: int) -> float:

@@ -1,7 +1,5 @@
 """What is known of a model: its size, what vLLM takes, and where it fits."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

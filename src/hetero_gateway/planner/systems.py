@@ -1,14 +1,11 @@
 """Whole systems of a search: what an allocation is as a candidate, and what trials say of it."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from hetero_gateway.planner import trials
 from hetero_gateway.planner.allocation import Allocation
 from hetero_gateway.planner.goals import HEADROOM, Goodput, usd_per_million_tokens
 from hetero_gateway.planner.plan import Layout, PlanCandidate, SystemFigures
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import Question, System, reduced
 from hetero_gateway.planner.reasons import instances, summary
 from hetero_gateway.planner.shortlist import Shortlist, alone_sum, estimated
 from hetero_gateway.sim.alone import Mix
@@ -56,11 +53,11 @@ class Systems:
         """In a few words."""
         return summary(self.candidate(each), self._machines)
 
-    def system(self, candidate: PlanCandidate) -> trials.System:
+    def system(self, candidate: PlanCandidate) -> System:
         """What is simulated for a candidate."""
         counts = instances(candidate, self._machines)
         types, alone = self.question.types, self.shortlist.alone
-        return trials.reduced(
+        return reduced(
             {types[key].profile: n for key, n in sorted(counts.items())},
             {types[key].profile: of_it for key, of_it in alone.items()},
             self.question.requests,

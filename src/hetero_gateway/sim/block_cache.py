@@ -23,8 +23,6 @@ by one. Only a prompt with a part of an answer that is still running could see t
 As in ``kernel.py``, everything runs on lists as plain Python, and on arrays compiled by numba.
 """
 
-from __future__ import annotations
-
 Row = list[int]
 Rows = list[list[int]]
 

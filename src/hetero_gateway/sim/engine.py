@@ -48,7 +48,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from enum import Enum
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
 
 from hetero_gateway.core.costs.profile import Profile
@@ -63,19 +62,6 @@ DEFAULT_BLOCK_TOKENS = 16
 # vLLM V0's BlockSpaceManager default: blocks kept free at admission, so that the sequences already
 # running are not evicted by the very next step.
 WATERMARK = 0.01
-
-
-class State(Enum):
-    """Where a sequence is; it moves NEW → WAITING → PREFILLING → DECODING → DONE.
-
-    Eviction leads back to WAITING, abort from anywhere to DONE.
-    """
-
-    NEW = kernel.NEW
-    WAITING = kernel.WAITING
-    PREFILLING = kernel.PREFILLING
-    DECODING = kernel.DECODING
-    DONE = kernel.DONE
 
 
 class _Number:
@@ -105,6 +91,8 @@ class Sequence:
 
     prompt_tokens = _Number(kernel.PROMPT)
     output_tokens = _Number(kernel.OUTPUT)
+    # NEW → WAITING → PREFILLING → DECODING → DONE; eviction leads back to WAITING, abort to DONE.
+    state = _Number(kernel.STATE)
     preemptions = _Number(kernel.PREEMPTIONS)  # how often it was evicted
     # Prompt tokens that the prefix cache had when it was first admitted.
     cached_tokens = _Number(kernel.CACHED_TOKENS)
@@ -120,10 +108,6 @@ class Sequence:
         self._row[kernel.OUTPUT] = output_tokens
         self._slot = -1
         self._keys = [] if keys is None else keys
-
-    @property
-    def state(self) -> State:
-        return State(self._row[kernel.STATE])
 
     @property
     def prefill_tokens(self) -> int:
@@ -238,7 +222,6 @@ class Engine(Generic[S]):
 
     max_num_seqs = _Number(kernel.MAX_SEQS)
     block_tokens = _Number(kernel.BLOCK_TOKENS)
-    max_batched_tokens = _Number(kernel.MAX_BATCHED)
     num_waiting = _Number(kernel.NUM_WAITING)
     free_blocks = _Number(kernel.FREE_BLOCKS)
     total_blocks = _Number(kernel.TOTAL_BLOCKS)
@@ -312,7 +295,7 @@ class Engine(Generic[S]):
         Raises:
             ValueError: it was submitted before, or is larger than the whole cache.
         """
-        if sequence.state is not State.NEW:
+        if sequence.state != kernel.NEW:
             raise ValueError("the sequence was submitted before")
         if not self.fits(sequence.prompt_tokens, sequence.output_tokens):
             raise ValueError(

@@ -8,8 +8,6 @@ mix, each alone and with always enough to do. It is not a strict one: a policy t
 by length, so that each instance gets those that suit it, may come out a little above.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +16,6 @@ from typing import Literal
 import numpy as np
 
 from hetero_gateway.core.costs.arrays import FloatArray
-from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.length_model import LengthModel, TrainedPredictor
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
@@ -34,7 +31,7 @@ from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS
 from hetero_gateway.sim import cluster
-from hetero_gateway.sim.alone import Alone, Engines, Mix, run_alone
+from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.held import held_loads
@@ -62,13 +59,11 @@ _MOMENTS_STREAM, _BOUND_STREAM = 1_000_001, 1_000_002
 
 # The signature of ``sim.cluster.simulate``.
 Simulate = Callable[..., Records]
-# The signature of ``sim.alone.run_alone``.
-RunAlone = Callable[[Profile, Mix, Engines, int], Alone | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What all runs share.
+    """What all runs share; ``simulate --help`` says what each option does.
 
     Args:
         instances: at least one.
@@ -80,15 +75,11 @@ class Experiment:
         predictor: ``auto`` is ``normal`` for the policy ``paper`` and ``bucket-mean`` for others.
             These start from the mix's mean. ``trained`` starts from ``length_model``; ``oracle``
             knows each request's true length.
-        randomised: round-robin policies draw, as the paper says, instead of taking turns.
-        objective: what ``finish-time`` is to keep low.
         length_model: of the predictor ``trained``, which alone has one.
         prefixes: of the requests, in the order of ``lengths``; then their engines have prefix
             caches, as far as they are not switched off. The bound is without them.
         prefix_cache: whether the scheduler knows of them.
         policies: that are not built in, by the names that they are compared under.
-        queue: the discipline of those that wait.
-        batch_share: of the requests, drawn at random, are of the class ``batch``.
         heeds_slo: ``finish-time`` knows ``slo``; or else it is only judged by it.
 
     Raises:
@@ -160,13 +151,13 @@ def mix_moments(lengths: Lengths) -> Moments:
     return Moments(float(prompt.mean()), float(output.mean()), float(output.std()))
 
 
-def measure_bound(experiment: Experiment, alone: RunAlone = run_alone) -> Bound:
+def measure_bound(experiment: Experiment) -> Bound:
     """Run every distinct profile alone on the mix; see ``sim.alone``."""
     rows = experiment.lengths.draw(_MOMENT_DRAWS, np.random.default_rng(_MOMENTS_STREAM))
     mix = Mix.of(EvenLengths(*rows), _BOUND_STREAM)
     engines = Engines(experiment.scheduling, experiment.max_batched_tokens)
     profiles = dict.fromkeys(i.profile for i in experiment.instances)
-    found = {p: alone(p, mix, engines, _BOUND_REQUESTS) for p in profiles}
+    found = {p: run_alone(p, mix, engines, _BOUND_REQUESTS) for p in profiles}
     rates = {p: 0.0 if its is None else its.output_tokens_per_s for p, its in found.items()}
     return Bound(tuple(rates[i.profile] for i in experiment.instances))
 

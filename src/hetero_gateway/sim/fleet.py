@@ -5,8 +5,6 @@ kernel is compiled; otherwise they are lists and it runs as it is written. The r
 same.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The highest load at which a given share of requests is within the limits: goodput. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 # What ``simulate --held`` looks for.

@@ -28,8 +28,6 @@ residue of the step number), or at the end of the step under way when something 
 slow-down changes.
 """
 
-from __future__ import annotations
-
 import math
 
 from hetero_gateway.sim.block_cache import SPARE, count_free, keep, look_up, release, share, take
@@ -50,7 +48,7 @@ HEAP_AT, PREEMPTIONS, STATE, NEXT, PREVIOUS = range(8, 13)
 KEYS, HITS, KEPT, HELD, CACHED_TOKENS = range(13, 18)
 SEQUENCE_FIELDS = 18
 
-# Values of STATE; ``engine.State`` gives them names for the outside.
+# Values of STATE.
 NEW, WAITING, PREFILLING, DECODING, DONE = range(5)
 
 # Fields of an instance's integers. NUM_*: how many sequences are in that state. STEP_*: what is in

@@ -4,8 +4,6 @@ docs/design/search.md says why its rows are not sampled, and what a share of its
 A run that is longer than the trace begins it again as other text: nothing is found of a lap before.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

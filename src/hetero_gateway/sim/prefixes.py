@@ -10,8 +10,6 @@ last known block is its request's own.
               its parts end where a prompt or a run of blocks does in any request, as messages do
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

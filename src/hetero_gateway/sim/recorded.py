@@ -6,8 +6,6 @@ when it was sent there: what differs from the measured times is the engines' (pr
 predictions: what differs from "as placed" is the scheduler's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

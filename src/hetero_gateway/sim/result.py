@@ -1,23 +1,9 @@
-"""From the records of simulated requests to figures. Pure.
+"""From the records of simulated requests to figures; docs/guide/simulate.md has them. Pure.
 
 Times (``figures``) count from a request's arrival: waiting in the gateway's queue is part of them.
-
-    throughput   tokens/s  output tokens over the time from the first arrival to the last
-                           completion. On a finite run this is a tail metric: a single long
-                           request on a slow instance decides it.
-    total        tokens/s  prompt and output tokens over the same time (what ``bench`` prints)
-    steady       tokens/s  output tokens generated while the cluster was in its stride: from when
-                           20 % of the requests had finished to when 80 % had or, if that is
-                           earlier, the first instance ran dry after the last arrival. By
-                           arrivals, an overloaded cluster would be seen while it fills up. With
-                           everything at once: from the start until the first one runs dry;
-                           leaving out the start, which only prefills, would flatter it.
-    within SLO   share     of all requests, TTFT and TPOT within their limits; those that were
-                           refused or lost are not
-    cached       share     prompt tokens that engines had in their prefix caches, of all of the
-                           finished requests
-    spread       ratio     (latest − earliest) / latest completion time over the instances; an
-                           instance that got nothing completed at 0
+By arrivals, an overloaded cluster would be seen while it fills up, so ``steady`` goes by what has
+finished. With everything at once it is from the start: leaving that out, which only prefills, would
+flatter it.
 
 Requests that were refused, or lost with a dead instance, count in ``refused``, ``lost`` and the
 share within the SLO, and nowhere else. What is not a number (no request finished) is None in JSON.
@@ -28,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -245,20 +232,26 @@ class Cell:
             "load": self.load,
             "seeds": n,
             "requests": self.runs[0].requests,
-            "throughput_tokens_per_s": self.throughput_tokens_per_s.to_dict(),
-            "total_tokens_per_s": self.spread(lambda run: run.total_tokens_per_s).to_dict(),
-            "steady_tokens_per_s": self.spread(lambda run: run.steady_tokens_per_s).to_dict(),
-            "latency_s": self._statistics(lambda run: run.latency_s),
-            "ttft_s": self._statistics(lambda run: run.ttft_s),
-            "tpot_s": self._statistics(lambda run: run.tpot_s),
+            **{
+                f"{name}_tokens_per_s": self.spread(attrgetter(f"{name}_tokens_per_s")).to_dict()
+                for name in ("throughput", "total", "steady")
+            },
+            **{n: self._statistics(attrgetter(n)) for n in ("latency_s", "ttft_s", "tpot_s")},
             "slo_share": self.spread(lambda run: run.slo_share).to_dict(),
             "share_of_bound": finite(self.share_of_bound.mean),
             "cached_share": finite(self.spread(lambda run: run.cached_share).mean),
             "completion_spread": self.spread(lambda run: run.completion_spread).to_dict(),
-            "preemptions": self.total(lambda run: run.preemptions) / n,
-            "refused": self.total(lambda run: run.refused) / n,
-            "lost": self.total(lambda run: run.lost) / n,
-            "classes": {name: self._class_statistics(name) for name in self.runs[0].classes},
+            **{
+                name: self.total(attrgetter(name)) / n
+                for name in ("preemptions", "refused", "lost")
+            },
+            "classes": {
+                name: {
+                    figure: self._statistics(lambda run: getattr(run.classes[name], figure))  # noqa: B023
+                    for figure in ("latency_s", "ttft_s")
+                }
+                for name in self.runs[0].classes
+            },
             "instances": [
                 {
                     "id": instance_id,
@@ -268,12 +261,6 @@ class Cell:
                 }
                 for i, instance_id in enumerate(self.instance_ids)
             ],
-        }
-
-    def _class_statistics(self, name: str) -> dict[str, dict[str, float | None]]:
-        return {
-            "latency_s": self._statistics(lambda run: run.classes[name].latency_s),
-            "ttft_s": self._statistics(lambda run: run.classes[name].ttft_s),
         }
 
     def _statistics(self, of: Callable[[RunResult], Distribution]) -> dict[str, float | None]:

@@ -4,7 +4,7 @@ import pytest
 
 from hetero_gateway.core.costs.cost_model import prefill_time_s
 from hetero_gateway.core.costs.profile import Constants
-from hetero_gateway.lab.profiler.chunked import KEY, chunked_prefills
+from hetero_gateway.lab.profiler.verdicts import KEY, chunked_prefills
 
 C = Constants(p1=1e-4, p2=1e-3, p3=5e-5, p4=0.02, p5=0, p6=0, p7=0, p8=1e-2)
 

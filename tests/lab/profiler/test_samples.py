@@ -18,7 +18,6 @@ from hetero_gateway.lab.profiler.samples import (
     read_json_lines,
     read_samples,
     record_of,
-    sample_of,
     write_csv,
 )
 
@@ -115,7 +114,7 @@ def test_records_are_appended_and_read_with_what_the_measurement_added(tmp_path)
     append(path, record_of(ONE, cell="4x512", repeat=0, at=1.5))
     append(path, record_of(ONE, discarded="a request was preempted", cell="4x512", repeat=1))
     first, second = read_json_lines(path)
-    assert sample_of(first) == ONE
+    assert kept_samples([first]) == [ONE]
     assert (first["cell"], first["repeat"], first["at"]) == ("4x512", 0, 1.5)
     assert first["discarded"] is None
     assert second["discarded"] == "a request was preempted"

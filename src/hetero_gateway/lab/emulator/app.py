@@ -4,8 +4,6 @@ A request's own task reads the body, hands a ``Reply`` to the engine loop and th
 the client to go away: every byte of the answer is written by the loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -260,10 +258,9 @@ class EmulatedVLLM:
         permission = {**DOCUMENTS["permission"], "created": self._started}
         data = [
             {
+                **DOCUMENTS["model"],
                 "id": name,
-                "object": "model",
                 "created": self._started,
-                "owned_by": "vllm",
                 "root": self._adapters.get(name, self.settings.profile.model),
                 "parent": names[0] if name in self._adapters else None,
                 "max_model_len": self.settings.context_tokens,

@@ -3,8 +3,6 @@
 Field names and refusals are vLLM's; unknown fields are ignored, as vLLM does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

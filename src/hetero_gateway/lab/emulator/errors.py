@@ -1,7 +1,5 @@
 """vLLM's error bodies, in its own words: ``refusals.csv`` (observed on vLLM 0.32)."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any, TypeVar

@@ -6,8 +6,6 @@ the schedule is moved to now, and what was lost is counted, so that a measuremen
 machine can be distinguished from a good one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace

@@ -6,8 +6,6 @@ window. Times are wall-clock seconds, as whoever scrapes this instance would mea
 ``--time-scale 10`` a tenth of the emulated hardware's.
 """
 
-from __future__ import annotations
-
 import csv
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Chunks are built from byte templates: a token costs one concatenation and no JSON encoding.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

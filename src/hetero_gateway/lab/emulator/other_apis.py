@@ -49,14 +49,8 @@ class ResponsesReply(EmulatedReply):
         return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._place["item_id"],
-            "content": content,
-            "role": "assistant",
-            "status": status,
-            "type": "message",
-            "phase": None,
-        }
+        named = {"id": self._place["item_id"], "content": content, "status": status}
+        return {**DOCUMENTS["output item"], **named}
 
     @property
     def text(self) -> str:
@@ -189,14 +183,8 @@ class MessagesReply(EmulatedReply):
         return {"input_tokens": self.prompt_tokens, "output_tokens": self.completion_tokens}
 
     def _message(self, content: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "content": content,
-            "model": self.model,
-            **rest,
-        }
+        named = {"id": self.id, "content": content, "model": self.model}
+        return {**DOCUMENTS["message"], **named, **rest}
 
     def opening(self) -> bytes:
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}

@@ -4,8 +4,6 @@ An embedding depends on its input alone. A score is the share of three-letter se
 texts have in common: 1 for equal ones.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import struct

@@ -1,7 +1,5 @@
 """Runs an emulated instance under uvicorn, on a socket of its own, until a signal."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from collections.abc import Callable

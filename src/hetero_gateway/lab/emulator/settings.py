@@ -91,24 +91,15 @@ def _length(text: str | None, path: Path, line: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EmulatorSettings:
-    """Everything but the address it listens on.
+    """Everything but the address it listens on; ``emulate --help`` says what each option does.
 
     Args:
         profile: whose p1..p9 and KV capacity are emulated.
         models: names in /v1/models, the first being the real one; empty means the profile's model.
-        time_scale: virtual seconds per wall second, above 0.
         max_model_len: tokens of the context window; None means 8 192, or the KV capacity if less.
-        scheduling, max_num_seqs, slowdown: as ``sim.engine.Engine`` has them.
         max_num_batched_tokens: None means vLLM's default, raised to max_num_seqs.
         num_gpu_blocks: a KV cache of this many blocks of 16 tokens instead of the profile's.
-        max_num_queued_reqs: a request that finds as many waiting gets 503; None means no limit.
-        api_key: guards /v1/*; None means open.
-        lengths: how long an answer is when the client does not force it.
-        seed: of texts, lengths and ids.
-        prefix_caching: keep the KV blocks of what was computed, as vLLM does by default.
-        prompt_tokens_details: say in ``usage`` how many prompt tokens were cached.
         lora_modules: further names, each an adapter that shares no cached prefix with others.
-        store_responses: keep what /v1/responses answers, so that others can continue it.
 
     Raises:
         ConfigError: naming the option that cannot be.

@@ -11,8 +11,6 @@ behind it, and 3 that begin the answer; so the next turn, which sends the answer
 the very tokens that are cached. A block's key is a hash of its tokens and of the key before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Mapping
 from random import Random
 from typing import Any

@@ -6,8 +6,6 @@ and the tail's bytes are kept; JSON is parsed once, after the end. What came bac
 what it means is ``judge``'s to say.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl

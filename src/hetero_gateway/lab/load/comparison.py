@@ -3,8 +3,6 @@
 Everything said here is computed from the figures; a policy that lost is said to have lost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

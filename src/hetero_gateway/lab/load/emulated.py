@@ -5,8 +5,6 @@ profiles in the same time. Its own constants in seconds (time-outs, and those of
 stay as they are: at a scale of 6 a patience of 1 s lasts 6 s of the hardware.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass

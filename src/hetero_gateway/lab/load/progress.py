@@ -1,7 +1,5 @@
 """Progress on standard error: a bar on a terminal, one line per run elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -7,8 +7,6 @@ Token-id prompts, on /v1/completions only, are exact everywhere. A chat template
 to a chat prompt. Prompts differ from their first bytes on, so that no prefix cache helps.
 """
 
-from __future__ import annotations
-
 import enum
 import random
 from dataclasses import dataclass

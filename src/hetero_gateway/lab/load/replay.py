@@ -1,7 +1,5 @@
 """Replays timed requests against a target: one task per request in flight, one pacing loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

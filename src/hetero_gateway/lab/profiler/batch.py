@@ -4,8 +4,6 @@ docs/design/profiling.md says why. A gate that was too short is seen (the batch 
 together), and the next one is longer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

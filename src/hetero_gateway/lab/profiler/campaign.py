@@ -28,7 +28,6 @@ from hetero_gateway.lab.load.client import LoadClient, LoadTarget
 from hetero_gateway.lab.load.replay import raise_file_limit
 from hetero_gateway.lab.profiler import verdicts
 from hetero_gateway.lab.profiler.batch import BatchSender, Shot
-from hetero_gateway.lab.profiler.chunked import KEY, record
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts
 from hetero_gateway.lab.profiler.grid import GRID_VERSION, BatchLimits, GridCell, cost_s, plan_cells
 from hetero_gateway.lab.profiler.samples import append, kept_samples, record_of
@@ -67,15 +66,9 @@ _GATE_S, _GATE_S_PER_REQUEST, _GATE_S_PER_TOKEN = 0.03, 0.0006, 1.5e-6
 
 @dataclass(frozen=True, slots=True)
 class CampaignPlan:
-    """What the user asks for.
+    """What the user asks for, as ``profile --help`` has it.
 
-    Args:
-        budget_s: wall-clock seconds, over all runs that add to one file.
-        seed: of the cells' lengths.
-        passes: how often each cell is measured.
-        timeout_s: of one request.
-        max_batched_tokens: what the engine prefills in one step at most.
-        deep_prefills: fit prefills of several steps as well, as they were measured.
+    ``budget_s`` is over all runs that add to one file, ``timeout_s`` of one request.
     """
 
     budget_s: float = 600.0
@@ -275,7 +268,7 @@ class Campaign:
                 more["max_num_seqs"] = self.outcome.max_num_seqs
             more["gate_tokens"] = gate_tokens
             if beyond is not None and reason is None:
-                more[KEY] = record(beyond)
+                more[verdicts.KEY] = {n: getattr(beyond, n) for n in ("prompt_tokens", "prefill_s")}
             line = record_of(sample, discarded=reason, run=self._identity, **more)
             append(self._path, line)
             self.records.append(line)

@@ -4,8 +4,6 @@
 ``profile --from`` has no more to it: ``fit_recorded`` fits samples that were measured before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple

@@ -6,8 +6,6 @@ for attention (p9), and to say how far Eq. (3) is off. Batch size and length var
 that b·I, b, I and 1 can be distinguished.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

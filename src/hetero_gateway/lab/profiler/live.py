@@ -1,7 +1,5 @@
 """``profile URL``: measure an engine, fit, and write the profile, however the measuring ended."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -22,11 +20,11 @@ from hetero_gateway.lab.profiler.campaign import (
     CampaignProgress,
     identity,
 )
-from hetero_gateway.lab.profiler.chunked import chunked_prefills
 from hetero_gateway.lab.profiler.document import ProfiledInstance, write_fit
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts, Overrides, read_engine
 from hetero_gateway.lab.profiler.plot import check_can_plot
 from hetero_gateway.lab.profiler.samples import discarded_counts, kept_samples, read_json_lines
+from hetero_gateway.lab.profiler.verdicts import chunked_prefills
 
 
 @dataclass(frozen=True, slots=True)

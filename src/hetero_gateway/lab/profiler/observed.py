@@ -5,8 +5,6 @@ does not determine leans on the profile that the gateway has of the instance now
 which constants those are. The gateway is only asked; nothing in it changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 matplotlib is an extra; it is imported when a plot is written, and not before.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ torn, which is what a crash leaves; any other broken line is an error.
 Every error is a ``ConfigError`` that names the file, the line and the column.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -87,14 +85,9 @@ def record_of(sample: Sample, *, discarded: str | None = None, **more: Any) -> d
     return {**{c: getattr(sample, c) for c in COLUMNS}, "discarded": discarded, **more}
 
 
-def sample_of(record: Mapping[str, Any]) -> Sample:
-    """The sample in a record that ``read_json_lines`` has checked."""
-    return Sample(*(record[column] for column in COLUMNS))
-
-
 def kept_samples(records: Iterable[Mapping[str, Any]]) -> list[Sample]:
-    """The samples that are not discarded."""
-    return [sample_of(record) for record in records if record["discarded"] is None]
+    """Those that are not discarded, of records that ``read_json_lines`` has checked."""
+    return [Sample(*(r[c] for c in COLUMNS)) for r in records if r["discarded"] is None]
 
 
 def discarded_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -4,8 +4,6 @@ docs/design/profiling.md says how a batch is timed. Whether all started in one s
 the others had emitted by the last first token.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

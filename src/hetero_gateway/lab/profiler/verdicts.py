@@ -1,13 +1,16 @@
 """What becomes of a batch: samples to fit, or the reason why not. No clock and no socket here."""
 
-from __future__ import annotations
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from dataclasses import replace
-from typing import NamedTuple
+import numpy as np
 
-from hetero_gateway.core.costs.fitting import Sample
+from hetero_gateway.core.costs.fitting import Sample, fit_robustly, prefill_terms
 from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.lab.profiler.batch import Shot
+from hetero_gateway.lab.profiler.samples import kept_samples
 
 ENGINE_ERROR = "engine error"  # what it said follows
 FOREIGN = "foreign load"
@@ -57,7 +60,7 @@ def _hurried(whole: Sample, decode: Sample) -> bool:
 
 
 def several_steps(whole: Sample, decode: Sample | None) -> list[BatchVerdict]:
-    """The decode part; the prefill is kept beside it, for ``chunked``."""
+    """The decode part; the prefill is kept beside it, for ``chunked_prefills``."""
     sample = decode or replace(whole, prefill_s=None)
     return [BatchVerdict(sample, None, closes=True, beyond=whole)]
 
@@ -79,3 +82,58 @@ def disturbance(before: EngineMetrics, after: EngineMetrics, shot: Shot) -> str 
 def grown(before: float | None, after: float | None) -> float:
     """By how much a counter grew; 0 where it is not exported."""
     return 0.0 if before is None or after is None else after - before
+
+
+# Prefills that take several steps of the engine, and what Eq. (3) can say of them. It is fitted to
+# batches of one step, and to single prompts of several with the further steps' fixed part,
+# (steps − 1)·(p2 + p4), taken off: docs/design/profiling.md says why.
+
+# What a sample's line keeps of such a prefill, beside the columns that are fitted.
+KEY = "chunked"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """Measured prefills of several steps.
+
+    Args:
+        singles: of one prompt, as if the whole of it had run in one step.
+        batches: of several prompts, as measured.
+        measured: all of them, as measured.
+    """
+
+    singles: list[Sample]
+    batches: list[Sample]
+    measured: list[Sample]
+
+    def error(self, constants: Sequence[float]) -> float | None:
+        """Mean relative error of p1..p4 and p9 on the batches; None without any."""
+        if not self.batches:
+            return None
+        seconds = np.array([s.prefill_s for s in self.batches])
+        predicted = prefill_terms(self.batches) @ np.array(constants)
+        return float(np.mean(np.abs(predicted / seconds - 1)))
+
+
+def chunked_prefills(records: Iterable[Mapping[str, Any]], max_batched_tokens: int) -> Chunked:
+    """Those of accepted records; the fixed part of a step comes from the others."""
+    kept = [r for r in records if r["discarded"] is None]
+    fixed_s = 0.0
+    if one_step := [sample for sample in kept_samples(kept) if sample.prefill_s]:
+        times = np.array([s.prefill_s for s in one_step])
+        p = fit_robustly(prefill_terms(one_step), times, np.ones(len(times)))
+        fixed_s = float(p[1] + p[3])
+    singles: list[Sample] = []
+    measured: list[Sample] = []
+    for r in kept:
+        if KEY not in r:
+            continue
+        prompt, prefill_s = r[KEY]["prompt_tokens"], r[KEY]["prefill_s"]
+        measured.append(Sample(r["batch_size"], prompt, 1, prefill_s, None))
+        if r["batch_size"] > 1:
+            continue
+        steps = math.ceil(prompt / max_batched_tokens)
+        rest_s = prefill_s - (steps - 1) * fixed_s
+        if rest_s > prefill_s / 2:  # else the steps' fixed part is all there is to see
+            singles.append(Sample(1, prompt, 1, rest_s, None))
+    return Chunked(singles, [s for s in measured if s.batch_size > 1], measured)

@@ -4,8 +4,6 @@ All else is left to the objects of ``cluster.py``: prefix caches, instances that
 scheduler has no constants for, policies and predictors that are not built in, queue disciplines.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +36,6 @@ from hetero_gateway.sim.compiled.tables import (
     Requests,
     Slowdowns,
     bucket_means,
-    length_classes,
     with_room,
 )
 from hetero_gateway.sim.fleet import EngineFleet
@@ -59,9 +56,7 @@ _PLAIN_RULES: dict[type[Any], int] = {
 }
 
 # All that ``FinishTime`` consists of. Whatever else it may get is a rule that is not known here.
-_FINISH_TIME = {
-    "objective", "prefill_depth", "_first_token_weight", "slos"
-}  # fmt: skip
+_FINISH_TIME = {"objective", "prefill_depth", "_first_token_weight", "slos"}
 
 # Runs a workload to its end, given how to compile a loop.
 Run = Callable[[Callable[[Any], Any]], None]
@@ -191,7 +186,7 @@ def _requests(workload: Workload, predictions: FloatArray | None, records: Any) 
         np.ascontiguousarray(workload.arrival_s, np.float64),
         prompt_tokens,
         np.ascontiguousarray(workload.output_tokens, np.int64),
-        length_classes(prompt_tokens),
+        np.frexp(prompt_tokens.astype(np.float64))[1].astype(np.int64),  # ``int.bit_length``
         np.ascontiguousarray(predictions, np.float64),
         records.instance,
         records.placed_s,

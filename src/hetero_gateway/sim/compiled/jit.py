@@ -5,11 +5,9 @@ for. What that calls may be of other files, and would stay as it was when they c
 has a digest of everything that is compiled into it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
@@ -21,17 +19,15 @@ from hetero_gateway.sim.fleet import ENTRIES, OPTIONS, compile_kernel, jit
 @functools.cache
 def compiled(loop: FunctionType) -> Any:
     """A loop of this package, compiled by numba."""
-    # numba's key has the values of a closure in it. A function around the loop would have one too,
-    # and all would be optimised once more.
     functions = _called(loop)
     compile_kernel()
     registered = {block_cache.__name__, kernel.__name__}
     for function in functions:
         if function.__module__ not in registered or function in ENTRIES:
             _register(function)
-    digest = CellType(_digest(functions))
-    code = loop.__code__.replace(co_freevars=("digest",))
-    return jit(FunctionType(code, loop.__globals__, loop.__name__, None, (digest,)))
+    name = f"{loop.__name__}_{_digest(functions)}"
+    code = loop.__code__.replace(co_name=name, co_qualname=name)
+    return jit(FunctionType(code, loop.__globals__, name))
 
 
 @functools.cache
@@ -64,8 +60,13 @@ def _functions(caller: FunctionType) -> Iterator[FunctionType]:
 
 
 def _digest(functions: Iterable[FunctionType]) -> str:
-    """Of their code, and of the constants that they take from their modules."""
-    parts: list[str] = []
+    """Of their code, and of the constants and types that they take from their modules.
+
+    What is kept names the types of a loop's arguments, and cannot be read once one has moved.
+    """
+    values = [value for function in functions for value in function.__globals__.values()]
+    types = {f"{t.__module__}.{t.__qualname__}" for t in values if isinstance(t, type)}
+    parts = sorted(types)
     for function in sorted(functions, key=lambda f: (f.__module__, f.__qualname__)):
         _add_code(parts, function.__code__)
         constants = function.__globals__

@@ -6,8 +6,6 @@ What an instance is expected to do is ``core/policies/estimates.py``'s own ``roo
 loop of ``cluster.py``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

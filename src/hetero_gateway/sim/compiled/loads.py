@@ -5,8 +5,6 @@ most T·e^50 (``MAX_EXPONENT``), so that sums stay below 2^180 as long as T time
 below ``MOST_SUM_S``.
 """
 
-from __future__ import annotations
-
 import math
 
 from hetero_gateway.core.costs.arrays import Integers

@@ -4,8 +4,6 @@
 generator, in the same order.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -16,9 +14,7 @@ from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.sim.compiled import loads
 from hetero_gateway.sim.compiled.tables import (
-    CAPACITY as CAPACITY_PER_S,
-)
-from hetero_gateway.sim.compiled.tables import (
+    CAPACITY_PER_S,
     KV_CAPACITY_TOKENS,
     KV_LIMIT_TOKENS,
     BucketMeans,
@@ -29,7 +25,6 @@ from hetero_gateway.sim.compiled.tables import (
     candidates,
     give_back,
     learn,
-    least,
     member_of,
     predicted_tokens,
     start,
@@ -67,8 +62,9 @@ class Loads(NamedTuple):
 class Placing(NamedTuple):
     """All of a simulation but the engines, whose tables grow.
 
-    ``takes``: who can have a request; ``scores``: room for two numbers per instance. ``done``: the
-    requests and the slowdowns that came already.
+    ``smallest_tokens``: a request that takes no more can be held by all. ``takes``: who can have
+    it; ``scores``: room for two numbers per instance. ``done``: the requests and the slowdowns that
+    came already.
     """
 
     r: Requests
@@ -77,6 +73,7 @@ class Placing(NamedTuple):
     there: Loads
     means: BucketMeans
     slowdowns: Slowdowns
+    smallest_tokens: float
     takes: Flags
     scores: FloatArray
     done: Integers
@@ -91,13 +88,13 @@ def new_placing(
         np.zeros((size, loads.DIGITS), np.int64), np.zeros(size),
     )  # fmt: skip
     takes, scores, done = np.ones(size, np.bool_), np.zeros((2, size)), np.zeros(2, np.int64)
-    return Placing(r, pool, rule, there, means, slowdowns, takes, scores, done)
+    smallest_tokens = float(pool.members[:, KV_LIMIT_TOKENS].min())
+    return Placing(r, pool, rule, there, means, slowdowns, smallest_tokens, takes, scores, done)
 
 
 def place_all(e: EngineTables, w: Placing, rng: np.random.Generator) -> bool:
     """Run the workload to its end; False: to a request for which there is no slot."""
     r, takes, slowdowns, done = w.r, w.takes, w.slowdowns, w.done
-    size, smallest_tokens = len(takes), least(w.pool.members[:, KV_LIMIT_TOKENS])
     while True:
         request, slowed = done[0], done[1]
         arrival_s = slowed_s = math.inf
@@ -120,8 +117,8 @@ def place_all(e: EngineTables, w: Placing, rng: np.random.Generator) -> bool:
         output_tokens = predicted_tokens(w.means, r, request)
         prompt_tokens = r.prompt_tokens[request]
         tokens = prompt_tokens + output_tokens
-        count = size
-        if tokens <= smallest_tokens:
+        count = len(takes)
+        if tokens <= w.smallest_tokens:
             takes[:] = True
         else:
             count = candidates(w.pool, tokens, takes)

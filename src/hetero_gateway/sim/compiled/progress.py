@@ -7,8 +7,6 @@ here is what each request puts on and takes off, which ``InstanceState`` does in
 who is to come to the next stage.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

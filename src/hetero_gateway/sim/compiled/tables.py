@@ -1,7 +1,5 @@
 """Requests, engines and instances as arrays; what the engines have logged, passed on."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +11,8 @@ from hetero_gateway.core.policies.member import Member
 from hetero_gateway.sim.kernel import submit
 
 # Columns of a table of members.
-KV_CAPACITY_TOKENS, KV_LIMIT_TOKENS, WEIGHT, CAPACITY = (
-    Member._fields.index(name)
-    for name in ("kv_capacity_tokens", "kv_limit_tokens", "weight", "capacity")
+KV_CAPACITY_TOKENS, KV_LIMIT_TOKENS, CAPACITY_PER_S = (
+    Member._fields.index(name) for name in ("kv_capacity_tokens", "kv_limit_tokens", "capacity")
 )
 
 # An array, where the kernel's own annotations have lists.
@@ -96,14 +93,6 @@ def candidates(pool: PoolTable, tokens: float, takes: Flags) -> int:
     return count
 
 
-def least(values: FloatArray) -> float:
-    """``values.min()``, for which numba makes an array."""
-    lowest = values[0]
-    for i in range(1, len(values)):
-        lowest = min(lowest, values[i])
-    return float(lowest)
-
-
 def start(e: EngineTables, r: Requests, request: int, i: int, now_s: float) -> int:
     """Put a placed request into its engine; its slot, of which there must be one. -1: refused."""
     r.instance[request] = i
@@ -163,11 +152,6 @@ class BucketMeans(NamedTuple):
 def bucket_means(prior_tokens: float, prior_requests: float = 1.0, *, learns: bool) -> BucketMeans:
     means = np.zeros(CLASSES, [("value", "f8"), ("weight", "f8")]).view(np.recarray)
     return BucketMeans(means, prior_tokens, prior_requests, learns)
-
-
-def length_classes(prompt_tokens: Integers) -> Integers:
-    """``int.bit_length`` of each."""
-    return np.frexp(prompt_tokens.astype(np.float64))[1].astype(np.int64)
 
 
 def predicted_tokens(b: BucketMeans, r: Requests, request: int) -> float:
