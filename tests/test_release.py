@@ -114,11 +114,14 @@ def test_the_compiled_wheels_are_of_every_python_that_is_tested(workflow: Any) -
     built = [f"{name[2]}.{name[3:5]}" for name in settings["build"].split()]
     assert built == jobs["check"]["strategy"]["matrix"]["python"]
     assert settings["environment"]["HATCH_BUILD_HOOKS_ENABLE"] == "1"
-    assert "compiled" in settings["test-command"]
+    assert settings["build-frontend"]["args"] == ["--no-isolation"]
+    locks = "--require-hashes -r requirements/build.txt -r requirements/compile.txt"
+    assert settings["before-build"] == f"pip install {locks}"
+    assert "compiled" in settings["test-command"][0]
     (uploaded,) = (s["with"] for s in jobs["compiled"]["steps"] if "upload-artifact" in s["uses"])
-    taken = [s["with"] for s in jobs["wheel"]["steps"] if "download" in s.get("uses", "")]
-    assert [fnmatch.fnmatch(uploaded["name"], each["pattern"]) for each in taken] == [True]
-    assert taken[0]["path"] == "dist"
+    (taken,) = (s["with"] for s in jobs["wheel"]["steps"] if "download" in s.get("uses", ""))
+    assert fnmatch.fnmatch(uploaded["name"], taken["pattern"])
+    assert taken["path"] == uploaded["path"] == "dist"
 
 
 def test_nobody_is_given_more_than_a_job_needs(workflow: Any) -> None:

@@ -1,7 +1,4 @@
-"""A plugin of pytest's (``-p tests.fakes.natively``): the tests run on the compiled scheduler.
-
-Taken with the first import, before anything of the scheduler is.
-"""
+"""A plugin of pytest's (``-p tests.fakes.natively``): the tests run on the compiled scheduler."""
 
 import pytest
 
