@@ -25,7 +25,7 @@ from tests.deploy.plans import EVERY_VENDOR, ONE_MACHINE, TWO_MACHINES, options,
 
 
 def instances(planned, **changes):
-    return deployed_instances(planned, options(**changes), planned.best)
+    return deployed_instances(planned, options(**changes))
 
 
 def first_words(planned, **changes):
@@ -66,7 +66,7 @@ def test_a_machine_is_reached_by_its_address_its_id_or_loopback():
 def test_a_single_machine_with_an_address_is_not_the_gateways_own():
     away = options(addresses={"v100-box": "10.0.0.7"})
     assert on_one_host(instances(ONE_MACHINE), options())
-    assert not on_one_host(deployed_instances(ONE_MACHINE, away, ONE_MACHINE.best), away)
+    assert not on_one_host(deployed_instances(ONE_MACHINE, away), away)
 
 
 def test_two_machines_at_one_address_are_refused():
@@ -192,7 +192,7 @@ def test_a_layout_larger_than_its_machine_is_refused():
     too_large = plan({"box": ("V100-32GB-NVLink2", 4, (4,))})
     best = dataclasses.replace(too_large.best, layouts={"box": (4, 4)})
     with pytest.raises(ConfigError, match="8 accelerators planned of 4"):
-        deployed_instances(too_large, options(), best)
+        deployed_instances(dataclasses.replace(too_large, candidates=(best,)), options())
 
 
 def test_every_card_has_a_checkpoint_and_every_checkpoint_a_card():
@@ -217,13 +217,13 @@ def wide_plan(size: Size, machines: int = 2) -> Plan:
 
 
 def test_stages_copies_and_experts_are_written_as_vllms_flags():
-    deployed = deployed_instances(made := wide_plan(Size(1, 2), 1), options(), made.best)
+    deployed = deployed_instances(made := wide_plan(Size(1, 2), 1), options())
     words = serve_arguments(deployed[0], options())
     assert words[words.index("--pipeline-parallel-size") + 1] == "2"
     assert deployed[0].devices == (0, 1)
     assert deployed[0].id == "box-0-tp1-pp2-0"
     made = wide_plan(Size(1, data=2, experts=True), 1)
-    deployed = deployed_instances(made, options(), made.best)
+    deployed = deployed_instances(made, options())
     words = serve_arguments(deployed[0], options())
     assert words[words.index("--data-parallel-size") + 1] == "2"
     assert "--enable-expert-parallel" in words
@@ -233,7 +233,7 @@ def test_stages_copies_and_experts_are_written_as_vllms_flags():
 
 def test_an_instance_over_machines_has_a_part_on_each():
     made = wide_plan(Size(2, 2, machines=2), 4)
-    deployed = deployed_instances(made, options(), made.best)
+    deployed = deployed_instances(made, options())
     assert [(i.machine.id, i.rank, i.master) for i in deployed] == [
         ("box-0", 0, "box-0"), ("box-1", 1, "box-0"),
         ("box-2", 0, "box-2"), ("box-3", 1, "box-2"),

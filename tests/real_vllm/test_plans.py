@@ -58,10 +58,10 @@ def test_every_flag_that_is_written_is_one_of_vllms(figure):
     for quantization in (None, "fp8", "bitsandbytes", "mxfp4"):
         for kv_cache_dtype in ("auto", "fp8"):
             told = options(
-                quantization=quantization, kv_cache_dtype=kv_cache_dtype, enforce_eager=True,
+                quantization=quantization, kv_dtype=kv_cache_dtype, enforce_eager=True,
                 dtype="float16", max_model_len=8192, max_num_batched_tokens=2048,
             )  # fmt: skip
-            deployed = deployed_instances(TWO_MACHINES, told, TWO_MACHINES.best)
+            deployed = deployed_instances(TWO_MACHINES, told)
             jobs += [
                 {"flags": ["--model", "x", "--host", "::", "--port", "8001",
                            *serve_arguments(instance, told)]}
@@ -70,7 +70,7 @@ def test_every_flag_that_is_written_is_one_of_vllms(figure):
     for size in (Size(2, 2), Size(1, data=4, experts=True), Size(8, experts=True),
                  Size(2, 4, machines=2)):  # fmt: skip
         layout = {f"box-{i}": ("L40S-48GB", int(size), (size,)) for i in range(size.machines)}
-        deployed = deployed_instances(plan(layout), told, plan(layout).best)
+        deployed = deployed_instances(plan(layout), told)
         assert len(deployed) == size.machines
         jobs += [{"flags": ["--model", "x", *serve_arguments(i, told)]} for i in deployed]
     answers = ask(jobs)

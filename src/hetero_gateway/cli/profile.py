@@ -139,15 +139,12 @@ def _live(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace) -> Overrides:
+    same = ("model", "kv_capacity_tokens", "max_model_len", "max_num_seqs", "quantization")
     return Overrides(
-        model=args.model,
-        kv_capacity_tokens=args.kv_capacity_tokens,
-        max_model_len=args.max_model_len,
+        **{name: getattr(args, name) for name in same},
         block_tokens=args.block_size,
-        max_num_seqs=args.max_num_seqs,
         gpu=args.gpu or _NO_GPU,
         tensor_parallel=args.tensor_parallel or 1,
-        quantization=args.quantization,
     )
 
 

@@ -35,7 +35,7 @@ from hetero_gateway.deploy.readme import readme_text
 from hetero_gateway.deploy.script import Program, instance_program, script_text
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.whole_file import named, write_whole
-from hetero_gateway.planner.plan import Plan, PlanCandidate
+from hetero_gateway.planner.plan import Plan
 
 _DOCUMENT = "plan.json"
 _MOST_NAMED = 3
@@ -46,10 +46,9 @@ def write_deployment(
     options: DeploymentOptions,
     directory: Path,
     *,
-    candidate: PlanCandidate | None = None,
     force: bool = False,
 ) -> list[Path]:
-    """Write a candidate of the plan (default: the best); returns the files' paths, sorted.
+    """Write the best of the plan; returns the files' paths, sorted.
 
     Args:
         force: write into a directory that is not empty.
@@ -58,7 +57,7 @@ def write_deployment(
         ConfigError: the directory is not empty or cannot be one, or a name or port cannot be used.
         HeteroGatewayError: it cannot be written.
     """
-    files = render_deployment(plan, options, candidate)
+    files = render_deployment(plan, options)
     check_directory(directory, force=force)
     try:
         if directory.exists() and any(directory.iterdir()):
@@ -101,13 +100,9 @@ def write_beside(files: Mapping[str, str], directory: Path, *, force: bool = Fal
     return sorted(directory / name for name in files)
 
 
-def render_deployment(
-    plan: Plan, options: DeploymentOptions, candidate: PlanCandidate | None = None
-) -> dict[str, str]:
+def render_deployment(plan: Plan, options: DeploymentOptions) -> dict[str, str]:
     """Relative path to text; the same for the same plan and options."""
-    if candidate is None:
-        candidate = plan.best
-    instances = deployed_instances(plan, options, candidate)
+    instances = deployed_instances(plan, options)
     serving = [i for i in instances if not i.rank]
     files = profile_files(serving, options)
     files |= _gateway_files(plan, serving, options)
@@ -121,7 +116,7 @@ def render_deployment(
     if options.workload:
         rows = "".join(f"{prompt},{output}\n" for prompt, output in options.workload)
         files["requests.csv"] = f"input_tokens,output_tokens\n{rows}"
-    files["README.md"] = readme_text(plan, candidate, instances, options)
+    files["README.md"] = readme_text(plan, instances, options)
     files[_DOCUMENT] = _document(instances, options, [*files, _DOCUMENT])
     return dict(sorted(files.items()))
 
@@ -196,11 +191,9 @@ def _kubernetes_files(
         comment="The gateway's configuration in its pod.",
         server=kubernetes.GATEWAY_SERVER,
     )
-    named = {i.gateway_profile_file for i in instances}
+    manifests = kubernetes.gateway_manifests(configuration, instances, profiles)
     return following_files(instances, options, plan.policy, profiles) | {
-        "kubernetes/gateway.yaml": kubernetes.gateway_manifests(
-            configuration, {path: text for path, text in profiles.items() if path in named}
-        ),
+        "kubernetes/gateway.yaml": manifests,
         "kubernetes/instances.yaml": kubernetes.instance_manifests(instances, options, profiles),
     }
 

@@ -37,7 +37,6 @@ def following_files(
     Args:
         profiles: path below the gateway's configuration to text.
     """
-    named = {i.gateway_profile_file for i in instances}
     configuration = gateway_text(
         (),
         options,
@@ -68,9 +67,7 @@ def following_files(
 
     return {
         f"{_FOLDER}/gateway.yaml": kubernetes.gateway_manifests(
-            configuration,
-            {path: text for path, text in profiles.items() if path in named},
-            finds_pods=True,
+            configuration, instances, profiles, finds_pods=True
         ),
         f"{_FOLDER}/instances.yaml": kubernetes.instance_manifests(
             instances, options, profiles, following=True

@@ -17,7 +17,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.plan import InstanceType, Machine, Plan, PlanCandidate
+from hetero_gateway.planner.plan import InstanceType, Layout, Machine, Plan
 from hetero_gateway.planner.sizes import Size, as_size
 
 # What a name in a header, a label and a command may hold without surprise.
@@ -142,22 +142,21 @@ class DeployedInstance:
         return f"{self.machine_name}-tp{self.size}"
 
 
-def deployed_instances(
-    plan: Plan, options: DeploymentOptions, candidate: PlanCandidate
-) -> tuple[DeployedInstance, ...]:
-    """Every instance of a candidate, in the order of the plan's machines.
+def deployed_instances(plan: Plan, options: DeploymentOptions) -> tuple[DeployedInstance, ...]:
+    """Every instance of the best candidate, in the order of the plan's machines.
 
     One that stretches over machines has an entry on each, but where it is emulated.
 
     Raises:
         ConfigError: more instances than ports, or a layout that does not fit its machine.
     """
-    used = [machine for machine in plan.machines if candidate.layouts.get(machine.id)]
+    layouts = plan.best.layouts
+    used = [machine for machine in plan.machines if layouts.get(machine.id)]
     names = machine_names([machine.id for machine in plan.machines])
     result: list[DeployedInstance] = []
     stretched, master = 0, ""  # parts that have their machines, host of the present one's first
-    for machine in _neighbours(used, candidate):
-        layout = candidate.layouts[machine.id]
+    for machine in _neighbours(used, layouts):
+        layout = layouts[machine.id]
         if sum(layout) > machine.count:
             raise ConfigError(
                 f"{machine.id}: {sum(layout)} accelerators planned of {machine.count}"
@@ -201,11 +200,11 @@ def deployed_instances(
     return tuple(result)
 
 
-def _neighbours(machines: Sequence[Machine], candidate: PlanCandidate) -> list[Machine]:
+def _neighbours(machines: Sequence[Machine], layouts: Mapping[str, Layout]) -> list[Machine]:
     """In their order, but those that share instances one after another."""
     shared: dict[tuple[str, int, str], list[Machine]] = {}
     for machine in machines:
-        layout = candidate.layouts[machine.id]
+        layout = layouts[machine.id]
         alone = not any(as_size(size).machines > 1 for size in layout)
         key = (machine.accelerator, machine.count, machine.id if alone else f"{layout}")
         shared.setdefault(key, []).append(machine)

@@ -51,22 +51,27 @@ def stateful_sets(instances: Sequence[DeployedInstance]) -> dict[str, list[Deplo
 
 
 def gateway_manifests(
-    configuration: str, profiles: Mapping[str, str], *, finds_pods: bool = False
+    configuration: str,
+    instances: Sequence[DeployedInstance],
+    profiles: Mapping[str, str],
+    *,
+    finds_pods: bool = False,
 ) -> str:
     """ConfigMap, Deployment and Service of the gateway.
 
     Args:
         configuration: gateway.yaml for pods.
-        profiles: path below the configuration's directory to text.
+        profiles: path below the configuration's directory to text; the instances' are named there.
         finds_pods: it asks the API server for them, and has an account that may.
     """
     # A ConfigMap's keys have no slashes; the volume puts the files into their folder.
-    keys = {"gateway.yaml": "gateway.yaml"} | {path.replace("/", "."): path for path in profiles}
-    files = {"gateway.yaml": configuration, **profiles}
+    named = {i.gateway_profile_file for i in instances}
+    files = {"gateway.yaml": configuration}
+    files |= {path: text for path, text in profiles.items() if path in named}
     objects = _piece(
         "gateway",
-        data={key: files[path] for key, path in keys.items()},
-        items=[{"key": key, "path": path} for key, path in keys.items()],
+        data={path.replace("/", "."): text for path, text in files.items()},
+        items=[{"key": path.replace("/", "."), "path": path} for path in files],
         finds_pods=finds_pods,
         account="hetero-gateway" if finds_pods else None,
     )

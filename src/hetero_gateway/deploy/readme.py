@@ -5,17 +5,14 @@ from collections.abc import Sequence
 from hetero_gateway.deploy import template
 from hetero_gateway.deploy.command import MASTER_PORT
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions, on_one_host
-from hetero_gateway.planner.plan import Plan, PlanCandidate
+from hetero_gateway.planner.plan import Plan
 
 
 def readme_text(
-    plan: Plan,
-    candidate: PlanCandidate,
-    instances: Sequence[DeployedInstance],
-    options: DeploymentOptions,
+    plan: Plan, instances: Sequence[DeployedInstance], options: DeploymentOptions
 ) -> str:
     """Plain sentences; every command can be copied."""
-    emulate, figures = options.emulate, candidate.simulated
+    emulate, figures = options.emulate, plan.best.simulated
     machines = list(dict.fromkeys(i.machine_name for i in instances))
     vendors = sorted({i.vendor.name for i in instances} - {"NVIDIA"})
     values = {

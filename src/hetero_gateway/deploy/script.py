@@ -53,20 +53,18 @@ def script_text(
         up: from the script's own directory to the one that the commands run in.
     """
     starts = "\n".join(f"start {shlex.quote(p.id)} {p.port} \\\n  {p.command}" for p in programs)
+    needs = [] if options.emulate else ["vllm"]
+    if any(program.command.startswith("hetero-gateway") for program in programs):
+        needs.append("hetero-gateway")
     values = {
         "title": title,
         "up": shlex.quote(up),
         "model": "" if options.emulate else f"{_model_line(options)}\n",
-        "needs": " and ".join(_needs(programs, options)),
+        "needs": " and ".join(needs),
         "stop_s": options.shutdown_timeout_s + _STOP_MARGIN_S,
         "starts": starts,
     }
     return template.text("script.sh", values)
-
-
-def _needs(programs: Sequence[Program], options: DeploymentOptions) -> list[str]:
-    has_gateway = any(program.command.startswith("hetero-gateway") for program in programs)
-    return ([] if options.emulate else ["vllm"]) + (["hetero-gateway"] if has_gateway else [])
 
 
 def _model_line(options: DeploymentOptions) -> str:

@@ -8,6 +8,7 @@ or informs the health monitor asks its ``failure``.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from hetero_gateway.core.types import Outcome
 from hetero_gateway.errors import HeteroGatewayError
@@ -75,23 +76,11 @@ class Failure(enum.Enum):
     suspicion: Suspicion
     blame: Blame
 
-    def __new__(
-        cls,
-        label: str,
-        status: int,
-        code: str,
-        retryable: bool,
-        suspicion: Suspicion,
-        blame: Blame,
-    ) -> Failure:
+    def __new__(cls, label: str, *what: Any) -> Failure:
         member = object.__new__(cls)
         member._value_ = label
-        member.status = status
-        member.code = code
-        member.outcome = Outcome.TIMED_OUT if status == 504 else Outcome.UPSTREAM_ERROR
-        member.retryable = retryable
-        member.suspicion = suspicion
-        member.blame = blame
+        member.status, member.code, member.retryable, member.suspicion, member.blame = what
+        member.outcome = Outcome.TIMED_OUT if member.status == 504 else Outcome.UPSTREAM_ERROR
         return member
 
 

@@ -253,7 +253,7 @@ async def test_a_worker_that_is_gone_takes_its_requests_with_it() -> None:
     async with two_workers() as (running, client, _):
         streams = await streaming(client, running, 4)
         hub = hub_of(running)
-        session = next(iter(hub._sessions))
+        session = next(iter(hub.sessions))
         session.lost()
         assert in_flight(running) == 2
         session.channel.abort()

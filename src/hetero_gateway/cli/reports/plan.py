@@ -46,9 +46,8 @@ def _at_rate(figure: Callable[[SystemFigures], float], factor: float = 1.0) -> C
     return lambda c: "–" if c.at_rate is None else number(figure(c.at_rate) * factor)
 
 
-def _price(candidate: PlanCandidate) -> str:
-    price = candidate.usd_per_million_tokens
-    return "–" if price is None else f"{price:.3g}"
+def _known(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
 
 
 def _goodput(candidate: PlanCandidate) -> str:
@@ -62,11 +61,6 @@ def _has_share(figures: SystemFigures) -> bool:
 def _within(candidate: PlanCandidate) -> str:
     at_rate = candidate.at_rate
     return f"{at_rate.slo_share:.1%}" if at_rate is not None and _has_share(at_rate) else "–"
-
-
-def _per_hour(candidate: PlanCandidate, plan: Plan) -> str:
-    price = usd_per_hour(plan.machines, candidate.layouts)
-    return "–" if price is None else f"{price:.2f}"
 
 
 def columns(plan: Plan) -> list[Column[PlanCandidate]]:
@@ -90,9 +84,10 @@ def columns(plan: Plan) -> list[Column[PlanCandidate]]:
     if any(c.at_rate is not None and _has_share(c.at_rate) for c in plan.candidates):
         found.append(Column("within", _within, 2))
     if prices:
-        found.append(Column("$/M tokens", _price, 1))
+        found.append(Column("$/M tokens", lambda c: _known(c.usd_per_million_tokens, ".3g"), 1))
     if plan.lower_bound is not None and plan.goal == "cost":
-        found.append(Column("$/h", lambda c: _per_hour(c, plan), 0))
+        machines = plan.machines
+        found.append(Column("$/h", lambda c: _known(usd_per_hour(machines, c.layouts), ".2f"), 0))
     if idle or plan.goal == "fewest":
         found.append(Column("used", lambda c: str(c.accelerators), 1))
     if idle:

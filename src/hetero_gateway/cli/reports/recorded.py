@@ -54,15 +54,12 @@ def print_comparison(comparison: RecordComparison) -> None:
     print(f"{comparison.path}: {comparison.policy}, {measured[0].requests} requests")
     for note in comparison.notes:
         print(note)
-    head = ["", "measured", "as placed"]
-    if by_policy is not None:
-        head.append(f"by {comparison.policy}")
+    simulated = [as_placed] if by_policy is None else [as_placed, by_policy]
+    head = ["", "measured", "as placed", f"by {comparison.policy}"][: 2 + len(simulated)]
     rows = []
     for name, figure in _OF_ALL:
-        row = [name, _text(figure(measured[0])), _beside(figure, as_placed[0], measured[0])]
-        if by_policy is not None:
-            row.append(_beside(figure, by_policy[0], measured[0]))
-        rows.append(row)
+        beside = (_beside(figure, figures[0], measured[0]) for figures in simulated)
+        rows.append([name, _text(figure(measured[0])), *beside])
     print()
     print_table(head, rows)
     head = ["instance", "requests"] + (["by policy"] if by_policy is not None else [])

@@ -130,12 +130,11 @@ class MetricSample(NamedTuple):
     value: str
 
 
-def samples_in(text: str, most: int = _MOST_SAMPLES) -> list[MetricSample]:
-    """The lines that matter of whole lines of an exposition, up to this many."""
+def samples_in(text: str) -> list[MetricSample]:
+    """The lines that matter of whole lines of an exposition."""
     text = "\n" + text
-    samples = list(
-        islice((MetricSample(*match.groups("")) for match in _SERIES.finditer(text)), most)
-    )
+    found = islice(_SERIES.finditer(text), _MOST_SAMPLES)
+    samples = [MetricSample(*match.groups("")) for match in found]
     # A search of its own: the expression is fast because all of its names begin alike.
     start = text.find(_PROCESS_START_LINE)
     if start >= 0:

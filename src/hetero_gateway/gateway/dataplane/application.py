@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from hetero_gateway.core.lengths.predictors import BytesPerToken, OutputLengthPredictor
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
@@ -60,39 +61,41 @@ from hetero_gateway.http.headers import RequestFields, named_by_connection
 from hetero_gateway.http.heads import Inbound
 
 
+class DataPlaneParts(Protocol):
+    """What a gateway's data plane is made of.
+
+    ``prefix_secret``: what the keys of prompts begin with; None: a random one.
+    """
+
+    fleet: Fleet
+    outcomes: OutcomeWatch
+    metrics: Metrics
+    admission: Admission
+    predictor: OutputLengthPredictor
+    bytes_per_token: BytesPerToken
+    tokenizer: Tokenizer | None
+    deadlines: Deadlines
+    placement: Placement
+    prefix_secret: bytes | None
+
+    @property
+    def config(self) -> GatewayConfig: ...
+
+
 class DataPlane:
     """Serves the engine's POST paths.
 
     Args:
-        config, fleet, health, outcomes, metrics: of the gateway.
-        admission: who may ask.
-        predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
-        deadlines: watches the exchanges.
-        placement: finds each request its instance.
-        prefix_secret: what the keys of prompts begin with; None: a random one.
         run: where a line of each request is kept; None: nowhere.
     """
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        fleet: Fleet,
-        health: HealthMonitor,
-        outcomes: OutcomeWatch,
-        metrics: Metrics,
-        admission: Admission,
-        predictor: OutputLengthPredictor,
-        bytes_per_token: BytesPerToken,
-        tokenizer: Tokenizer | None,
-        deadlines: Deadlines,
-        placement: Placement,
-        prefix_secret: bytes | None = None,
-        run: RunFile | None = None,
-    ) -> None:
+    def __init__(self, of: DataPlaneParts, health: HealthMonitor, run: RunFile | None) -> None:
+        config, fleet, outcomes, metrics = of.config, of.fleet, of.outcomes, of.metrics
+        placement, usage = of.placement, of.admission.usage
         server, self._contexts = config.server, fleet.contexts
         self.body_limits = BodyLimits(server.max_body_bytes, server.max_buffered_bytes)
-        self.open_exchanges = deadlines
-        self._history = RequestHistory()
+        self.open_exchanges = of.deadlines
+        history = self._history = RequestHistory()
         # Each entry holds arrays of one entry per instance: about 8, or 30 with an outlook.
         entries = 25_000 if placement.queues else 100_000
         size = max(16, min(256, entries // max(1, len(config.instances))))
@@ -101,13 +104,12 @@ class DataPlane:
             config,
             self.body_limits,
             fleet,
-            predictor,
-            bytes_per_token,
-            tokenizer,
-            prefix_secret or os.urandom(32),
+            of.predictor,
+            of.bytes_per_token,
+            of.tokenizer,
+            of.prefix_secret or os.urandom(32),
         )
-        usage = admission.usage
-        learn = (fleet, health, outcomes, metrics, predictor, bytes_per_token, self._history, usage)
+        learn = (fleet, health, outcomes, metrics, of.predictor, of.bytes_per_token, history, usage)
         self.recorder = Recorder(*learn) if run is None else RecordingRecorder(run, *learn)
         drive = (
             *(self.intake, placement, self.recorder, outcomes, metrics, self.decisions),
@@ -118,10 +120,10 @@ class DataPlane:
         )
         self.rooms = Rooms(
             hops=fleet.hops,
-            admission=admission,
+            admission=of.admission,
             intake=self.intake,
             dispatcher=self.dispatcher,
-            deadlines=deadlines,
+            deadlines=of.deadlines,
             metrics=metrics,
             budget=RetryBudget(config.retry),
             total_timeout_s=config.timeouts.total_s,

@@ -147,14 +147,12 @@ class RedisStore:
                         self._address = (moved.host or self._address[0], moved.port)
                         self._drop()
             raise StoreError("it is sent from node to node")
-        except (TimeoutError, OSError, ReplyError) as error:
+        except BaseException as error:
+            # Also cancelled in the middle of an answer: nobody may read the rest of it.
             self._drop()
             self._address = self._home  # wherever it was moved to
-            raise StoreError(_in_words(error)) from error
-        except BaseException:
-            # Cancelled in the middle of an answer: nobody may read the rest of it.
-            self._drop()
-            self._address = self._home
+            if isinstance(error, TimeoutError | OSError | ReplyError):
+                raise StoreError(_in_words(error)) from error
             raise
 
     def _drop(self) -> None:

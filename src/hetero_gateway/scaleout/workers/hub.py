@@ -54,7 +54,7 @@ class WorkerSession(RequestSession):
 
     def lost(self) -> None:
         """The worker is gone, and its requests with it."""
-        self._hub.forget(self)
+        self._hub.sessions.discard(self)
         if len(self):
             _log.warning("%s is gone, and %d requests with it", self.name, len(self))
         self.end()
@@ -112,7 +112,7 @@ class Hub:
     on_draining: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._sessions: set[WorkerSession] = set()
+        self.sessions: set[WorkerSession] = set()
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -123,20 +123,20 @@ class Hub:
         self.keys: messages.Keys | None = None  # the same
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
         self.metrics.workers = self.__len__
-        self.metrics.client_connections = lambda: sum(s.connections for s in self._sessions)
+        self.metrics.client_connections = lambda: sum(s.connections for s in self.sessions)
 
     def __len__(self) -> int:
         """Workers that are connected."""
-        return len(self._sessions)
+        return len(self.sessions)
 
     @property
     def requests(self) -> int:
         """RequestSession that are not over, of all workers."""
-        return sum(len(session) for session in self._sessions)
+        return sum(len(session) for session in self.sessions)
 
     def connections_to(self, instance_id: InstanceId) -> int:
         """The workers' open connections to an instance, within the last second."""
-        return sum(session.pools.get(instance_id, 0) for session in self._sessions)
+        return sum(session.pools.get(instance_id, 0) for session in self.sessions)
 
     def tell_keys(self) -> None:
         if (keys := self.admission.keys) is not None:
@@ -157,7 +157,7 @@ class Hub:
                 handle.cancel()
         if self._server is not None:
             self._server.close()
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.channel.close()
             session.lost()
 
@@ -165,11 +165,8 @@ class Hub:
         channel = Channel(messages.FromWorker)
         session = WorkerSession(self, channel)
         channel.listener = session
-        self._sessions.add(session)
+        self.sessions.add(session)
         return channel
-
-    def forget(self, session: WorkerSession) -> None:
-        self._sessions.discard(session)
 
     # The instances
 
@@ -205,7 +202,7 @@ class Hub:
 
     def _send(self, message: Any) -> None:
         """To all workers."""
-        for session in self._sessions:
+        for session in self.sessions:
             session.channel.send(message)
 
     def _tell_soon(self) -> None:
@@ -228,7 +225,7 @@ class Hub:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(VIEW_INTERVAL_S, self._tick)
-        if not self._sessions:
+        if not self.sessions:
             return
         self._tell()  # whom failures have ejected is published nowhere else
         self._tell_listed()  # nor what an engine says of a model

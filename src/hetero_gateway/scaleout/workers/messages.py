@@ -31,7 +31,7 @@ import operator
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -412,8 +412,7 @@ class Channel(asyncio.Protocol):
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = cast(asyncio.Transport, transport)
 
     def send(self, message: Any) -> None:
         """Send it at the end of this turn; nothing happens when the other end is gone."""

@@ -212,7 +212,7 @@ class RequestSession:
             self.dispatcher.fall_back(request.job, said.model)
         request.submit(said.tried, said.failure)
 
-    def _leave(self, request: _Request, said: messages.Leave) -> None:
+    def _leave(self, request: _Request, said: Any) -> None:
         del self._requests[said.key]
         request.end()
 
@@ -253,18 +253,15 @@ class RequestSession:
             request.job, said.label, said.report, said.outcome, final=said.final
         )
         if said.final:
-            del self._requests[said.key]
-            request.end()
+            self._leave(request, said)
 
     def _pass_on(self, request: _Request, said: messages.PassOn) -> None:
-        del self._requests[said.key]
-        request.end()
+        self._leave(request, said)
         if request.settled is not None:
             self.dispatcher.pass_on(request.job, request.settled, said.report)
 
     def _over(self, request: _Request, said: messages.Over) -> None:
-        del self._requests[said.key]
-        request.end()
+        self._leave(request, said)
         if said.outcome:
             self.dispatcher.note(request.job, said.outcome)
 

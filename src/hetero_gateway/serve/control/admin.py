@@ -299,10 +299,7 @@ async def explain(
         )
     waiting = len(scheduler.queues.get(model, ()))
     waits = result.waits or waiting > 0
-    if waits:
-        reason = result.waiting_reason(waiting)
-    else:
-        reason = result.reason("would get it")
+    reason = result.waiting_reason(waiting) if waits else result.reason("would get it")
     document |= {"chosen": result.instance_id, "reason": reason, "waits": waits}
     return json_answer(document | {"candidates": describe_decision(result)})
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Lifespan
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.models import InstanceListing
 from hetero_gateway.gateway.dataplane.predictor import predictor_settings
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -37,22 +38,12 @@ _log = logging.getLogger(__name__)
 def share_of(config: GatewayConfig, workers: int) -> GatewayConfig:
     """The configuration of one of this many workers: of what is limited, each has its part."""
     server, pool = config.server, config.pool
-    connections = server.max_connections
-    return config.model_copy(
-        update={
-            "server": server.model_copy(
-                update={
-                    "max_buffered_bytes": math.ceil(server.max_buffered_bytes / workers),
-                    "max_connections": None
-                    if connections is None
-                    else math.ceil(connections / workers),
-                }
-            ),
-            "pool": pool.model_copy(
-                update={"max_connections": math.ceil(pool.max_connections / workers)}
-            ),
-        }
-    )
+    of_server = {"max_buffered_bytes": math.ceil(server.max_buffered_bytes / workers)}
+    if server.max_connections is not None:
+        of_server["max_connections"] = math.ceil(server.max_connections / workers)
+    of_pool = {"max_connections": math.ceil(pool.max_connections / workers)}
+    own = {"server": server.model_copy(update=of_server), "pool": pool.model_copy(update=of_pool)}
+    return config.model_copy(update=own)
 
 
 def _reads_prompts(config: GatewayConfig) -> bool:
@@ -105,7 +96,8 @@ class Worker(Parts):
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._begin_placing(recalibrate=False)
         # Never started: probes are the scheduler process's.
-        self._make_dataplane(HealthMonitor(self.fleet, self.config.health, tasks))
+        health = HealthMonitor(self.fleet, self.config.health, tasks)
+        self.dataplane = DataPlane(self, health, None)
         self.remote = RemoteDispatcher(
             self.dataplane.dispatcher,
             self.fleet,

@@ -92,16 +92,16 @@ class Parts:
         # What all workers have in common; the keys of prompts begin with it, or the operator's own.
         shared = os.environ.get(SECRET_ENV)
         named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env") or shared
-        self._prefix_secret = named.encode() if named else None
+        self.prefix_secret = named.encode() if named else None
         self.fleet = Fleet(config, base_dir, Hops(shared))
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
         self.predictor = make_predictor(config, base_dir, self.metrics.predictor_failures)
         tokens = config.scheduler.tokens
         self.bytes_per_token = BytesPerToken(tokens.bytes_per_token)
-        self._tokenizer = tokenizer_of(tokens, base_dir)
+        self.tokenizer = tokenizer_of(tokens, base_dir)
         self._stack = AsyncExitStack()
-        self._deadlines: Deadlines
+        self.deadlines: Deadlines
         self.outcomes: OutcomeWatch
         self.placement: Placement
         self.dataplane: DataPlane
@@ -133,29 +133,12 @@ class Parts:
     def _begin_placing(self, *, recalibrate: bool) -> None:
         self.outcomes = OutcomeWatch(self.fleet, self.metrics)
         self._stack.callback(self.outcomes.close)
-        self._deadlines = Deadlines(self.config.timeouts)
-        self._stack.callback(self._deadlines.close)
+        self.deadlines = Deadlines(self.config.timeouts)
+        self._stack.callback(self.deadlines.close)
         self._stack.callback(self.fleet.close)
         queue = self.config.scheduler.queue
         self.placement = Placement(self.fleet, self.metrics, queue, recalibrate=recalibrate)
         self._stack.callback(self.placement.close)
-
-    def _make_dataplane(self, health: HealthMonitor, run: RunFile | None = None) -> None:
-        self.dataplane = DataPlane(
-            self.config,
-            self.fleet,
-            health,
-            self.outcomes,
-            self.metrics,
-            self.admission,
-            self.predictor,
-            self.bytes_per_token,
-            self._tokenizer,
-            self._deadlines,
-            self.placement,
-            self._prefix_secret,
-            run,
-        )
 
     def _write_about_requests(self) -> None:
         traces: Tracing | None = None  # it is off, and nothing of it is imported
@@ -245,7 +228,7 @@ class Gateway(Parts):
         if self._record is not None:
             run = RunFile(self._record, self.config.scheduler.policy)
             self._stack.callback(run.close)
-        self._make_dataplane(self.health, run)
+        self.dataplane = DataPlane(self, self.health, run)
         self._write_about_requests()
         self.dataplane.wakes_by(self.engine_calls, self.settings)
         self.board = Board(self)

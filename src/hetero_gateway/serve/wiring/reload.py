@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,34 +48,29 @@ class Moves(NamedTuple):
     added: list[Instance]
 
 
+@dataclass(eq=False)
 class Reloader:
     """Reloads a gateway's configuration.
 
     Args:
-        roster: of the instances.
-        settings: the configuration in effect, and what takes up another one.
-        metrics: counts reloads.
-        take_up: has another configuration in effect, but for its instances.
-        path: the file; None: there is none, and ``reload`` raises ConfigError.
+        _roster: of the instances.
+        _settings: the configuration in effect, and what takes up another one.
+        _metrics: counts reloads.
+        _take_up: has another configuration in effect, but for its instances.
+        _path: the file; None: there is none, and ``reload`` raises ConfigError.
         flags: dotted names of fields that the command line has set, and their values.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        settings: Settings,
-        metrics: Metrics,
-        take_up: Callable[[SettingsChange], None],
-        path: Path | None,
-        flags: Mapping[str, Any],
-    ) -> None:
-        self.flags = {name: value for name, value in flags.items() if value is not None}
-        self._roster = roster
-        self._settings = settings
-        self._metrics = metrics
-        self._take_up = take_up
-        self._path = path
-        self._base_dir = Path() if path is None else path.parent
+    _roster: Roster
+    _settings: Settings
+    _metrics: Metrics
+    _take_up: Callable[[SettingsChange], None]
+    _path: Path | None
+    flags: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.flags = {name: value for name, value in self.flags.items() if value is not None}
+        self._base_dir = Path() if self._path is None else self._path.parent
         self._lock = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[Any]] = set()
