@@ -8,13 +8,11 @@ goals are missed all the same makes the need larger, and it fades again.
 Values only: no clock is read and nothing is started or stopped here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -219,7 +217,7 @@ class Follower:
 
     # -- what holds it
 
-    def go_on_from(self, other: Follower) -> None:
+    def go_on_from(self, other: Self) -> None:
         """Remember what another one does, as where bounds or rules have changed."""
         keys = {t.key for t in self.types}
         if keys == {t.key for t in other.types}:

@@ -6,8 +6,6 @@ together   requests/s that several hold behind the gateway, over the sum of what
            above 1 where they share what one has too much of, below 1 where the policy loses
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +35,28 @@ _OTHER_LENGTHS = 0.1
 # Requests of a run of several instances.
 _TOGETHER_REQUESTS = 1600
 _ALONE_REQUESTS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class RateQuestion:
+    """What is asked: profiles by type, recent requests, limits, and how they are served.
+
+    Args:
+        requests: (prompt, output) tokens of recent requests, at least one.
+        counts: about the instances that are there, for what several hold together.
+    """
+
+    profiles: Mapping[Key, Profile]
+    requests: Sequence[tuple[int, int]]
+    goals: Goals = field(default_factory=Goals)
+    counts: Mapping[Key, int] = field(default_factory=dict)
+    policy: str = "finish-time"
+    engines: Engines = field(default_factory=Engines)
+    seed: int = 0
+
+    @property
+    def trials(self) -> Trials:
+        return Trials(self.policy, self.engines, _TOGETHER_REQUESTS, slo=self.goals.slo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +94,6 @@ class HeldRates:
             abs(now / then - 1) > _OTHER_LENGTHS
             for now, then in ((prompt, self.mean_prompt), (output, self.mean_output))
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RateQuestion:
-    """What is asked: profiles by type, recent requests, limits, and how they are served.
-
-    Args:
-        requests: (prompt, output) tokens of recent requests, at least one.
-        counts: about the instances that are there, for what several hold together.
-    """
-
-    profiles: Mapping[Key, Profile]
-    requests: Sequence[tuple[int, int]]
-    goals: Goals = field(default_factory=Goals)
-    counts: Mapping[Key, int] = field(default_factory=dict)
-    policy: str = "finish-time"
-    engines: Engines = field(default_factory=Engines)
-    seed: int = 0
-
-    @property
-    def trials(self) -> Trials:
-        return Trials(self.policy, self.engines, _TOGETHER_REQUESTS, slo=self.goals.slo)
 
 
 def find_held_rates(question: RateQuestion) -> HeldRates:

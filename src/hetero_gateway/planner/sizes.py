@@ -12,7 +12,7 @@ Two that take as many but share them out otherwise are different: ``Size(2, pipe
 Order is by number alone. In names it is ``4``, ``2-pp2``, ``1-dp4-ep``: ``tp`` stands before it.
 """
 
-from __future__ import annotations
+from typing import Self
 
 
 class Size(int):
@@ -35,7 +35,7 @@ class Size(int):
         data: int = 1,
         experts: bool = False,
         machines: int = 1,
-    ) -> Size:
+    ) -> Self:
         whole = tensor * pipeline * data
         if min(tensor, pipeline, data, machines) < 1 or whole % machines:
             raise ValueError(f"no size: {(tensor, pipeline, data, machines)}")

@@ -10,10 +10,9 @@ difference between two is theirs, not the draw's. Tokens are output tokens in th
 prompts' are added in the mix's proportion.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -66,7 +65,7 @@ class Mix:
     held_tokens: float
 
     @classmethod
-    def of(cls, lengths: Lengths, seed: int) -> Mix:
+    def of(cls, lengths: Lengths, seed: int) -> Self:
         prompt, output = lengths.draw(_POOL, np.random.default_rng((seed, _MIX)))
         mean_output = float(output.mean())
         held = float((output * (prompt + output / 2)).mean()) / mean_output

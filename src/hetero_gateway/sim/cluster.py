@@ -22,14 +22,12 @@ as vLLM refuses what is longer than max_model_len. Memory holds a few arrays by 
 few objects for each request in flight; nothing is kept of an event.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -99,7 +97,7 @@ class Records:
     cached_tokens: Integers
 
     @classmethod
-    def empty(cls, size: int) -> Records:
+    def empty(cls, size: int) -> Self:
         """Of requests that nothing has become of."""
         times_s = (np.full(size, math.nan) for _ in range(3))
         counts = (np.zeros(size, np.int64) for _ in range(2))

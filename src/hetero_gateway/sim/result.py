@@ -9,13 +9,11 @@ Requests that were refused, or lost with a dead instance, count in ``refused``, 
 share within the SLO, and nowhere else. What is not a number (no request finished) is None in JSON.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -167,7 +165,7 @@ class Spread:
     sd: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Self:
         numbers = np.array([v for v in values if math.isfinite(v)])
         if not numbers.size:
             return cls(math.nan, math.nan)

@@ -1,12 +1,11 @@
 """What an emulated instance is started with; checked once, immutable after."""
 
-from __future__ import annotations
-
 import csv
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
+from typing import Self
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
@@ -57,7 +56,7 @@ class TraceOutputs:
     tokens: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path) -> TraceOutputs:
+    def read(cls, path: Path) -> Self:
         """The ``output_tokens`` column of a trace.
 
         Raises ConfigError: the file, and the line, that cannot be used.

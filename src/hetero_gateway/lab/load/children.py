@@ -5,8 +5,6 @@ started: SIGTERM first, SIGKILL for what is still there. Each child leads a grou
 Ctrl-C at the terminal reaches the parent only, which then ends them in order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -17,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from hetero_gateway.errors import HeteroGatewayError
 
@@ -111,7 +110,7 @@ class Children:
             child.process.wait()
         self._running = [child for child in self._running if child not in children]
 
-    def __enter__(self) -> Children:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,12 +7,10 @@ throughput  tokens/s prompt + output tokens of the answered requests, over the t
                      first sending to the last answer: the paper's definition
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.figures import Distribution
@@ -109,7 +107,7 @@ class Summary:
     def output_tokens_per_s(self) -> float:
         return self.output_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
-    def scaled(self, factor: float) -> Summary:
+    def scaled(self, factor: float) -> Self:
         """The same run on a clock that ticks ``factor`` times as many seconds."""
         return replace(
             self,

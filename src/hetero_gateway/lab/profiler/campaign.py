@@ -9,8 +9,6 @@ else running, no preemption, no prefix-cache hit) and this process was not too b
 tokens in time. What does not count is tried again later.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter
@@ -102,6 +100,13 @@ class CampaignOutcome:
 
 class _Stop(Exception):
     """Measuring cannot go on; the text is the reason."""
+
+
+class _Item(NamedTuple):
+    """A cell to measure once; ``tries`` were in vain."""
+
+    cell: GridCell
+    tries: int = 0
 
 
 class Campaign:
@@ -378,13 +383,6 @@ class Campaign:
         needs_s = sum(self._cost_s(item.cell) for item in self._waiting)
         self.progress.left_s = max(0.0, min(self.plan.budget_s - self._spent_s, needs_s))
         self._watch(self.progress)
-
-
-class _Item(NamedTuple):
-    """A cell to measure once; ``tries`` were in vain."""
-
-    cell: GridCell
-    tries: int = 0
 
 
 def identity(facts: EngineFacts, plan: CampaignPlan) -> dict[str, Any]:

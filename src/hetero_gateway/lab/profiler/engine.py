@@ -5,8 +5,6 @@ before anything is measured; ``EngineClient.counters`` asks before and after eve
 answers mean is in engines/vllm.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 
@@ -49,6 +47,22 @@ class Overrides:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLook:
+    """What an engine says of itself.
+
+    Args:
+        served: the models that it lists, in its order, with their context windows in tokens.
+        version: what /version answers, or "unknown".
+        has_metrics: whether it has vLLM's metrics; ``cache`` is of them.
+    """
+
+    served: dict[str, int | None]
+    version: str
+    has_metrics: bool
+    cache: CacheFacts
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What limits a batch here, and whose times they are.
 
@@ -66,22 +80,6 @@ class EngineFacts:
     max_num_seqs: int
     max_num_seqs_known: bool
     look: EngineLook
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLook:
-    """What an engine says of itself.
-
-    Args:
-        served: the models that it lists, in its order, with their context windows in tokens.
-        version: what /version answers, or "unknown".
-        has_metrics: whether it has vLLM's metrics; ``cache`` is of them.
-    """
-
-    served: dict[str, int | None]
-    version: str
-    has_metrics: bool
-    cache: CacheFacts
 
 
 class EngineClient:

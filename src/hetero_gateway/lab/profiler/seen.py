@@ -8,14 +8,12 @@ last requests.
 The gateway is only asked; nothing in it changes.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from hetero_gateway.core.costs.profile import Profile
@@ -48,7 +46,7 @@ class SeenGateway:
     queued: int = 0
     arrived_unix_s: tuple[float, ...] = ()
 
-    def of_models(self, names: Collection[str]) -> SeenGateway:
+    def of_models(self, names: Collection[str]) -> Self:
         """Without the requests of other models."""
         own = [not row.model or row.model in names for row in self.rows]
         return dataclasses.replace(
