@@ -262,10 +262,11 @@ async def count(feature: str, requests: int, folder: Path, callgrind: Any) -> No
 
 
 class only:
-    """Have what these methods run counted, and nothing else; one does not call another."""
+    """Have what these methods run counted, and nothing else."""
 
     def __init__(self, toggle: Callable[[], None], *methods: tuple[type, str]) -> None:
         self._toggle = toggle
+        self._depth = 0  # one may call another
         self._methods = [(owner, name, getattr(owner, name)) for owner, name in methods]
 
     def __enter__(self) -> None:
@@ -278,11 +279,15 @@ class only:
 
     def _counted(self, method: Any) -> Any:
         def counted(*args: Any, **named: Any) -> Any:
-            self._toggle()
+            if not self._depth:
+                self._toggle()
+            self._depth += 1
             try:
                 return method(*args, **named)
             finally:
-                self._toggle()
+                self._depth -= 1
+                if not self._depth:
+                    self._toggle()
 
         return counted
 

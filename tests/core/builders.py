@@ -12,7 +12,7 @@ from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
-from hetero_gateway.core.policies.base import Backlog, Demand
+from hetero_gateway.core.policies.base import Backlog
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -161,14 +161,14 @@ def candidates(
         queued=0,
         idle_s=0.0,
         mean_gap_s=1.0,
-        mean_request_times_s=None,
+        mean_lengths=None,
         typical_request_time_s=[1.0] * size,
         residual=[256.0] * len(STAGE_TOKENS),
         profiled=True,
         stands_in=False,
     )
     ids = tuple(state.instance_id for state in states)
-    return View(request(), ids, states, members, Demand(512.0, 768.0), 2.0, 0.0, backlog)
+    return View(request(), ids, states, members, [512.0] * size, 768, None, 2.0, 0.0, backlog)
 
 
 @st.composite

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.policies import View, make_policy
-from hetero_gateway.core.policies.base import Demand, Prefix
+from hetero_gateway.core.policies.base import Prefix
 from hetero_gateway.core.prefixes.keys import keys_of
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Outcome
@@ -16,10 +16,9 @@ from tests.core.builders import candidates, chosen, request, scheduler, spec
 def matching(matches: list[float], in_flight: list[int], prompt_tokens: int = 1000) -> View:
     view = candidates([0.0] * len(matches), in_flight=in_flight)
     nothing = [0.0] * len(matches)
-    prefix = Prefix(matches, nothing, nothing) if any(matches) else None
-    return view._replace(
-        request=request(prompt_tokens), demand=Demand(float(prompt_tokens), 0.0, prefix)
-    )
+    view.prefix = Prefix(matches, nothing, nothing) if any(matches) else None
+    view.request = request(prompt_tokens)
+    return view
 
 
 def affinity(view: View, seed: int = 0) -> int:
@@ -68,7 +67,7 @@ def because(decision: Decision) -> str:
 
 
 def session(view: View, number: int | None, seed: int = 0) -> int:
-    view = view._replace(request=request()._replace(session=number))
+    view.request = request()._replace(session=number)
     choice = make_policy("session").choose(view, np.random.default_rng(seed))
     return choice.position
 

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from array import array
 from collections import Counter
 from typing import Any
 
@@ -246,10 +245,9 @@ def test_weighted_shares_are_never_off_by_more_than_the_number_of_instances(
 
 def test_turns_go_on_when_an_instance_is_missing_for_a_while() -> None:
     policy, rng = make_policy("round-robin"), np.random.default_rng(0)
-    everyone = candidates([0.0] * 3)
-    without_one = everyone._replace(
-        ids=everyone.ids[::2], states=everyone.states[::2], members=everyone.members[::2]
-    )
+    everyone, without_one = candidates([0.0] * 3), candidates([0.0] * 3)
+    for entries in ("ids", "states", "members"):
+        setattr(without_one, entries, getattr(everyone, entries)[::2])
     for _ in range(31):
         position(policy, without_one, rng)
     counts = Counter(position(policy, everyone, rng) for _ in range(30))
@@ -337,7 +335,7 @@ def test_what_other_gateways_sent_there_is_looked_at_too() -> None:
 
 
 def test_one_figure_is_that_of_its_column() -> None:
-    figures = Figures(("load_s", "in_flight", "kv_usage"), array("d", [1.5, 2, 0.25, 3, 0, 0.5]))
+    figures = Figures(("load_s", "in_flight", "kv_usage"), [1.5, 2, 0.25, 3, 0, 0.5])
     assert figures.column("load_s") == [1.5, 3.0]
     assert figures.column("kv_usage") == [0.25, 0.5]
     for name in figures.names:

@@ -1,6 +1,7 @@
 """Who waits, who goes on and in which order; and what a request that breaks the pump costs."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,14 +52,22 @@ def raises(choice: Choice) -> Choice:
     raise Bug
 
 
+def changed(name: str, value: float) -> Callable[[Choice], Choice]:
+    def change(choice: Choice) -> Choice:
+        setattr(choice, name, value)
+        return choice
+
+    return change
+
+
 BREAKS = {
     "raises": raises,
-    "charge is nan": lambda choice: choice._replace(charge=math.nan),
-    "charge is infinite": lambda choice: choice._replace(charge=math.inf),
-    "charge is negative": lambda choice: choice._replace(charge=-1.0),
-    "charge is huge": lambda choice: choice._replace(charge=10**310),
-    "nobody is there": lambda choice: choice._replace(position=99),
-    "first token never": lambda choice: choice._replace(ttft_s=math.nan),
+    "charge is nan": changed("charge", math.nan),
+    "charge is infinite": changed("charge", math.inf),
+    "charge is negative": changed("charge", -1.0),
+    "charge is huge": changed("charge", 10**310),
+    "nobody is there": changed("position", 99),
+    "first token never": changed("ttft_s", math.nan),
 }
 CASES = [
     (name, break_by)

@@ -36,11 +36,12 @@ Nothing here reads a clock or knows about requests in flight.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 
 # e^50 is 5e21: far beyond any backlog that means something, and far below float overflow (e^709).
-MAX_EXPONENT = 50.0
+MAX_EXPONENT: Final = 50.0
 
 
 def kv_bytes_per_token(

@@ -17,12 +17,14 @@ Only for instances without a profile: a profile says it. Nothing here reads a cl
 
 from __future__ import annotations
 
+from typing import Final
+
 # A first token is late, or follows on another's end, by what its prefill and three steps take, so
 # many times, and this for the network.
 PATIENCE, PATIENCE_S = 3.0, 0.05
-_EVIDENCE = 2
+_EVIDENCE: Final = 2
 # More than will ever be there. Not infinite: columns of figures are subtracted from each other.
-NO_LIMIT = 2.0**53
+NO_LIMIT: Final = 2.0**53
 # Between two tries to run more; doubled each time that it fails.
 _TRY_EVERY_S, _TRY_SELDOM_S = 4.0, 64.0
 

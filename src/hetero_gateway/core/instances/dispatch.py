@@ -5,7 +5,7 @@ Plain records: ``state.py`` makes and changes them, and says which changes there
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from hetero_gateway.core.instances.observation import FirstTokenRow
 from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits
@@ -13,11 +13,11 @@ from hetero_gateway.core.types import InstanceId, Outcome, Request, Usage
 
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
 # two keeps floats exact.
-UNITS_PER_S = 2.0**40
+UNITS_PER_S: Final = 2.0**40
 # T of the longest request that there may be, times e^50, is far below, and so are its tokens;
 # sums of so much stay finite.
-_MOST_WORKLOAD_S = 1e100
-_MOST_TOKENS = 2.0**80
+_MOST_WORKLOAD_S: Final = 1e100
+_MOST_TOKENS: Final = 2.0**80
 
 
 class Holder(Protocol):
@@ -183,4 +183,4 @@ class PeerLoad(NamedTuple):
     prompt_tokens: float = 0.0
 
 
-NO_PEERS = PeerLoad()
+NO_PEERS: Final = PeerLoad()

@@ -42,20 +42,20 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from hetero_gateway.core.types import Outcome
 
 # Seconds that the ring holds, in parts of one second.
-WINDOW_PARTS = 10
+WINDOW_PARTS: Final = 10
 # Slow start: how long it lasts, how many requests it begins with, and how soon twice as many.
-SLOW_START_S = 10.0
-_FIRST_REQUESTS = 2
-_DOUBLING_S = 1.4
+SLOW_START_S: Final = 10.0
+_FIRST_REQUESTS: Final = 2
+_DOUBLING_S: Final = 1.4
 # How long an engine that is busy gets nothing: this, doubled by each such answer in a row. An
 # engine's own Retry-After counts instead, up to the same limit.
-_BUSY_BASE_S = 0.5
-_BUSY_MAX_S = 10.0
+_BUSY_BASE_S: Final = 0.5
+_BUSY_MAX_S: Final = 10.0
 
 
 class EjectionRules(NamedTuple):
@@ -92,11 +92,11 @@ class Bar(NamedTuple):
     why: str
 
 
-RETRY_RANK = 0
-_FULL = Bar(0, "recovering")  # it has as many as its slow start allows
-_BUSY = Bar(1, "busy")
-_TRIED = Bar(2, "ejected")  # another request tries it now
-_EJECTED = Bar(3, "ejected")
+RETRY_RANK: Final = 0
+_FULL: Final = Bar(0, "recovering")  # it has as many as its slow start allows
+_BUSY: Final = Bar(1, "busy")
+_TRIED: Final = Bar(2, "ejected")  # another request tries it now
+_EJECTED: Final = Bar(3, "ejected")
 
 
 class Sent(Protocol):

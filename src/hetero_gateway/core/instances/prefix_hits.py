@@ -32,18 +32,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from hetero_gateway.core.instances.observation import StepRow
 from hetero_gateway.core.types import Request, Usage
 
 # Of the counters: long against a scrape, so that a prompt whose tokens are counted in one interval
 # and whose first token comes in the next does no harm; short against a change of traffic.
-_FORGET_S = 20.0
+_FORGET_S: Final = 20.0
 # What an engine counted before it was first looked at is worth this many tokens.
-_PRIOR_TOKENS = 4096.0
+_PRIOR_TOKENS: Final = 4096.0
 # Of answers, per answer.
-_KEEP = 0.98
+_KEEP: Final = 0.98
 
 
 class Prompted(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Final
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.observation import FirstTokenRow, Observations, StepRow
@@ -15,7 +16,7 @@ from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits, repo
 from hetero_gateway.core.types import COMPLETED, Usage
 
 # Rows, about one a second, that wait for the ends of their requests.
-_MOST_AWAITED = 1024
+_MOST_AWAITED: Final = 1024
 
 
 class Sightings:

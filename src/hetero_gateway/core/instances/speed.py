@@ -22,6 +22,7 @@ Nothing here reads a clock.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
@@ -30,19 +31,19 @@ from hetero_gateway.core.instances.prefix_hits import PrefixHits
 
 # Long enough to average the noise of a network, short enough to notice a slow-down within a few
 # answers. It starts as if 0.2 s had been as modelled.
-FORGET_S = 5.0
-PRIOR_S = 0.2
+FORGET_S: Final = 5.0
+PRIOR_S: Final = 0.2
 # Much faster than thought, after this much was seen: whatever held it up is over. What was seen
 # before says little then.
 MENDED, MATURE_S, FORGET_MENDED_S = 1.5, 3.0, 1.0
 # Doubted: not seen for so long, and this many times above the best; until it is that near to it.
-UNSEEN_S = 2.0
+UNSEEN_S: Final = 2.0
 DOUBTED, CLEARED = 1.25, 1.02
 # How fast a doubted one goes to the best, in wall time, and loses its weight. The former is slow
 # next to the pace of probes: where there is traffic, they find out.
-DECAY_S = 5.0
-WEIGHT_S = 1.0
-LEAST_WEIGHT_S = 0.02
+DECAY_S: Final = 5.0
+WEIGHT_S: Final = 1.0
+LEAST_WEIGHT_S: Final = 0.02
 # How many times above or below our own factor others' may be, at most.
 MOST_APART, MOST_UNSEEN_APART = 2.0, 4.0
 

@@ -60,6 +60,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import Final
 
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
@@ -84,13 +85,13 @@ _STAGES = len(STAGE_TOKENS)
 SPEED_BOUNDS = (0.1, 10.0)
 _STAND_IN_BOUNDS = (1e-3, 1e3)
 # A request whose tokens nobody sees says something of the speed where streams have not for so long.
-STREAMS_SAY_S = 2.0
-_MOST_MISS = 4.0
+STREAMS_SAY_S: Final = 2.0
+_MOST_MISS: Final = 4.0
 # What was sent lately, of prompts, is forgotten over so long: about as long as an answer takes.
-PREFILL_OVER_S = 10.0
+PREFILL_OVER_S: Final = 10.0
 # Prompts that others report as begun take an engine no longer than has passed, and so long more:
 # a long one is counted at its end.
-_MOST_BEGUN_S = 2.0
+_MOST_BEGUN_S: Final = 2.0
 
 
 class InstanceState:

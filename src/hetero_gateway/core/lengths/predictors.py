@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_MODELS = 256
+MAX_MODELS: Final = 256
 # The name of the entry that all further models share.
-OTHER_MODELS = ""
+OTHER_MODELS: Final = ""
 
 # How far a stream is, in powers of two: what is left of it changes with the order of magnitude.
 STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -40,12 +40,12 @@ STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 STAGE_MIDDLES = (16.0, 48.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3072.0, 6144.0)
 
 # So many times the length that nine of ten answers are within is as long as one is believed to be.
-FARTHEST = 4.0
+FARTHEST: Final = 4.0
 # Of residual lives: lengths that are kept, how many finish until a table is made of them (which
 # costs as much as a few decisions), and how many requests the prior counts as.
-HISTORY = 2048
-REFRESH_EVERY = 32
-PRIOR_REQUESTS = 8.0
+HISTORY: Final = 2048
+REFRESH_EVERY: Final = 32
+PRIOR_REQUESTS: Final = 8.0
 
 
 class _Finished:
@@ -178,7 +178,7 @@ class BytesPerToken:
     """
 
     _HISTORY = 128
-    _REFRESH_EVERY = 16  # reports, once there are as many
+    _REFRESH_EVERY = 32  # reports, once there are twice as many
     # No text has fewer or more bytes per token.
     _BOUNDS = (0.25, 64.0)
     # Honest prompts of one model are within it: prose has 4 to 5 bytes per token, digits 1 to 3.
@@ -226,20 +226,22 @@ class BytesPerToken:
             ratios[place], sizes_bytes[place] = text_bytes / prompt_tokens, text_bytes
             reports.oldest = (place + 1) % self._HISTORY
         reports.unseen += 1
-        if reports.unseen >= min(self._REFRESH_EVERY, len(ratios)) or model not in self._ratios:
+        if reports.unseen >= min(self._REFRESH_EVERY, (len(ratios) + 1) // 2):
             reports.unseen = 0
             ratio = self._ratios[model] = self._work_out(ratios, sizes_bytes)
             if model == OTHER_MODELS:
                 self._ratio_of_others = ratio
 
     def _work_out(self, ratios: array[float], sizes_bytes: array[float]) -> float:
-        known = list(zip(ratios, sizes_bytes, strict=True))
+        known, known_bytes = ratios.tolist(), sizes_bytes.tolist()
         prior_bytes = 0.0
         if len(known) < self._HISTORY:
             # As one report more, until there are enough.
             prior_bytes = self._prior * self._prior_tokens
-            known.append((self._prior, prior_bytes))
-        ordered, sizes = zip(*sorted(known), strict=True)
+            known.append(self._prior)
+            known_bytes.append(prior_bytes)
+        order = sorted(range(len(known)), key=known.__getitem__)
+        ordered, sizes = [known[i] for i in order], [known_bytes[i] for i in order]
         up_to: list[float] = list(accumulate(sizes, initial=0.0))
         total_bytes = up_to[-1]
         middle = ordered[bisect_left(up_to, total_bytes / 2) - 1]
@@ -254,7 +256,7 @@ class BytesPerToken:
 
 
 # What a chat template or an engine's own instructions may add to a prompt.
-_TEMPLATE_TOKENS = 4096
+_TEMPLATE_TOKENS: Final = 4096
 
 
 def can_hold(text_bytes: int, prompt_tokens: int) -> bool:
@@ -269,14 +271,14 @@ def bounded_model(model: str, known: Mapping[str, object]) -> str:
 
 # A mean over about the last thousand requests of a bucket: it follows a change of traffic within
 # minutes and still averages the heavy tail of output lengths.
-MEMORY_REQUESTS = 1000.0
+MEMORY_REQUESTS: Final = 1000.0
 
 # Prompts' beginnings that are kept apart, the ones used least recently forgotten first. Some 200
 # bytes each.
-_MOST_BEGINNINGS = 4096
+_MOST_BEGINNINGS: Final = 4096
 
 # A value that is this many times the mean counts as that.
-FAR = 8.0
+FAR: Final = 8.0
 
 
 def _no_text(body: bytes) -> str:

@@ -8,10 +8,12 @@ the 61st second begins. All counts are whole numbers, so that what is given back
 
 from __future__ import annotations
 
-WINDOW_S = 60
-SLOTS = WINDOW_S + 1
+from typing import Final
+
+WINDOW_S: Final = 60
+SLOTS: Final = WINDOW_S + 1
 # Where there is no limit: more than anybody uses.
-UNLIMITED = 1 << 62
+UNLIMITED: Final = 1 << 62
 
 
 class Window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,15 +20,15 @@ from hetero_gateway.core.types import Draws, InstanceId
 
 # vllm-router's and smg's defaults for ``cache_aware``: --balance-abs-threshold,
 # --balance-rel-threshold and --cache-threshold.
-_BALANCE_REQUESTS = 32
-_BALANCE_RATIO = 1.1
-_LEAST_MATCH = 0.5
+_BALANCE_REQUESTS: Final = 32
+_BALANCE_RATIO: Final = 1.1
+_LEAST_MATCH: Final = 0.5
 
 # A session's own instance may have a quarter more than its share, as in Google's "Consistent
 # Hashing with Bounded Loads" (arXiv 1608.01350), where 1.25 is the factor of the examples.
-_MOST_SHARE = 1.25
+_MOST_SHARE: Final = 1.25
 # Sessions are hashed with the ids of instances; so many ids are kept.
-_MOST_IDS = 1 << 14
+_MOST_IDS: Final = 1 << 14
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _64_BITS = (1 << 64) - 1
 
@@ -82,7 +83,7 @@ def _out_of_balance(in_flight: Sequence[float]) -> bool:
 
 
 def _matches(candidates: Candidates) -> Sequence[float]:
-    prefix = candidates.view.demand.prefix
+    prefix = candidates.view.prefix
     return [0.0] * len(candidates.ids) if prefix is None else prefix.match_tokens
 
 

@@ -11,10 +11,9 @@ as it stands; and every rule has one form.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -53,40 +52,37 @@ class PolicyOptions:
     slos: Slos | None = None
 
 
-class Prefix(NamedTuple):
+# What is made for every request are classes with slots, not NamedTuples: compiled, their numbers
+# are a processor's own, and to look at one costs no search for a name.
+
+
+class Prefix:
     """What the candidates are thought to have cached of a prompt: one entry each, of one sequence.
 
     ``match_tokens``: as far as the prompt went there before. ``trust``: how much of that is
     really found, as observed, 0 to 1. ``cached_tokens``: their product, at most all but one.
     """
 
-    match_tokens: Sequence[float]
-    trust: Sequence[float]
-    cached_tokens: Sequence[float]
+    __slots__ = ("cached_tokens", "match_tokens", "trust")
+
+    def __init__(
+        self,
+        match_tokens: Sequence[float],
+        trust: Sequence[float],
+        cached_tokens: Sequence[float],
+    ) -> None:
+        self.match_tokens = match_tokens
+        self.trust = trust
+        self.cached_tokens = cached_tokens
 
 
-class Demand(NamedTuple):
-    """What a request would take of each candidate.
-
-    ``prefill_tokens``: prompt tokens to compute, of all its sequences, by candidate; a single
-    number, where it is the same for all. ``kv_tokens``: tokens that it will hold in the KV cache at
-    its end, cached ones among them. ``prefix``: what of the prompt need not be computed; None:
-    nothing is known to be cached anywhere.
-    """
-
-    prefill_tokens: float | list[float]
-    kv_tokens: float
-    prefix: Prefix | None = None
-
-
-class Backlog(NamedTuple):
+class Backlog:
     """What a policy that queues knows of those that wait in the gateway, and of what arrives.
 
     Args:
         queued: requests that wait, this one included.
         idle_s: since the last arrival; ``mean_gap_s``: between the arrivals before.
-        mean_request_times_s: computes T of the mean queued request on each candidate, s; None:
-            nobody waits.
+        mean_lengths: prompt and output tokens of the mean queued request; None: nobody waits.
         typical_request_time_s: T of a request of the lengths that arrive on average, by candidate.
         residual: expected further output by stage (tokens).
         profiled: some candidate has constants of its own, or was observed.
@@ -95,31 +91,88 @@ class Backlog(NamedTuple):
         waited_s: since the request arrived.
     """
 
-    queued: int
-    idle_s: float
-    mean_gap_s: float
-    mean_request_times_s: Callable[[], list[float]] | None
-    typical_request_time_s: list[float]
-    residual: list[float]
-    profiled: bool
-    stands_in: bool
-    waited_s: float = 0.0
+    __slots__ = (
+        "idle_s",
+        "mean_gap_s",
+        "mean_lengths",
+        "profiled",
+        "queued",
+        "residual",
+        "stands_in",
+        "typical_request_time_s",
+        "waited_s",
+    )
+
+    def __init__(
+        self,
+        queued: int,
+        idle_s: float,
+        mean_gap_s: float,
+        mean_lengths: tuple[float, float] | None,
+        typical_request_time_s: list[float],
+        residual: list[float],
+        profiled: bool,
+        stands_in: bool,
+        waited_s: float = 0.0,
+    ) -> None:
+        self.queued = queued
+        self.idle_s = idle_s
+        self.mean_gap_s = mean_gap_s
+        self.mean_lengths = mean_lengths
+        self.typical_request_time_s = typical_request_time_s
+        self.residual = residual
+        self.profiled = profiled
+        self.stands_in = stands_in
+        self.waited_s = waited_s
 
 
-class View(NamedTuple):
+class View:
     """A request and its candidates, an entry each. Nobody may write to it.
 
-    ``backlog``: for policies that ``queues``; None for all others.
+    Args:
+        prefill_tokens: prompt tokens to compute, of all its sequences, by candidate.
+        kv_tokens: that it will hold in the KV cache at its end, cached ones among them.
+        prefix: what of the prompt need not be computed; None: nothing is cached anywhere, as far
+            as is known.
+        backlog: for policies that ``queues``; None for all others.
     """
 
-    request: Request
-    ids: tuple[InstanceId, ...]
-    states: Sequence[InstanceState]
-    members: Sequence[Member]
-    demand: Demand
-    theta: float
-    now_s: float
-    backlog: Backlog | None
+    __slots__ = (
+        "backlog",
+        "ids",
+        "kv_tokens",
+        "members",
+        "now_s",
+        "prefill_tokens",
+        "prefix",
+        "request",
+        "states",
+        "theta",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        ids: tuple[InstanceId, ...],
+        states: Sequence[InstanceState],
+        members: Sequence[Member],
+        prefill_tokens: list[float],
+        kv_tokens: int,
+        prefix: Prefix | None,
+        theta: float,
+        now_s: float,
+        backlog: Backlog | None,
+    ) -> None:
+        self.request = request
+        self.ids = ids
+        self.states = states
+        self.members = members
+        self.prefill_tokens = prefill_tokens
+        self.kv_tokens = kv_tokens
+        self.prefix = prefix
+        self.theta = theta
+        self.now_s = now_s
+        self.backlog = backlog
 
 
 class Candidates:
@@ -165,47 +218,79 @@ class Candidates:
         return [member.weight for member in self.view.members]
 
 
-class Figures(NamedTuple):
-    """What a choice was made from, kept small: named columns of one number per candidate.
+class Figures:
+    """What a choice was made from: named columns of one number per candidate.
 
     ``data``: candidate by candidate. ``by_speed``: some candidate's times come from its observed
     speed alone.
     """
 
-    names: tuple[str, ...]
-    data: array[float]
-    by_speed: bool = False
+    __slots__ = ("_data", "by_speed", "names")
+
+    def __init__(self, names: tuple[str, ...], data: list[float], by_speed: bool = False) -> None:
+        self.names = names
+        self._data = data
+        self.by_speed = by_speed
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
     def column(self, name: str) -> list[float]:
         """One number per candidate. ValueError: there is no such column."""
-        return self.data[self.names.index(name) :: len(self.names)].tolist()
+        return self._data[self.names.index(name) :: len(self.names)]
 
     def at(self, name: str, candidate: int) -> float:
         """One number of a column. ValueError: there is no such column."""
-        return self.data[candidate * len(self.names) + self.names.index(name)]
+        return self._data[candidate * len(self.names) + self.names.index(name)]
 
 
-class Choice(NamedTuple):
+class Choice:
     """A policy's answer.
 
     Args:
         position: of the chosen candidate.
         charge: what its load grows by, s.
-        figures: what it was chosen from. There are always ``COLUMNS``.
+        names, data, by_speed: of its ``figures``, what it was chosen from. There are always
+            ``COLUMNS``.
         waits: it would be the best, but cannot be sent a request now (only where ``queues``).
         ttft_s: predicted time to the first token, s; None: not estimated.
         latency_s: predicted time to the last one, s; None: not estimated.
     """
 
-    position: int
-    charge: float
-    figures: Figures
-    waits: bool = False
-    ttft_s: float | None = None
-    latency_s: float | None = None
+    __slots__ = (
+        "by_speed",
+        "charge",
+        "data",
+        "latency_s",
+        "names",
+        "position",
+        "ttft_s",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        position: int,
+        charge: float,
+        names: tuple[str, ...],
+        data: list[float],
+        waits: bool = False,
+        ttft_s: float | None = None,
+        latency_s: float | None = None,
+        by_speed: bool = False,
+    ) -> None:
+        self.position = position
+        self.charge = charge
+        self.names = names
+        self.data = data
+        self.waits = waits
+        self.ttft_s = ttft_s
+        self.latency_s = latency_s
+        self.by_speed = by_speed
+
+    @property
+    def figures(self) -> Figures:
+        return Figures(self.names, self.data, self.by_speed)
 
 
 # What every choice reports of each candidate.
@@ -296,12 +381,9 @@ class PlacesAtOnce:
     ) -> Choice:
         c = candidates
         columns = (c.request_time_s, c.kv_usage, c.load, c.in_flight, *told.values())
-        figures = Figures(
-            (*COLUMNS, *told) if told else COLUMNS,
-            array("d", [number for row in zip(*columns, strict=True) for number in row]),
-        )
         charge = self.charge(c.request_time_s[position], c.kv_usage[position], c.view.theta)
-        return Choice(position, charge, figures)
+        data = [number for row in zip(*columns, strict=True) for number in row]
+        return Choice(position, charge, (*COLUMNS, *told) if told else COLUMNS, data)
 
     def would_choose(self, view: View, rng: Draws) -> Choice:
         return self.choose(view, rng)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
@@ -39,42 +40,42 @@ from hetero_gateway.core.types import Draws
 # Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes: one
 # for each so many seats, as that many finish between two looks, and within these bounds. With few
 # seats a request that waits for one in an engine waits long, and nobody can help it any more.
-_SEATS_FOR_ONE = 32.0
-_MOST_BEYOND = 8.0
+_SEATS_FOR_ONE: Final = 32.0
+_MOST_BEYOND: Final = 8.0
 # An engine admits prompts as long as its cache has blocks for them, and running sequences grow.
 # What would come to more than this share of the cache waits in the engine, behind its queue, or
 # evicts somebody; here it goes to whoever has room first.
-KV_ROOM = 0.95
+KV_ROOM: Final = 0.95
 # Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
 # (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
 # few requests are not enough for that.
-PREFILL_TOKENS = 4096
+PREFILL_TOKENS: Final = 4096
 # An instance that has slots, but too many prompts to begin with, will take the next one within a
 # few steps. It is worth that wait when the best of the others would cost so many times more.
-WORTH_WAITING = 1.25
+WORTH_WAITING: Final = 1.25
 # But not when it has been silent for so long: an engine that hangs must not hold everybody up.
-MOST_PATIENCE_S = 1.0
+MOST_PATIENCE_S: Final = 1.0
 # Where so much of a prompt is cached, it waits for its instance rather than be computed elsewhere:
 # in the engine's queue, where it is not passed, up to so many times as many as may wait else.
-MATCHED_SHARE = 0.5
-MATCHED_WAIT = 3
+MATCHED_SHARE: Final = 0.5
+MATCHED_WAIT: Final = 3
 # A first token is late beyond so long, or beyond so many times the soonest on offer where that is
 # late, too. Each second more is as dear as so many seconds of latency. Without it long prompts go
 # to slow machines, as on a fast one they hold up a hundred streams for a moment: right for the
 # mean, and the tail of the first tokens is three times as long.
-LATE_S = 0.5
+LATE_S: Final = 0.5
 # Where something is cached every second counts by ``first_token_weight``, and so late is later:
 # with 0.5 s agents' answers took 5 % longer at 90 % load.
-LATE_CACHED_S = 1.0
-LATE_FACTOR = 2.0
-LATE_WEIGHT = 30.0
+LATE_CACHED_S: Final = 1.0
+LATE_FACTOR: Final = 2.0
+LATE_WEIGHT: Final = 30.0
 # The predicted usage may be far above 1; how far is noise, that it is above is what counts.
-MOST_USAGE = 1.5
+MOST_USAGE: Final = 1.5
 # Where prompts come from caches, an engine's seats (max_num_seqs) can run out before its memory.
 # They have the same price: half of them taken is as dear as a full memory.
-SEATS_USAGE = 2.0
+SEATS_USAGE: Final = 2.0
 # More of a machine's time than this is not taken to go on being spent on prompts.
-_MOST_BUSY = 0.7
+_MOST_BUSY: Final = 0.7
 
 
 # Of one instance, in this order: T of the request, KV usage, load and requests in flight there, as

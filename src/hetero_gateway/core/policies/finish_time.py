@@ -20,9 +20,7 @@ The arithmetic is in ``estimates.py``; here are the rules.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable
-from typing import Any
+from typing import Final
 
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.instances.state import InstanceState
@@ -31,7 +29,6 @@ from hetero_gateway.core.policies.base import (
     Backlog,
     Choice,
     Decided,
-    Figures,
     Objective,
     PlacesAtOnce,
     PolicyOptions,
@@ -48,6 +45,7 @@ from hetero_gateway.core.policies.estimates import (
     estimate,
     late_from_s,
     matched_room,
+    request_time_s,
     room,
 )
 from hetero_gateway.core.policies.member import Member
@@ -56,10 +54,10 @@ from hetero_gateway.core.types import Draws
 
 # The drain rule: what waits is the end of a batch when nothing has arrived for so many mean gaps
 # between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
-_GAPS_BEFORE_DRAIN = 10.0
+_GAPS_BEFORE_DRAIN: Final = 10.0
 _IDLE_BOUNDS_S = (0.02, 2.0)
 # A part of a cost below this is not worth a word.
-_WORTH_SAYING_S = 0.0005
+_WORTH_SAYING_S: Final = 0.0005
 # How many times the wait that draining the queue takes must cover what a request would finish
 # later than elsewhere. Twice makes the batch end sooner, but its mean request finishes later.
 DRAIN_FACTOR: dict[Objective, float] = {"latency": 1.0, "makespan": 2.0}
@@ -71,9 +69,6 @@ _ESTIMATES = (
 _NAMES = (*COLUMNS, *_ESTIMATES)
 _NAMES_WITH_SLO = (*_NAMES, "slo_price_s")
 _NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
-
-# Made for every request: a NamedTuple's own constructor is a function in Python.
-_new_figures: Callable[[type[Figures], tuple[Any, ...]], Figures] = tuple.__new__
 
 __all__ = ["MOST_PATIENCE_S", "FinishTime", "idle_before_drain_s"]
 
@@ -111,10 +106,11 @@ class FinishTime(PlacesAtOnce):
         self, view: View, rng: Draws, *, waits: bool = False
     ) -> Choice | None:
         """``waits``: where it is None, say which is the best and has to be waited for."""
-        request, _, states, members, demand, theta, now_s, backlog = view
+        request, states, members, now_s = view.request, view.states, view.members, view.now_s
+        backlog = view.backlog
         assert backlog is not None
         n_r, prompt_tokens = float(request.sequences), float(request.prompt_tokens)
-        prefills, prefix, cached = demand.prefill_tokens, demand.prefix, None
+        prefills, prefix, cached = view.prefill_tokens, view.prefix, None
         needed, depth = n_r * prompt_tokens, self.prefill_depth
         if prefix is not None and any(prefix.cached_tokens):
             cached, needed = prefix.cached_tokens, -math.inf
@@ -141,7 +137,7 @@ class FinishTime(PlacesAtOnce):
             one = estimate(
                 state,
                 members[i],
-                prefills if isinstance(prefills, float) else prefills[i],
+                prefills[i],
                 None if cached is None else cached[i],
                 n_r,
                 prompt_tokens,
@@ -188,9 +184,9 @@ class FinishTime(PlacesAtOnce):
                 told += (*one[: len(COLUMNS)], costs[i], rooms[i])
             soonest_s = min(costs)
         latest_s = math.inf
-        if (ended or self.objective == "makespan") and backlog.mean_request_times_s is not None:
+        if (ended or self.objective == "makespan") and backlog.mean_lengths is not None:
             # The drain rule: not where the fastest is done sooner after the queue is drained.
-            drain_s = _drain_s(backlog, [state.speed for state in states])
+            drain_s = _drain_s(view, backlog.mean_lengths, backlog.queued)
             latest_s = soonest_s + drain_s / DRAIN_FACTOR[self.objective]
         position = cheapest(costs, slots, rooms, latencies, latest_s, rng)
         it_waits = position < 0
@@ -200,11 +196,10 @@ class FinishTime(PlacesAtOnce):
             position = costs.index(min(costs))
         best = found[position]
         by_speed = backlog.profiled and backlog.stands_in
-        figures = _new_figures(Figures, (names, array("d", told), by_speed))
-        charge = workload(best[0], best[1], theta)
+        charge = workload(best[0], best[1], view.theta)
         if not backlog.profiled:
-            return Choice(position, charge, figures, it_waits, costs[position])
-        return Choice(position, charge, figures, it_waits, best[7], best[4])
+            return Choice(position, charge, names, told, it_waits, costs[position])
+        return Choice(position, charge, names, told, it_waits, best[7], best[4], by_speed)
 
     def _slo_prices(self, view: View, slos: Slos, found: list[Estimate]) -> list[float]:
         """What the limits that would be missed cost beside latency, by candidate, s."""
@@ -277,13 +272,12 @@ def _has_ended(backlog: Backlog) -> bool:
     return backlog.idle_s >= idle_before_drain_s(backlog.mean_gap_s)
 
 
-def _drain_s(backlog: Backlog, speeds: list[float]) -> float:
+def _drain_s(view: View, mean_lengths: tuple[float, float], queued: int) -> float:
     """How long the queue would take at full speed, s."""
-    assert backlog.mean_request_times_s is not None
-    rate_per_s = 0.0
-    for speed, time_s in zip(speeds, backlog.mean_request_times_s(), strict=True):
-        rate_per_s += 1 / (speed * time_s)
-    return backlog.queued / rate_per_s
+    rate_per_s, (prompt_tokens, output_tokens) = 0.0, mean_lengths
+    for state, member in zip(view.states, view.members, strict=True):
+        rate_per_s += 1 / (state.speed * request_time_s(member, prompt_tokens, output_tokens))
+    return queued / rate_per_s
 
 
 def _part(price_s: float, what: str) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import busy
@@ -32,14 +32,14 @@ from hetero_gateway.core.types import Request
 # More than what a long prompt costs the streams of a fast machine (some 15 s in sum): long prompts
 # gather on slow machines otherwise, whose streams then stand still half of the time. 10 leaves them
 # there, 100 is no better.
-VIOLATION_PRICE_S = 40.0
+VIOLATION_PRICE_S: Final = 40.0
 # A predicted TPOT between these multiples of the limit is a violation in part: it holds for a while
 # and is averaged over a whole answer. A first token is predicted worse, as what comes meanwhile
 # may be in front of it.
 _TPOT_FROM, _TPOT_TO = 0.9, 1.3
 _TTFT_FROM, _TTFT_TO = 0.3, 1.0
 # Prompts take no more than this share of a machine, whatever was sent there lately.
-_MOST_BUSY = 0.95
+_MOST_BUSY: Final = 0.95
 
 
 class Slo(NamedTuple):

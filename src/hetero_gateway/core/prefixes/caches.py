@@ -48,27 +48,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import islice
+from typing import Final
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.policies.base import Demand, Prefix
+from hetero_gateway.core.policies.base import Prefix
 from hetero_gateway.core.types import (
     COMPLETED,
     InstanceId,
     InstanceSpec,
     Outcome,
     PrefixKeys,
-    Request,
 )
 
 # Tokens that the prior weighs as much as: a few prompts.
-_PRIOR_TOKENS = 4096.0
+_PRIOR_TOKENS: Final = 4096.0
 # What is kept of the sums with each request: a memory of 50.
-_KEEP = 0.98
+_KEEP: Final = 0.98
 # Lengths are estimated, some too long and some too short.
-_MOST_SURPLUS = 1.25
+_MOST_SURPLUS: Final = 1.25
 # What no request has; an engine's figure may be anything.
-_MOST_TOKENS = 2.0**40
+_MOST_TOKENS: Final = 2.0**40
 
 
 class Trust:
@@ -117,11 +117,11 @@ class Trust:
 
 # Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
 # anyway. A piece counts for one unit at least.
-_UNIT_BYTES = 32
+_UNIT_BYTES: Final = 32
 # When an instance is full, this fraction of it goes.
-_EVICTED_SHARE = 32
+_EVICTED_SHARE: Final = 32
 # An int of 60 bits.
-_KEY_BYTES = 32
+_KEY_BYTES: Final = 32
 
 
 class _Member:
@@ -382,12 +382,12 @@ def _units(capacity_bytes: float) -> int:
 
 
 # Of an instance that does not say what its KV cache holds: some machine's.
-_ASSUMED_KV_TOKENS = 400_000
+_ASSUMED_KV_TOKENS: Final = 400_000
 # Bytes of text per token until requests say it, and of how many of them the mean is.
-_BYTES_PER_TOKEN = 4.0
-_MEAN_OVER_REQUESTS = 256
+_BYTES_PER_TOKEN: Final = 4.0
+_MEAN_OVER_REQUESTS: Final = 256
 # The index is made to fit anew when the ratio has moved by so much.
-_MOVED = 1.1
+_MOVED: Final = 1.1
 
 
 class PrefixCaches:
@@ -436,24 +436,23 @@ class PrefixCaches:
 
     # What is there
 
-    def behind(
-        self, demand: Demand, request: Request, keys: PrefixKeys, states: Sequence[InstanceState]
-    ) -> Demand:
-        """What is left of a demand behind what each instance should have cached of the text, as
-        far as trusted; the same where nobody has any of it.
+    def cached(
+        self, prompt_tokens: int, keys: PrefixKeys, states: Sequence[InstanceState]
+    ) -> Prefix | None:
+        """What each instance should have cached of the text, as far as trusted; None: nobody has
+        any of it.
 
         The last token is always computed: the first one of the answer is made of it.
         """
         levels = self.index.levels(keys)
         if not levels:
-            return demand
+            return None
         etas, size = self._etas, keys.text_bytes
-        n, prompt, some = request.sequences, float(request.prompt_tokens), False
+        prompt, some = float(prompt_tokens), False
         most = max(0.0, prompt - 1)
         match: list[float] = []
         trust: list[float] = []
         cached: list[float] = []
-        prefill: list[float] = []
         for state in states:
             bit, matched, eta = 1 << state.slot, 0.0, etas[state.slot]
             for mask, depth in levels:
@@ -462,12 +461,10 @@ class PrefixCaches:
                     break
             if matched > most:
                 matched = most
-            tokens = eta * matched
             match.append(matched)
             trust.append(eta)
-            cached.append(tokens)
-            prefill.append(n * (prompt - tokens))
-        return Demand(prefill, demand.kv_tokens, Prefix(match, trust, cached)) if some else demand
+            cached.append(eta * matched)
+        return Prefix(match, trust, cached) if some else None
 
     def eta(self, instance_id: InstanceId) -> float:
         """How much of what an instance should have cached it really has, 0 to 1. KeyError."""

@@ -25,27 +25,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 from hetero_gateway.core.types import PrefixKeys
 
 # The length of the first pieces: some 250 tokens, a few blocks of an engine.
-PIECE_BYTES = 1024
+PIECE_BYTES: Final = 1024
 # After this many pieces their length doubles.
-PIECES_PER_LENGTH = 16
+PIECES_PER_LENGTH: Final = 16
 # A part shorter than this fraction of a piece does not end one.
-_LEAST_SHARE_BITS = 5
+_LEAST_SHARE_BITS: Final = 5
 # Of 60 bits, an int takes 32 bytes; of 64, 48. At a million keys, one in 10^6 indexes has a pair
 # that collides.
-_DROPPED_BITS = 4
+_DROPPED_BITS: Final = 4
 
 Buffer = bytes | bytearray | memoryview
 
 
-NO_KEYS = PrefixKeys((), (), 0)
+NO_KEYS: Final = PrefixKeys((), (), 0)
 # Of a text that was put together; beyond it, every second key of its beginning is left out.
-_MOST_JOINED = 512
+_MOST_JOINED: Final = 512
 
 
 def joined(before: PrefixKeys, after: PrefixKeys) -> PrefixKeys:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from hetero_gateway.core.lengths.predictors import ResidualLives
 from hetero_gateway.core.policies import Policy, View
-from hetero_gateway.core.policies.base import Backlog, Choice, Demand
+from hetero_gateway.core.policies.base import Backlog, Choice
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
@@ -20,18 +19,14 @@ from hetero_gateway.core.types import Draws, InstanceId, Request
 # Of more candidates than this, a policy that ``samples`` is shown the fastest, those that have just
 # become free, and so many that are drawn: what it costs to look at one is the same for all, and the
 # best of 24 is as good as the best of all (benchmarks/scheduling/shards.py).
-MOST_CANDIDATES = 48
-_DRAWN = 24
-_MOST_FREED = 8
+MOST_CANDIDATES: Final = 48
+_DRAWN: Final = 24
+_MOST_FREED: Final = 8
 # Where none of a sample can take a request, all are looked at, no oftener than this: some have room
 # that no event tells of.
-_LOOKS_AT_ALL_EVERY_S = 0.1
+_LOOKS_AT_ALL_EVERY_S: Final = 0.1
 
-# Made for every request: a NamedTuple's own constructor is a function in Python, and takes as long
-# again as what it makes.
-_new_view: Callable[[type[View], tuple[Any, ...]], View] = tuple.__new__
-_new_backlog: Callable[[type[Backlog], tuple[Any, ...]], Backlog] = tuple.__new__
-_new_demand: Callable[[type[Demand], tuple[Any, ...]], Demand] = tuple.__new__
+# A NamedTuple's own constructor is a function in Python.
 _new_decision: Callable[[type[Decision], tuple[Any, ...]], Decision] = tuple.__new__
 
 
@@ -78,15 +73,21 @@ class Views:
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
         # The same of all; kv_tokens as ``Request.kv_tokens``.
-        n, prompt = request.sequences, request.prompt_tokens
+        n, prompt, keys = request.sequences, request.prompt_tokens, request.prefix
         kv_tokens = n * (prompt + round(request.predicted_output_tokens))
-        demand = _new_demand(Demand, (float(n * prompt), float(kv_tokens), None))
-        if self._caches is not None and request.prefix is not None:
-            demand = self._caches.behind(demand, request, request.prefix, states)
-        backlog = None
+        prefix = backlog = None
+        if self._caches is not None and keys is not None:
+            prefix = self._caches.cached(prompt, keys, states)
+        if prefix is None:
+            prefill_tokens = [float(n * prompt)] * len(ids)
+        else:
+            prefill_tokens = [n * (prompt - tokens) for tokens in prefix.cached_tokens]
         if self.queues:
             backlog = self._backlog(request.model, eligible, now_s, queue, waited_s, keep)
-        return _new_view(View, (request, ids, states, members, demand, self.theta, now_s, backlog))
+        return View(
+            request, ids, states, members, prefill_tokens, kv_tokens, prefix, self.theta, now_s,
+            backlog,
+        )  # fmt: skip
 
     def _backlog(
         self,
@@ -99,11 +100,11 @@ class Views:
     ) -> Backlog:
         pool, kept = eligible.pool, eligible.kept
         prompt_tokens, output_tokens = self._reference
-        queued, idle_s, gap_s, mean_times = 0, 0.0, math.inf, None
+        queued, idle_s, gap_s, mean_lengths = 0, 0.0, math.inf, None
         if queue is not None:
             queued, gap_s, idle_s = queue.size, queue.mean_gap_s, now_s - queue.last_arrival_s
             if queued:
-                mean_times = partial(mean_request_times_s, pool, queue, kept)
+                mean_lengths = queue.mean_lengths()
             if queue.arrivals:
                 prompt_tokens, output_tokens = queue.mean_prompt_tokens, queue.mean_output_tokens
         typical = pool.typical_request_time_s(prompt_tokens, output_tokens, keep=keep)
@@ -114,19 +115,17 @@ class Views:
             profiled = any(
                 pool.states[i].stands_in and pool.states[i].observed for i in eligible.positions()
             )
-        return _new_backlog(
-            Backlog,
-            (
-                queued,
-                idle_s,
-                gap_s,
-                mean_times,
-                typical,
-                self.residual.plain.get(model) or self.residual.of(model).plain,
-                profiled,
-                pool.stands_in,
-                waited_s,
-            ),
+        residual = self.residual.plain.get(model) or self.residual.of(model).plain
+        return Backlog(
+            queued,
+            idle_s,
+            gap_s,
+            mean_lengths,
+            typical,
+            residual,
+            profiled,
+            pool.stands_in,
+            waited_s,
         )
 
 
@@ -243,37 +242,27 @@ class Decider:
                 self._draws.give_back(ahead.drawn)
 
     def _decision(self, view: View, choice: Choice, eligible: Eligible) -> Decision:
-        position, demand = choice.position, view.demand
-        prefill = demand.prefill_tokens
+        position = choice.position
         return _new_decision(
             Decision,
             (
                 view.ids[position],
                 view.request,
                 choice,
-                prefill if isinstance(prefill, float) else prefill[position],
-                round(demand.kv_tokens),
+                view.prefill_tokens[position],
+                view.kv_tokens,
                 view.ids,
                 view.theta,
                 self.policy,
                 eligible.excluded,
-                demand.prefix,
+                view.prefix,
             ),
         )
 
 
-def mean_request_times_s(
-    pool: Pool, queue: ModelQueue, kept: list[int] | None = None
-) -> list[float]:
-    """T of the mean queued request on each instance, s, as if it fitted."""
-    waiting = len(queue)
-    times_s = pool.request_times_s(queue.prompt_tokens / waiting, queue.output_tokens / waiting)
-    return times_s if kept is None else [times_s[i] for i in kept]
-
-
 def drain_time_s(pool: Pool, queue: ModelQueue) -> float:
     """How long a queue would take with every instance at full speed, s; neither may be empty."""
-    times_s = mean_request_times_s(pool, queue)
+    times_s = pool.request_times_s(*queue.mean_lengths())
     rate_per_s = math.fsum(
         1 / (state.speed * time_s) for state, time_s in zip(pool.states, times_s, strict=True)
     )

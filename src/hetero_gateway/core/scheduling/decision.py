@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.base import Choice, Policy, Prefix, number
 from hetero_gateway.core.types import CachedPrefix, Candidate, InstanceId, InstanceSpec, Request
 
 # Shorter waits in the gateway are not worth a word.
-_NO_WAIT_S = 0.01
-_MOST_NAMED = 3
+_NO_WAIT_S: Final = 0.01
+_MOST_NAMED: Final = 3
 
 
 # What finish-time expects of a candidate.
@@ -22,7 +22,7 @@ _ESTIMATES = (
 class Decision(NamedTuple):
     """Where a request goes. The reason is kept as the figures it was made from; see ``explain``.
 
-    ``prefill_tokens`` and ``kv_tokens``: what the instance is charged, as in ``Demand``.
+    ``prefill_tokens`` and ``kv_tokens``: what the instance is charged, as in ``View``.
     ``ids``: the candidates, in the order of the figures. ``excluded``: those that took no part.
     ``prefix``: what of the prompt each candidate is thought to have cached; None: nothing.
     """

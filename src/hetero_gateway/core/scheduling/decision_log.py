@@ -8,12 +8,13 @@ process). What a decision needs for its explanation is unpacked when somebody as
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hetero_gateway.core.policies.base import Choice, Figures, Prefix
+from hetero_gateway.core.policies.base import Choice, Prefix
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import Request
 
@@ -59,39 +60,36 @@ class DecisionLog:
         noted, self.noted = self.noted, []
         for unix_s, request_id, decision, waited_s in noted:
             request, choice = decision.request, decision.choice
-            numbers = array(
-                "d",
-                (
-                    unix_s,
-                    waited_s,
-                    choice.position,
-                    choice.charge,
-                    request.prompt_tokens,
-                    request.predicted_output_tokens,
-                    request.sequences,
-                    request.streams,
-                    decision.prefill_tokens,
-                    decision.kv_tokens,
-                ),
-            )
-            figures, prefix = choice.figures, decision.prefix
+            numbers = [
+                unix_s,
+                waited_s,
+                choice.position,
+                choice.charge,
+                request.prompt_tokens,
+                request.predicted_output_tokens,
+                request.sequences,
+                request.streams,
+                decision.prefill_tokens,
+                decision.kv_tokens,
+            ]
+            prefix = decision.prefix
             if prefix is not None:
-                # Without an object for each number.
-                match, trust, cached = prefix
-                prefix = Prefix(array("d", match), array("d", trust), array("d", cached))
+                numbers += prefix.match_tokens
+                numbers += prefix.trust
+                numbers += prefix.cached_tokens
+            numbers += choice.data
             self._rows.append(
                 (
-                    numbers,
-                    figures.data,
-                    figures.names,
-                    figures.by_speed,
+                    # Without an object for each number.
+                    struct.pack(f"{len(numbers)}d", *numbers),
+                    choice.names,
+                    choice.by_speed,
                     request_id,
                     request.model,
                     decision.ids,
                     decision.theta,
                     decision.policy,
                     decision.excluded,
-                    prefix,
                 )
             )
 
@@ -102,8 +100,7 @@ class DecisionLog:
 
 
 def _unpacked(
-    numbers: array[float],
-    data: Any,
+    numbers: bytes,
     names: tuple[str, ...],
     by_speed: bool,
     request_id: bytes,
@@ -112,15 +109,20 @@ def _unpacked(
     theta: float,
     policy: Any,
     excluded: Any,
-    prefix: Any,
 ) -> LoggedDecision:
-    unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = numbers
-    figures = Figures(names, data, by_speed)
-    latency_s = figures.at("latency_s", int(position)) if "latency_s" in figures else None
+    row, count = array("d", numbers).tolist(), len(ids)
+    unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = row[:10]
+    cached, data = row[10 : -count * len(names)], row[-count * len(names) :]
+    prefix = None
+    if cached:
+        prefix = Prefix(cached[:count], cached[count : 2 * count], cached[2 * count :])
+    choice = Choice(int(position), charge, names, data, by_speed=by_speed)
+    if "latency_s" in names:
+        choice.latency_s = choice.figures.at("latency_s", choice.position)
     decision = Decision(
         ids[int(position)],
         Request(model, int(prompt), output, int(sequences), bool(streams)),
-        Choice(int(position), charge, figures, latency_s=latency_s),
+        choice,
         prefill,
         int(kv),
         ids,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import Final
 
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch
@@ -22,9 +23,9 @@ from hetero_gateway.core.scheduling.pool import Eligible, Pool, stand_in, typica
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
 
 # Models that an error names.
-_MOST_NAMED = 5
+_MOST_NAMED: Final = 5
 # Pools of single instances that are kept.
-_MOST_ALONE = 1024
+_MOST_ALONE: Final = 1024
 
 
 class Members:

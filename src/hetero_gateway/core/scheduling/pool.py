@@ -11,6 +11,7 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Constants, Profile
@@ -28,17 +29,17 @@ from hetero_gateway.core.types import (
     Request,
 )
 
-UNLIMITED_TOKENS = 2**40  # the KV capacity of an instance whose capacity nobody knows
+UNLIMITED_TOKENS: Final = 2**40  # the KV capacity of an instance whose capacity nobody knows
 # Some machine: about an A800 with a model of 8 billion parameters (instance_profiles.csv). What is
 # not known of a machine's speed is learnt by the speed factor; this only gives the proportions.
-_GENERIC = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
-_TRIED = "tried already"
+_GENERIC: Final = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
+_TRIED: Final = "tried already"
 # Of fewer seats none is kept free where the reserve is less than one; and so many tokens of prompts
 # may be in front of who comes next: a quarter of a step of vLLM's default budget.
-_FEW_SEATS = 16
-_MOST_PROMPT_TOKENS = 512
+_FEW_SEATS: Final = 16
+_MOST_PROMPT_TOKENS: Final = 512
 # So many of the fastest are among those that are looked at, where not all are.
-_FASTEST = 8
+_FASTEST: Final = 8
 
 
 class Eligible:

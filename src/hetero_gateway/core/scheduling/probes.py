@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from hetero_gateway.core.instances.speed import UNSEEN_S
 from hetero_gateway.core.instances.state import InstanceState, revise_speed
 from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible
 
-REVISE_EVERY_S = 0.5
+REVISE_EVERY_S: Final = 0.5
 # One request in so many goes to find out, and no more than one in so many seconds, soon twice that:
 # a small share, should the instance be slow indeed. Where few come, one in a longer time.
 REQUESTS_PER_PROBE, PROBE_EVERY_S, PROBE_SELDOM_S = 16, 3.0, 10.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
@@ -24,13 +24,13 @@ from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.types import InstanceId, Reject, Request
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
-MEAN_OVER_REQUESTS = 1000
+MEAN_OVER_REQUESTS: Final = 1000
 # A burst must be known for one while it lasts.
-MEAN_OVER_GAPS = 16
+MEAN_OVER_GAPS: Final = 16
 # Seats get free in groups.
-MEAN_OVER_DEPARTURES = 64
+MEAN_OVER_DEPARTURES: Final = 64
 # A line is tidied when it has so many more that left from its middle than twice those that stand.
-_MOST_DROPPED = 64
+_MOST_DROPPED: Final = 64
 
 
 # When it is one's turn: the lower, the sooner; whole numbers of arrival decide among equals.
@@ -279,6 +279,10 @@ class ModelQueue:
             f"<ModelQueue of {self.size} in {len(self._lines)} lines, "
             f"mean gap {self.mean_gap_s:.3g} s>"
         )
+
+    def mean_lengths(self) -> tuple[float, float]:
+        """Prompt and output tokens of the mean request that waits; there must be one."""
+        return self.prompt_tokens / self.size, self.output_tokens / self.size
 
     @property
     def mixed(self) -> bool:

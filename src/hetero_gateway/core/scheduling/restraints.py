@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Final
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.outcomes import RETRY_RANK, Bar, BreakerState, Outcomes
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.types import InstanceId, Reject, RejectReason
 
-_MOST_NAMED = 5
+_MOST_NAMED: Final = 5
 
 
 class Restraints:

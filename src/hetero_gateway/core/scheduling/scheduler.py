@@ -27,7 +27,7 @@ import heapq
 import math
 from bisect import insort
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hetero_gateway.core.instances.dispatch import NO_PEERS, Dispatch
 from hetero_gateway.core.policies import Policy
@@ -55,15 +55,15 @@ from hetero_gateway.core.types import (
 )
 
 # Requests that wait, where nobody says how many may.
-MOST_QUEUED = 2**31
+MOST_QUEUED: Final = 2**31
 # Lines of a queue that are looked at in one pump: contexts and caches come in a few sizes. Retries
 # may have many lines, and each costs a decision.
-_MOST_LINES = 8
+_MOST_LINES: Final = 8
 # Queues of so many models are kept, although nothing waits in them and nobody serves them.
-_MOST_QUEUES = 256
+_MOST_QUEUES: Final = 256
 # A request of more sequences than an engine runs at once fills it for minutes. It lets the others
 # pass for so long rather than take the last instance that has room.
-_CROWD_WAITS_S = 30.0
+_CROWD_WAITS_S: Final = 30.0
 
 
 class Fresh(NamedTuple):

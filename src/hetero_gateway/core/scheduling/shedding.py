@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hetero_gateway.core.policies.slo import Slos
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import BATCH_CLASS, Request
 
 # Predictions are of seats that get free by chance: who is let in is to be within the limit.
-MARGIN = 0.75
+MARGIN: Final = 0.75
 # What is said of fewer departures is chance.
-_LEAST_DEPARTURES = 4
+_LEAST_DEPARTURES: Final = 4
 
 
 class WaitLimits(NamedTuple):
