@@ -31,8 +31,10 @@ SETUP = """\
 import sys
 from mypyc.build import mypycify
 from setuptools import setup
-options = ["--follow-imports=silent", "--ignore-missing-imports", "--strict"]
-setup(name="native", packages=[], ext_modules=mypycify([*options, *sys.argv.pop().split()]))
+# Of other packages nothing is known, as where a wheel is built: what is compiled is the same.
+known = ["--follow-imports=silent", "--ignore-missing-imports", "--no-site-packages"]
+options = [*known, "--strict", *sys.argv.pop().split()]
+setup(name="native", packages=[], ext_modules=mypycify(options))
 """
 
 
