@@ -100,7 +100,7 @@ class RunningGateway:
             and len(self.gateway.placement) == 0
             and not any(any(row) for row in self.progress())
             and all(worker.remote.idle for worker in self.workers)
-            and (self.gateway.hub is None or self.gateway.hub.requests == 0)
+            and (self.gateway.hub is None or not any(map(len, self.gateway.hub.sessions)))
         )
 
     async def used_by(self, client: str) -> dict[str, Any]:

@@ -14,8 +14,6 @@ listens there, or no gateway takes that key any more; so a file that a killed pr
 behind gives nothing away.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import ipaddress
@@ -52,7 +50,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def made_admin_key(server: ServerConfig, shared: str | None) -> str | None:
+def made_admin_key(server: "ServerConfig", shared: str | None) -> str | None:
     """A key of 256 bits; None where the configuration says otherwise who may use /admin.
 
     Args:

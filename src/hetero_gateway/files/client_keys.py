@@ -12,8 +12,6 @@ secret of the environment (``clients.hash_key_env``): with the file alone, a key
 up cannot be tried out either.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac
@@ -23,7 +21,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -127,7 +125,7 @@ class KeysFile(StrictModel):
     keys: list[KeyConfig] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_names(self) -> KeysFile:
+    def _check_names(self) -> Self:
         names: set[str] = set()
         hashes: set[str] = set()
         for name in self.groups:

@@ -5,15 +5,13 @@ instances there are, what the scheduler believes of them, what goes wrong, and w
 docs/reference/simulation-file.md lists every field, and a test compares the two.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -69,7 +67,7 @@ class FaultConfig(StrictModel):
     """Of kind slow: its steps take this many times longer."""
 
     @model_validator(mode="after")
-    def _check(self) -> FaultConfig:
+    def _check(self) -> Self:
         if self.end_s is not None and self.end_s <= self.start_s:
             raise ValueError(f"end_s ({self.end_s:g}) must be after start_s ({self.start_s:g})")
         if (self.factor != 1) != (self.kind == "slow"):
@@ -102,7 +100,7 @@ class SentConfig(StrictModel):
     """Default: a chat mix."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> SentConfig:
+    def _one_source(self) -> Self:
         if self.requests is not None and (self.prompt or self.output):
             raise ValueError("requests is a trace, which has lengths: leave out prompt and output")
         return self

@@ -1,9 +1,7 @@
 """The configuration's section ``discovery``: where instances come from besides the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -78,7 +76,7 @@ class SourceConfig(StrictModel):
     """As of an instance."""
 
     @model_validator(mode="after")
-    def _check_kind(self) -> SourceConfig:
+    def _check_kind(self) -> Self:
         needed, possible = _FIELDS[self.kind]
         for field in needed:
             if getattr(self, field) is None:

@@ -1,9 +1,8 @@
 """The configuration's section ``following``: of which instances there may be more or fewer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -30,7 +29,7 @@ class FollowedType(StrictModel):
     """Of one instance; of all types of the model or of none, then accelerators count."""
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> FollowedType:
+    def _check_bounds(self) -> Self:
         if self.min > self.max:
             raise ValueError("min: it is above max")
         return self
@@ -55,7 +54,7 @@ class FollowingConfig(StrictModel):
     """TPOT's. Without both: 85 % of the most that they can do."""
 
     @model_validator(mode="after")
-    def _check_types(self) -> FollowingConfig:
+    def _check_types(self) -> Self:
         least: Counter[str] = Counter()
         for each in self.types:
             least[each.model] += each.min

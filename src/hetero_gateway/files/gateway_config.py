@@ -7,11 +7,9 @@ environment over file.
 docs/reference/configuration.md lists every field; a test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -127,7 +125,7 @@ class GatewayConfig(StrictModel):
     """The instances; more can be added over /admin/instances."""
 
     @model_validator(mode="after")
-    def _check_models(self) -> GatewayConfig:
+    def _check_models(self) -> Self:
         stands_for_others = {name for name, each in self.models.items() if each.serve or each.split}
         for name, each in self.models.items():
             here = [f.model for f in each.fallbacks if f.base_url is None]
@@ -142,7 +140,7 @@ class GatewayConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _check_priorities(self) -> GatewayConfig:
+    def _check_priorities(self) -> Self:
         allowed = {*self.server.allow_engine_fields, *self.server.allow_engine_headers}
         if self.scheduler.engine_priorities and allowed & {"priority", "x-vllm-priority"}:
             why = (
@@ -153,7 +151,7 @@ class GatewayConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _check_ids(self) -> GatewayConfig:
+    def _check_ids(self) -> Self:
         found: list[tuple[Key, str]] = []
         seen: set[str] = set()
         for i, instance in enumerate(self.instances):

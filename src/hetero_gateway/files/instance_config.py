@@ -1,10 +1,8 @@
 """``instances`` and ``models`` of the gateway's configuration: who answers to which name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -95,7 +93,7 @@ class FallbackConfig(StrictModel):
     """CA certificates for https; default: the system's."""
 
     @model_validator(mode="after")
-    def _check_elsewhere(self) -> FallbackConfig:
+    def _check_elsewhere(self) -> Self:
         if self.base_url is None and (self.api_key_env or self.ca_file):
             raise ValueError("api_key_env and ca_file are for a base_url")
         return self
@@ -116,7 +114,7 @@ class ModelConfig(StrictModel):
     """Who is asked, in turn, if no instance can."""
 
     @model_validator(mode="after")
-    def _check_one(self) -> ModelConfig:
+    def _check_one(self) -> Self:
         if self.serve is not None and self.split:
             raise ValueError("serve and split: one of them")
         return self

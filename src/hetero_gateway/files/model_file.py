@@ -1,11 +1,9 @@
 """A model as people name it: a built-in card, or a config.json with what lies beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -33,7 +31,7 @@ class PlanModelConfig(StrictModel):
     """fp8, int8, int4, awq or gptq."""
 
     @model_validator(mode="after")
-    def _one(self) -> PlanModelConfig:
+    def _one(self) -> Self:
         if self.config is None and self.name is None:
             raise ValueError("give config, or the name of a built-in card")
         return self

@@ -4,8 +4,6 @@ Names are looked up, but only where the port is the gateway's own: call it where
 while. What a proxy or a port map leads back is not seen here; ``http/hops`` finds it.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def check_not_own(base_url: str, server: ServerConfig) -> None:
+def check_not_own(base_url: str, server: "ServerConfig") -> None:
     """Raises ValueError: the gateway would send requests to itself."""
     listeners = [(server.host, server.port)]
     if server.admin_listen is not None and not server.admin_listen.startswith("unix:"):

@@ -5,14 +5,12 @@ the file. docs/reference/plan-file.md lists every field, and a test compares the
 planner is asked with it is ``plan_request``'s.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -84,7 +82,7 @@ class MachineConfig(StrictModel):
     """Host name or address where the gateway reaches it; default: the id."""
 
     @model_validator(mode="after")
-    def _one_address(self) -> MachineConfig:
+    def _one_address(self) -> Self:
         if self.address is not None and self.copies > 1:
             raise ValueError("address is of one machine: leave out copies, or the address")
         return self
@@ -101,7 +99,7 @@ class NetworkConfig(StrictModel):
     """Of one message."""
 
     @model_validator(mode="after")
-    def _one(self) -> NetworkConfig:
+    def _one(self) -> Self:
         if (self.bandwidth_bytes_per_s is None) == (self.gbps is None):
             raise ValueError("give either bandwidth_bytes_per_s or gbps")
         return self
@@ -185,7 +183,7 @@ class PlanSloConfig(StrictModel):
     """Of the requests that are to be within both."""
 
     @model_validator(mode="after")
-    def _some_limit(self) -> PlanSloConfig:
+    def _some_limit(self) -> Self:
         if self.ttft_s is None and self.tpot_s is None:
             raise ValueError("give ttft_s (--slo-ttft), tpot_s (--slo-tpot), or both")
         return self
@@ -239,7 +237,7 @@ class PlanConfig(StrictModel):
         return value
 
     @model_validator(mode="after")
-    def _machines_or_offers(self) -> PlanConfig:
+    def _machines_or_offers(self) -> Self:
         if bool(self.machines) == bool(self.offers):
             raise ValueError(
                 "give machines, what there is, or offers, what could be bought: not both"

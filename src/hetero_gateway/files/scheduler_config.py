@@ -1,11 +1,9 @@
 """``scheduler`` of the gateway's configuration: what is chosen by, and who waits how."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -83,7 +81,7 @@ class PredictorConfig(StrictModel):
         return value
 
     @model_validator(mode="after")
-    def _check_belongings(self) -> PredictorConfig:
+    def _check_belongings(self) -> Self:
         if (self.file is not None) != (self.kind == "trained"):
             raise ValueError("file: kind trained needs one, and no other kind has one")
         if self.options and (self.kind is None or self.kind in BUILTIN_PREDICTORS):
@@ -181,7 +179,7 @@ class SharingConfig(StrictModel):
     """CA certificates for rediss://; default: the system's."""
 
     @model_validator(mode="after")
-    def _check_times(self) -> SharingConfig:
+    def _check_times(self) -> Self:
         if self.ttl_s < 4 * self.interval_s:
             raise ValueError("ttl_s must be at least 4 times interval_s")
         return self
@@ -258,7 +256,7 @@ class SchedulerConfig(StrictModel):
     tokens: TokensConfig = Field(default_factory=TokensConfig)
 
     @model_validator(mode="after")
-    def _check_options(self) -> SchedulerConfig:
+    def _check_options(self) -> Self:
         if self.policy_options and self.policy in get_args(PolicyName):
             raise ValueError("policy_options: only an installed policy has any")
         return self

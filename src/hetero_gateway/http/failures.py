@@ -5,8 +5,6 @@ the relay raises or notes an ``InstanceError``, and whoever answers the client, 
 or informs the health monitor asks its ``failure``.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import Any
 
@@ -76,7 +74,7 @@ class Failure(enum.Enum):
     suspicion: Suspicion
     blame: Blame
 
-    def __new__(cls, label: str, *what: Any) -> Failure:
+    def __new__(cls, label: str, *what: Any) -> "Failure":
         member = object.__new__(cls)
         member._value_ = label
         member.status, member.code, member.retryable, member.suspicion, member.blame = what

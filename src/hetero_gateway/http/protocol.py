@@ -31,8 +31,6 @@ of its own: a client may pipeline more requests than the stack is deep. CLOSING 
 until the client closes its side or ``clients.LINGER_S`` are over.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http
 import re
@@ -108,7 +106,7 @@ class EngineCycle:
 
     message_event = _NoEvent()  # of uvicorn's
 
-    def __init__(self, connection: EngineProtocol, inbound: Inbound, head: RequestHead) -> None:
+    def __init__(self, connection: "EngineProtocol", inbound: Inbound, head: RequestHead) -> None:
         self._connection = connection
         self.waits_for_100 = head.expects_continue
         self.listener: Listener | None = None
@@ -217,7 +215,7 @@ class _CycleTransport:
 
     __slots__ = ("close", "is_closing", "write")
 
-    def __init__(self, connection: EngineProtocol) -> None:
+    def __init__(self, connection: "EngineProtocol") -> None:
         self.write = connection.transport.write
         self.is_closing = connection.transport.is_closing
         self.close = connection.close

@@ -6,8 +6,6 @@ bytes on: who relays them decides whether to pass them verbatim or decoded. It n
 because vLLM takes that for a disconnect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -69,7 +67,7 @@ class ResponseSink(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One TCP or TLS connection to an instance."""
 
-    def __init__(self, pool: InstancePool) -> None:
+    def __init__(self, pool: "InstancePool") -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._sink: ResponseSink | None = None

@@ -4,8 +4,6 @@
 like. The gateway starts and stops in the lifespan.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -84,7 +82,7 @@ class PartsApp:
             await self.control(scope, receive, send)
 
     @functools.cached_property
-    def _realtime(self) -> Realtime:
+    def _realtime(self) -> "Realtime":
         """What serves WebSockets; ``websockets`` comes with it, 1 MB."""
         from hetero_gateway.gateway.dataplane.realtime import Realtime
 

@@ -3,8 +3,6 @@
 ``Fields`` reads; it does not know what the fields are for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +60,7 @@ class Fields:
                 return list(value)
         return []
 
-    def part(self, key: str) -> Fields | None:
+    def part(self, key: str) -> "Fields | None":
         """An object inside, with the same errors."""
         value = self.text.get(key, self.config.get(key))
         if not isinstance(value, Mapping) or not value:

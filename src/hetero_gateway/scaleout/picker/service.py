@@ -1,7 +1,5 @@
 """What data planes call: ext_proc, and grpc.health.v1 for whoever balances between pickers."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +117,14 @@ class Picker:
             return _SERVING if self.ready else _NOT_SERVING
         return _UNKNOWN
 
-    def watch(self, watcher: HealthCall) -> None:
+    def watch(self, watcher: "HealthCall") -> None:
         """Let it look whenever the health has changed: one timer, however many they are."""
         self._watchers.add(watcher)
         if self._watching is None:
             self._was_ready = self.ready
             self._watching = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
 
-    def unwatch(self, watcher: HealthCall) -> None:
+    def unwatch(self, watcher: "HealthCall") -> None:
         self._watchers.discard(watcher)
 
     def _look(self) -> None:

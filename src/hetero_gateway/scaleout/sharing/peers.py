@@ -12,8 +12,6 @@ pauses grow with it, so that each never takes more than a twentieth of a core. N
 ones: with hundreds of instances they still come in milliseconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -57,7 +55,7 @@ def make_sharing(
     fleet: Fleet,
     base_dir: Path,
     accounts: Callable[[], Iterable[Account]] = tuple,
-) -> Sharing:
+) -> "Sharing":
     """Of ``scheduler.shared``. Raises ConfigError."""
     # Of this process alone: one that is started anew has nothing outstanding, and what its
     # predecessor said of itself must run out.

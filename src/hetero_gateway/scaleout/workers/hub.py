@@ -4,8 +4,6 @@ Each worker has a ``WorkerSession``. Its requests go to the same ``LocalDispatch
 gateway of one process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -35,7 +33,7 @@ _log = logging.getLogger(__name__)
 class WorkerSession(RequestSession):
     """One worker, for as long as its connection lasts."""
 
-    def __init__(self, hub: Hub, channel: Channel) -> None:
+    def __init__(self, hub: "Hub", channel: Channel) -> None:
         super().__init__(hub.dispatcher, hub.admission, channel.send)
         self.channel = channel
         self.connections = 0
@@ -128,11 +126,6 @@ class Hub:
     def __len__(self) -> int:
         """Workers that are connected."""
         return len(self.sessions)
-
-    @property
-    def requests(self) -> int:
-        """RequestSession that are not over, of all workers."""
-        return sum(len(session) for session in self.sessions)
 
     def connections_to(self, instance_id: InstanceId) -> int:
         """The workers' open connections to an instance, within the last second."""

@@ -7,8 +7,6 @@ the others' load the own scheduler knows what the last ``View`` said. When the s
 back, the same goes the other way, and the own scheduler is empty again. No request ends of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -179,7 +177,7 @@ class OwnScheduler:
 class _Ask(Waiting):
     """A question that has no answer yet."""
 
-    remote: RemoteDispatcher
+    remote: "RemoteDispatcher"
     job: RemoteJob
     tried: Sequence[InstanceId]
     failure: InstanceError | None

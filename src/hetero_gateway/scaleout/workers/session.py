@@ -5,8 +5,6 @@ while that process is away (``remote``). Policies, queue, ledger, records and pr
 dispatcher's business. A session that ends, however it ends, leaves nothing on any instance.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ _log = logging.getLogger(__name__)
 class _Request:
     """A worker's request: the ``Owner`` of its place."""
 
-    session: RequestSession
+    session: "RequestSession"
     key: int
     job: Job
     deadline_s: float

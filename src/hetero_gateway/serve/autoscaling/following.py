@@ -7,8 +7,6 @@ in the metric ``hetero_gateway_desired_instances`` and at ``/admin/following``; 
 or stopped here. Whatever goes wrong leaves the last answer as it was, and is counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
@@ -104,7 +102,7 @@ class FollowedModel:
         self._arrived = max(self._arrived, self._finished + under_way)
         self.arrivals.note(now_s, self._arrived)
 
-    def go_on_from(self, other: FollowedModel) -> None:
+    def go_on_from(self, other: "FollowedModel") -> None:
         """The same model, as it was configured before."""
         self.follower.go_on_from(other.follower)
         self.proposal, self.asked_s = other.proposal, other.asked_s

@@ -12,8 +12,6 @@ nobody looks, nothing is made but the trend's steps.
     trend       figures now and over 15 minutes, of all models and of each; the newest point
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -76,7 +74,7 @@ class Shown(Protocol):
     metrics: Metrics
     discovery: Discovery
     placement: Placement
-    sharing: Sharing | None
+    sharing: "Sharing | None"
     draining: bool
 
     @property

@@ -1,7 +1,5 @@
 """The running gateway: every part, wired together. Built by ``app.create_app``, one per app."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -265,7 +263,7 @@ class Gateway(Parts):
             await self.hub.start()
             self._stack.push_async_callback(self.hub.stop)
 
-    def _make_sharing(self) -> Sharing | None:
+    def _make_sharing(self) -> "Sharing | None":
         """Of ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
         config = self.config.scheduler
         if config.shared is None:

@@ -1,7 +1,5 @@
 """Listens for data planes, and closes what is open at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -28,7 +26,7 @@ class Handshake(Occupant, asyncio.Protocol):
     minute.
     """
 
-    def __init__(self, server: GrpcServer, tls: ssl.SSLContext) -> None:
+    def __init__(self, server: "GrpcServer", tls: ssl.SSLContext) -> None:
         self.spoke_tick = server.tick
         self._server = server
         self._tls = tls
