@@ -44,8 +44,6 @@ With ``prefix_caching`` a sequence whose blocks have keys shares those that are 
 decodes, all of its tokens are context, cached or not.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
@@ -70,7 +68,7 @@ class _Number:
     def __init__(self, field: int) -> None:
         self._field = field
 
-    def __get__(self, of: Sequence | Engine[Any], _: type | None = None) -> int:
+    def __get__(self, of: "Sequence | Engine[Any]", _: type | None = None) -> int:
         return of._row[self._field]
 
 

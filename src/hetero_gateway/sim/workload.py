@@ -11,20 +11,16 @@ policy, and differences between policies are not differences between draws.
 Reading a trace's file is the shell's work (``hetero_gateway.files.trace``); here are arrays.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hetero_gateway.core.costs.arrays import FloatArray, Integers
-
-if TYPE_CHECKING:
-    from hetero_gateway.sim.prefixes import Prefixes
+from hetero_gateway.sim.prefixes import Prefixes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """/v1/responses and /v1/messages: small, and right in shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -24,7 +22,7 @@ class ResponsesReply(EmulatedReply):
     id_prefix = "resp_"
     _sequence_number = -1
 
-    def __init__(self, store: ResponseStore, body: Json, head: ReplyHead) -> None:
+    def __init__(self, store: "ResponseStore", body: Json, head: ReplyHead) -> None:
         ask, self.messages = responses_ask(body, head.model, store.before)
         super().__init__(ask, head)
         self._previous_id = body.get("previous_response_id")

@@ -7,8 +7,6 @@ that really came, and new text up to the trace's length: so it has to wait for t
 turn is a system message, as far as the first place where texts of the trace part, and a user's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ class _Turn:
 
     request: LoadRequest
     text: TracedText
-    continues: _Turn | None
+    continues: "_Turn | None"
     messages: list[Message] = field(default_factory=list)
     answer: str | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
