@@ -133,7 +133,7 @@ def config_for(
     """A configuration over fakes named i0, i1, …; sections are merged over quick defaults."""
     data: dict[str, Any] = {
         "server": {"port": 0, "shutdown_timeout_s": 1},
-        "health": {"probe_interval_s": 0.1, "probe_timeout_s": 30, "scrape_interval_s": 0.2},
+        "health": {"probe_interval_s": 0.5, "probe_timeout_s": 30, "scrape_interval_s": 1},
         "instances": [
             {"id": f"i{i}", "base_url": fake.url, "profile": profiles[i % len(profiles)]}
             for i, fake in enumerate(fakes)

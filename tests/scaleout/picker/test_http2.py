@@ -387,9 +387,8 @@ def rules_broken() -> dict[str, tuple[ErrorCode, list[bytes]]]:
     return {name: (code, sent) for code, named in told.items() for name, sent in named.items()}
 
 
-@pytest.mark.parametrize("name", rules_broken())
-async def test_who_breaks_the_rules_is_told_so_and_harms_nobody_else(name):
-    code, sent = rules_broken()[name]
+@pytest.mark.parametrize(("code", "sent"), rules_broken().values(), ids=rules_broken())
+async def test_who_breaks_the_rules_is_told_so_and_harms_nobody_else(code, sent):
     async with running() as run, peer_of(run) as other, peer_of(run) as peer:
         other.open(1, b"before")
         await other.until(DATA, 1)

@@ -31,7 +31,8 @@ def body(stream: bool = False, tokens: int = 10, **fake: Any) -> dict[str, Any]:
 
 
 def two_workers(instances: int = 2, **sections: Any) -> contextlib.AbstractAsyncContextManager[Rig]:
-    return rig(instances, workers=2, **sections)
+    health = {"probe_interval_s": 0.1, "scrape_interval_s": 0.2}
+    return rig(instances, workers=2, health=health, **sections)
 
 
 async def post(
