@@ -24,10 +24,8 @@ from tests.fakes.wheels import ROOT, Installed, build, copy_context, install
 PACKAGE = Path(compiled.__file__).parent
 # The tests of the rooms that something is compiled of, and those of a request's way.
 ROOMS = {"/".join(["tests", *name.split(".")[1:3]]) for name in MODULES}
-PATHS = {
-    *(room for room in ROOMS if (ROOT / room).is_dir()),
-    *("tests/gateway/admission", "tests/gateway/dataplane", "tests/e2e/test_accounting.py"),
-}
+PATHS = {room for room in ROOMS if (ROOT / room).is_dir()}
+PATHS |= {"tests/gateway/admission", "tests/gateway/dataplane", "tests/e2e/test_accounting.py"}
 # Prints whether it is compiled, and what became of every request under every policy.
 DECIDE = """\
 import hashlib, json, sys

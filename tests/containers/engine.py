@@ -103,8 +103,10 @@ class Podman:
 
     def prepare(self) -> None:
         """The images that others make, under the names that the files have for them."""
-        if not self.has(PYTHON_IMAGE):
+        packages, made_of = " ".join(PACKAGES), self.home / "packages.txt"
+        if not (self.has(PYTHON_IMAGE) and made_of.exists() and made_of.read_text() == packages):
             self._import_base()
+            made_of.write_text(packages)
         if not self.has(PROMETHEUS_IMAGE):
             words = ("build", "--format", "docker", "--tag", PROMETHEUS_IMAGE, "-")
             self.run(*words, text=_PROMETHEUS_FILE)
