@@ -5,6 +5,8 @@ import json
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.fakes.servers import FakeServer
+
 
 def pod(name: str, address: str, ready: bool = True, **labels: str) -> dict[str, Any]:
     return {
@@ -16,10 +18,11 @@ def pod(name: str, address: str, ready: bool = True, **labels: str) -> dict[str,
     }
 
 
-class FakeApiServer:
+class FakeApiServer(FakeServer):
     """Pods (or slices) by name; ``put`` and ``delete`` tell those that watch."""
 
     def __init__(self, page: int = 60) -> None:
+        super().__init__()
         self.objects: dict[str, dict[str, Any]] = {}
         self.requests: list[str] = []  # their targets
         self.tokens: list[str] = []
@@ -29,29 +32,13 @@ class FakeApiServer:
         self._oldest = 100  # versions before are gone
         self._events: list[tuple[int, str, dict[str, Any]]] = []
         self._changed = asyncio.Event()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self.url = ""
-
-    async def __aenter__(self) -> "FakeApiServer":
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        self.cut()
-
-    def cut(self) -> None:
-        """End all watches."""
-        for writer in list(self._writers):
-            writer.transport.abort()
 
     def forget(self) -> None:
         """Earlier versions are gone: a watch from one is 410."""
         self._events.clear()
         self._version += 1
         self._oldest = self._version
-        self.cut()
+        self.reset_connections()
 
     def put(self, *bodies: dict[str, Any]) -> None:
         for body in bodies:
@@ -71,29 +58,22 @@ class FakeApiServer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                for line in head.split("\r\n"):
-                    if line.lower().startswith("authorization:"):
-                        self.tokens.append(line.rpartition(" ")[2])
-                target = head.split(" ")[1]
-                self.requests.append(target)
-                query = {k: v[0] for k, v in parse_qs(urlsplit(target).query).items()}
-                if self.refuses:
-                    self._plain(writer, self.refuses, {})
-                elif "watch" in query:
-                    await self._watch(writer, query)
-                else:
-                    self._list(writer, query)
-                await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.transport.abort()
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        for line in head.split("\r\n"):
+            if line.lower().startswith("authorization:"):
+                self.tokens.append(line.rpartition(" ")[2])
+        target = head.split(" ")[1]
+        self.requests.append(target)
+        query = {k: v[0] for k, v in parse_qs(urlsplit(target).query).items()}
+        if self.refuses:
+            self._plain(writer, self.refuses, {})
+        elif "watch" in query:
+            await self._watch(writer, query)
+        else:
+            self._list(writer, query)
+        await writer.drain()
+        return True
 
     def _plain(self, writer: asyncio.StreamWriter, status: int, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode()

@@ -30,14 +30,15 @@ import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
+from tests.fakes.servers import FakeServer, read_request
+
 # Of a real one nobody would know how much of a prompt it prefilled, were it not told.
 NO_PREFIX_CACHE = 'vllm:cache_config_info{enable_prefix_caching="False"} 1.0\n'
 
 
-class FakeInstance:
-    """A server on a free loopback port."""
-
+class FakeInstance(FakeServer):
     def __init__(self, models: tuple[str, ...] = ("m",), max_model_len: int | None = 4096) -> None:
+        super().__init__()
         self.models = models
         self.max_model_len = max_model_len
         self.healthy = True
@@ -53,20 +54,13 @@ class FakeInstance:
         self.peers: set[object] = set()
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
-        self.port = 0
         # Bound and not listening while it is down: refuses, and nobody else is given the port.
         self._held: socket.socket | None = None
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
 
     def at(self, url: str) -> "FakeInstance":
         """Stands for what listens there."""
         self.port = int(url.rsplit(":", 1)[1])
         return self
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     async def start(self, ssl_context: ssl.SSLContext | None = None) -> None:
         """Listen: again where it did before it was killed, or on a free port."""
@@ -90,33 +84,8 @@ class FakeInstance:
         if self._held is not None:
             self._held.close()
 
-    def reset_connections(self) -> None:
-        """Break every connection off and go on listening."""
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            while await self._request(reader, writer):
-                pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.transport.abort()
-
-    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError:
-            return False
-        length = 0
-        for line in head.split(b"\r\n"):
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.split(b":")[1])
-        chunked = b"transfer-encoding: chunked" in head.lower()
-        body = await (_chunked_body(reader) if chunked else reader.readexactly(length))
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head, body = await read_request(reader)
         path = head.split(b" ")[1].decode()
         if head.startswith(b"GET "):
             _write_plain(writer, *self._get(path))
@@ -305,14 +274,6 @@ def _write_plain(
     writer.write(head % (status, lines, len(body)) + body)
 
 
-async def _chunked_body(reader: asyncio.StreamReader) -> bytes:
-    body = b""
-    while size := int(await reader.readline(), 16):
-        body += (await reader.readexactly(size + 2))[:-2]
-    await reader.readline()
-    return body
-
-
 def bound(port: int) -> socket.socket:
     """A socket on a loopback port (0: any) that does not listen yet: connections are refused."""
     # Named as TCP, or asyncio would not turn off Nagle's algorithm on its connections.
@@ -325,11 +286,6 @@ def bound(port: int) -> socket.socket:
 @contextlib.asynccontextmanager
 async def fake_instances(count: int, **options: Any) -> AsyncIterator[list[FakeInstance]]:
     """``count`` running fakes."""
-    fakes = [FakeInstance(**options) for _ in range(count)]
-    for fake in fakes:
-        await fake.start()
-    try:
-        yield fakes
-    finally:
-        for fake in fakes:
-            await fake.close()
+    async with contextlib.AsyncExitStack() as stack:
+        fakes = (FakeInstance(**options) for _ in range(count))
+        yield [await stack.enter_async_context(fake) for fake in fakes]

@@ -14,8 +14,9 @@ import random
 
 import h11
 
-from tests.fakes.raw import RawInstance, plain, raw_instance
+from tests.fakes.raw import RawInstance, plain
 from tests.fakes.running import config_for
+from tests.fakes.servers import read_request
 from tests.fuzz.fuzzing import Findings, _ask, _gateway, _good_one, repeat
 from tests.fuzz.mutation import mutated_bytes, mutated_head, mutated_json
 from tests.fuzz.short_ways import ANSWERS, chunked, cuts_of, pieces_of
@@ -80,13 +81,9 @@ class _Spoilt(RawInstance):
         self._rng = rng
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = await reader.readuntil(b"\r\n\r\n")
-        path = head.split(b" ")[1].decode()
+        head, body = await read_request(reader)
         if head.startswith(b"GET "):
-            writer.write(b"".join(filter(None, self.answers[path])))
-            return True
-        length = next(x for x in head.split(b"\r\n") if x.startswith(b"content-length:"))
-        await reader.readexactly(int(length[15:]))
+            return await self._plainly(head, body, writer)
         rng = self._rng
         data = answers_of(rng)
         for piece in pieces_of(data, cuts_of(rng, data) if rng.random() < 0.5 else []):
@@ -150,7 +147,7 @@ def _verdict(got: bytes) -> tuple[int, str]:
 async def fuzz_answers(seed: int, count: int) -> Findings:
     """``count`` requests, each answered by an instance with something else."""
     findings, rng, numbers = Findings(), random.Random(seed), itertools.count()
-    async with raw_instance(_Spoilt(rng)) as instance, raw_instance() as good:
+    async with _Spoilt(rng) as instance, RawInstance() as good:
         config = config_for(
             [],
             instances=[

@@ -9,7 +9,6 @@ import contextlib
 import json
 import random
 import traceback
-from collections.abc import AsyncIterator
 from typing import Any
 
 from hetero_gateway.files.discovery_config import SourceConfig
@@ -20,6 +19,7 @@ from hetero_gateway.gateway.fleet.sources.kubernetes import KubernetesSource
 from hetero_gateway.gateway.fleet.sources.pace import Allowance, Backoff
 from hetero_gateway.plain_httpx import httpx
 from tests.fakes.kubernetes import pod
+from tests.fakes.servers import FakeServer
 from tests.fuzz.fuzzing import Findings, errors_found
 from tests.fuzz.mutation import mutated_bytes, mutated_head, mutated_json
 from tests.fuzz.short_ways import cuts_of, pieces_of
@@ -71,26 +71,17 @@ def good_list(resource: str) -> bytes:
     return json.dumps({"metadata": {"resourceVersion": "9"}, "items": [body]}).encode()
 
 
-class _Server:
+class _Server(FakeServer):
     """An API server. ``good``: it lists well, and its watches end at once."""
 
     def __init__(self, rng: random.Random, resource: str) -> None:
+        super().__init__()
         self._rng, self._resource = rng, resource
         self.good = False
         self.sent = 0
 
-    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while not writer.transport.is_closing():
-                head = await reader.readuntil(b"\r\n\r\n")
-                if not await self._answer(b"watch=1" in head, writer):
-                    return
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.transport.abort()
-
-    async def _answer(self, watches: bool, writer: asyncio.StreamWriter) -> bool:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        watches = b"watch=1" in await reader.readuntil(b"\r\n\r\n")
         rng, status, body = self._rng, b"200 OK", b""
         if self.good:
             body = b"" if watches else good_list(self._resource)
@@ -133,22 +124,13 @@ class _NoPause(Backoff):
         await asyncio.sleep(0)
 
 
-@contextlib.asynccontextmanager
-async def _source(
-    rng: random.Random, resource: str
-) -> AsyncIterator[tuple[_Server, KubernetesSource]]:
-    api = _Server(rng, resource)
-    server = await asyncio.start_server(api.connection, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+def _source(api: _Server, resource: str) -> KubernetesSource:
     config = {
         "name": "fuzz", "kind": "kubernetes", "selector": "a=b", "namespace": "default",
-        "resource": resource, "api_url": f"http://127.0.0.1:{port}", "interval_s": 0.5,
+        "resource": resource, "api_url": api.url, "interval_s": 0.5,
         "profiles": [{"labels": {_LABEL: "h100"}, "profile": "A100-80GB-SXM/Llama-3-8B/tp1"}],
     }  # fmt: skip
-    try:
-        yield api, _Eager(SourceConfig.model_validate(config))
-    finally:
-        server.close()
+    return _Eager(SourceConfig.model_validate(config))
 
 
 def _strange(found: list[Found]) -> str:
@@ -194,8 +176,8 @@ async def fuzz_kubernetes(seed: int, count: int) -> Findings:
     async def one(number: int) -> None:
         rng = random.Random(seed * 1000 + number)
         resource = "pods" if number % 2 else "endpointslices"
-        async with _source(rng, resource) as (api, source):
-            found: list[Found] = []
+        async with _Server(rng, resource) as api:
+            source, found = _source(api, resource), list[Found]()
             while api.sent * _AT_ONCE < count:
                 life = asyncio.ensure_future(_follow(api, source, found, findings))
                 before = api.sent

@@ -17,7 +17,7 @@ import numpy as np
 
 from hetero_gateway.core.sharing.exchange import OTHERS
 from hetero_gateway.core.sharing.message import FIELDS, MOST_BYTES, Message, instance_key, pack
-from tests.fakes.redis_replies import Replies, array, bulk, replies
+from tests.fakes.redis_replies import Replies, array, bulk
 from tests.fakes.sharing import SharingGateway, exchanging, sharing_config
 from tests.fuzz.fuzzing import Findings, errors_found
 from tests.fuzz.mutation import mutated_bytes
@@ -157,7 +157,7 @@ async def fuzz_redis(seed: int, count: int) -> Findings:
     findings, rng = Findings(), random.Random(seed)
     tracemalloc.start()
     with errors_found(findings):
-        async with replies() as server, exchanging(*_two(server.url)) as (first, second):
+        async with Replies() as server, exchanging(*_two(server.url)) as (first, second):
             for _ in range(3):
                 first.place(10, 10.0)
             await _settle(findings, server, first, second, b"")

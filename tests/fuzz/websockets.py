@@ -23,6 +23,7 @@ from websockets.http11 import Request
 from websockets.server import ServerProtocol
 
 from tests.fakes.memory import resident_mb
+from tests.fakes.raw import RawInstance, plain
 from tests.fakes.running import config_for, eventually, running_gateway
 from tests.fuzz.fuzzing import Findings, errors_found, note_unless_settled, repeat
 from tests.fuzz.mutation import mutated_bytes, mutated_head, mutated_json
@@ -72,7 +73,7 @@ _LENGTHS = (0, 1, 125, 126, 127, 65_535, 65_536, 1 << 24, (1 << 24) + 1, 1 << 31
 _CODES = (0, 999, 1000, 1001, 1004, 1005, 1006, 1012, 1015, 2999, 4000, 5000, 65_535)
 
 
-class Instance:
+class Instance(RawInstance):
     """Speaks as the seed in a session's target has it; ``complaints``: of what it was sent.
 
     Args:
@@ -80,41 +81,22 @@ class Instance:
     """
 
     def __init__(self, model: str) -> None:
+        super().__init__()
         self.model = model
         self.complaints: list[str] = []
         card = {"id": model, "object": "model", "max_model_len": 4096}
-        self._pages = {
-            b"/v1/models": json.dumps({"object": "list", "data": [card]}).encode(),
-        }
-        self._server: asyncio.Server
+        listed = json.dumps({"object": "list", "data": [card]}).encode()
+        self.answers["/v1/models"] = [plain(listed)]
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-
-    async def stop(self) -> None:
-        self._server.close()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        path = head.split(b" ", 2)[1]
+        if not path.startswith(b"/v1/realtime"):
+            return await self._plainly(head, b"", writer)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDS_WITHIN_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                path = head.split(b" ", 2)[1]
-                if path.startswith(b"/v1/realtime"):
-                    await self._session(head, path, reader, writer)
-                else:
-                    body = self._pages.get(path.partition(b"?")[0], b"")
-                    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body)
-                    writer.write(answer + b"connection: close\r\n\r\n" + body)
-                    await writer.drain()
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.transport.abort()
+                await self._session(head, path, reader, writer)
+        return False
 
     async def _session(
         self,
@@ -338,7 +320,7 @@ async def fuzz_websocket(seed: int, count: int) -> Findings:
                 await repeat(client.session, client.good, count, _AT_ONCE)
             await note_unless_settled(running, findings)
     for instance in instances:
-        await instance.stop()
+        await instance.close()
         for complaint in instance.complaints[:5]:
             findings.add("the instance got: " + complaint, b"")
     return findings

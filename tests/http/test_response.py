@@ -23,7 +23,7 @@ from hetero_gateway.http.response import (
     parse_head,
     whole_chunk_length,
 )
-from tests.fakes.raw import GOOD, RawInstance, raw_instance
+from tests.fakes.raw import GOOD, RawInstance
 from tests.fakes.running import RunningGateway, config_for, eventually, running_gateway
 
 BODY = b'{"model": "m", "messages": []}'
@@ -351,7 +351,7 @@ async def exchange(running: RunningGateway, requests: int = 1) -> bytes:
 @contextlib.asynccontextmanager
 async def relayed(**sections: Any) -> AsyncIterator[tuple[RawInstance, RunningGateway]]:
     """An instance that writes what it likes, and a gateway that sends a request to it once."""
-    async with raw_instance() as instance:
+    async with RawInstance() as instance:
         config = config_for([instance], retry={"max_attempts": 1}, **sections)
         async with running_gateway(config) as running:
             yield instance, running

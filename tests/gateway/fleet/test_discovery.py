@@ -221,14 +221,14 @@ async def test_a_cut_watch_goes_on_and_a_version_that_is_gone_is_listed_anew(
             await eventually(lambda: list(shown(running)) == ["a"])
             api.put(pod("b", address(1)))
             await eventually(lambda: set(shown(running)) == {"a", "b"})
-            api.cut()
+            api.reset_connections()
             api.put(pod("c", address(2)))
             await eventually(lambda: set(shown(running)) == {"a", "b", "c"})
             api.forget()
             del api.objects["a"]
             await eventually(lambda: set(shown(running)) == {"b", "c"})
             api.refuses = 500
-            api.cut()
+            api.reset_connections()
             await asyncio.sleep(60)
             assert set(shown(running)) == {"b", "c"}
             [follower] = running.gateway.discovery.followers()

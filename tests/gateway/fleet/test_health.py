@@ -16,7 +16,7 @@ from hetero_gateway.gateway.fleet import health
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.upstream import InstancePool
-from tests.fakes.raw import RawInstance, plain, raw_instance
+from tests.fakes.raw import RawInstance, plain
 from tests.fakes.running import FAST, RunningGateway, eventually, rig
 from tests.fakes.vllm import NO_PREFIX_CACHE, FakeInstance, fake_instances
 
@@ -90,7 +90,7 @@ async def beside_a_bad_one(
     path: str, pieces: list[bytes | None], **options: Any
 ) -> AsyncIterator[tuple[RunningGateway, Instance, httpx.AsyncClient]]:
     """A gateway over an instance that answers ``path`` so, and a good one: (gateway, bad one)."""
-    async with raw_instance() as bad, fake_instances(1) as fakes:
+    async with RawInstance() as bad, fake_instances(1) as fakes:
         bad.answers[path], bad.pause_s = pieces, 0.01
         bad_config = {"id": "bad", "base_url": bad.url} | options
         instances = [bad_config, {"id": "good", "base_url": fakes[0].url}]

@@ -12,7 +12,7 @@ from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
-from tests.fakes.raw import GOOD, raw_instance
+from tests.fakes.raw import GOOD, RawInstance
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 ASKED = (12, 6)  # tokens; the fake's usage says 10 and as many as it has events
@@ -101,7 +101,7 @@ async def test_connections_are_used_again():
 
 
 async def test_a_server_that_closes_after_each_answer_costs_no_errors():
-    async with raw_instance() as instance:
+    async with RawInstance() as instance:
         instance.posts = [GOOD, None]
         records = await send(instance.url, 4, stream=False, concurrency=1)
     assert [r.error for r in records].count(None) >= 3

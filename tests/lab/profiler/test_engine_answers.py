@@ -10,7 +10,7 @@ from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.profiler import engine
 from hetero_gateway.lab.profiler.engine import EngineClient
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
-from tests.fakes.raw import plain, raw_instance
+from tests.fakes.raw import RawInstance, plain
 
 BOMB = gzip.compress(bytes(1 << 24))
 BAD = {
@@ -30,7 +30,7 @@ async def test_what_has_no_end_or_no_form_is_no_answer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_MOST_BYTES", 50000)
-    async with raw_instance() as instance:
+    async with RawInstance() as instance:
         instance.answers["/metrics"] = instance.answers["/health"] = BAD[name]
         async with aclosing(EngineClient(parse_target(instance.url))) as client:
             with pytest.raises(HeteroGatewayError, match="/metrics: no answer: "):
@@ -50,7 +50,7 @@ async def test_what_has_no_end_or_no_form_is_no_answer(
     ],
 )
 async def test_a_version_is_a_short_text(body: bytes, version: str) -> None:
-    async with raw_instance() as instance:
+    async with RawInstance() as instance:
         instance.answers["/version"] = [plain(body)]
         async with aclosing(EngineClient(parse_target(instance.url))) as client:
             assert await engine._version(client) == version

@@ -32,6 +32,7 @@ from hetero_gateway.files.client_keys import MOST_KEY_BYTES, hash_of
 from tests.fakes import ext_procs
 from tests.fakes.envoy import Envoy, PickerProcess, full_duplex, running_envoy, until_picked
 from tests.fakes.gateway_files import write
+from tests.fakes.raw import RawInstance
 
 pytestmark = pytest.mark.slow
 
@@ -43,40 +44,25 @@ SHARED = "shared"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
-class Witness:
-    """An instance that answers everything, and keeps what came through Envoy."""
+class Witness(RawInstance):
+    """An instance that keeps what came through Envoy; the picker's probes come from itself."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.heads: list[str] = []
         self.bodies: list[bytes] = []
-        self.port = 0
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while head := (await reader.readuntil(b"\r\n\r\n")).decode("latin-1"):
-                fields = dict(
-                    line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line
-                )
-                body = await reader.readexactly(int(fields.get("content-length", 0)))
-                # The picker's probes come from itself.
-                if "x-forwarded-proto" in fields:
-                    self.heads.append(head)
-                    self.bodies.append(body)
-                listed = b'{"object":"list","data":[{"id":"m","max_model_len":4096}]}'
-                said = listed if head.startswith("GET /v1/models ") else b"{}"
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
-        writer.close()
+    async def _plainly(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> bool:
+        if b"x-forwarded-proto:" in head.lower():
+            self.heads.append(head.decode("latin-1"))
+            self.bodies.append(body)
+        return await super()._plainly(head, body, writer)
 
 
 @pytest.fixture
 async def instance() -> AsyncIterator[Witness]:
-    made = Witness()
-    server = await asyncio.start_server(made.answer, "127.0.0.1", 0)
-    made.port = server.sockets[0].getsockname()[1]
-    try:
+    async with Witness() as made:
         yield made
-    finally:
-        server.close()
 
 
 def write_gateway(folder: Path, port: int, **changes: Any) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from hetero_gateway.core.sharing.exchange import Mode
 from hetero_gateway.core.sharing.message import MOST_BYTES
 from hetero_gateway.scaleout.sharing.redis import ReplyError, ReplyReader, ServerError
-from tests.fakes.redis_replies import Replies, array, bulk, replies
+from tests.fakes.redis_replies import Replies, array, bulk
 from tests.fakes.running import FAST, eventually
 from tests.fakes.sharing import SharingGateway, exchanging, sharing_config
 
@@ -99,7 +99,7 @@ def two(
 
 
 async def test_two_gateways_share_through_it() -> None:
-    async with replies() as server, two(server) as (first, second):
+    async with Replies() as server, two(server) as (first, second):
         first.place()
         await eventually(lambda: second.in_flight() == 1)
         await eventually(lambda: len(server.listeners) == 2 and first.sharing.replicas == 1)
@@ -126,7 +126,7 @@ SPOILT: dict[str, Callable[[bytes], bytes]] = {
 async def test_a_store_that_makes_no_sense_costs_the_view_and_nothing_else(
     spoil: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with replies() as server, two(server) as (first, second):
+    async with Replies() as server, two(server) as (first, second):
         first.place()
         await eventually(lambda: second.in_flight() == 1)
         tracemalloc.start()
