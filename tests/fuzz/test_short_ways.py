@@ -1,7 +1,6 @@
 """Seeded runs of what compares short ways with long ones; scripts/fuzz has a million of each."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,8 +84,6 @@ def _without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bodies", _without_the_first),
     ],
 )
-def test_a_short_way_that_reads_otherwise_is_noticed(
-    name: str, spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_way_that_reads_otherwise_is_noticed(name, spoil, monkeypatch):
     spoil(monkeypatch)
     assert run(name, 3000, 1)[2]

@@ -170,8 +170,6 @@ def test_offers_are_machines_that_need_not_be_used(tmp_path: Path) -> None:
         ("at_most: 2", "at_most: 0", "offers.0.at_most"),
     ],
 )
-def test_what_is_wrong_with_offers_is_one_line(
-    tmp_path: Path, was: str, becomes: str, message: str
-) -> None:
+def test_what_is_wrong_with_offers_is_one_line(tmp_path, was, becomes, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "plan.yaml", FILE.replace(was, becomes))

@@ -186,9 +186,7 @@ def test_more_accelerators_are_faster_but_not_as_many_times():
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-14B", "Llama-3.1-70B"])
-def test_over_slots_two_cards_do_more_each_than_four_as_with_measured_all_reduces(
-    name: str,
-) -> None:
+def test_over_slots_two_cards_do_more_each_than_four_as_with_measured_all_reduces(name):
     """Tokens per second and card on L40S: the estimate beside itself with published all-reduces."""
     model = model_card(name)
     for kind, batch, tokens in ((0, 1, 2048), (1, 64, 1000)):

@@ -141,9 +141,7 @@ def test_the_messages_endpoint_streams_to_message_stop(cluster: Cluster) -> None
 
 
 @pytest.mark.parametrize("home", ALIASES)
-def test_a_response_is_continued_and_found_where_it_was_made(
-    client: openai.OpenAI, home: str
-) -> None:
+def test_a_response_is_continued_and_found_where_it_was_made(client, home):
     first = client.responses.create(model=ALIASES[home], input="def f(x):", max_output_tokens=4)
     for model in (SERVED_NAME, ALIASES[home]):
         raw = client.responses.with_raw_response.create(

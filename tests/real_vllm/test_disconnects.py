@@ -61,9 +61,7 @@ def disconnects_of(cluster: Cluster) -> float:
 
 
 @pytest.mark.parametrize("instance", ALIASES)
-async def test_leaving_in_mid_stream_aborts_on_the_engine(
-    cluster: Cluster, instance: str, figure: Figure
-) -> None:
+async def test_leaving_in_mid_stream_aborts_on_the_engine(cluster, instance, figure):
     body = long_chat(instance, stream=True)
     reader, writer = await send_raw(cluster.url, "/v1/chat/completions", body)
     for _ in range(5):
@@ -81,9 +79,7 @@ async def test_leaving_before_the_answer_aborts_a_plain_request(
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_leaving_before_the_first_token_aborts(
-    cluster: Cluster, streamed: bool, figure: Figure
-) -> None:
+async def test_leaving_before_the_first_token_aborts(cluster, streamed, figure):
     body = long_prefill(stream=streamed)
     reader, writer = await send_raw(cluster.url, "/v1/completions", body)
     await wait_for(lambda: cluster.engine_requests("large") > 0, "the engine never had it")

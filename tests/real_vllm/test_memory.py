@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-from real_vllm.cluster import Cluster, Figure
 
 from hetero_gateway.files.checkpoints.shape import model_from_config
 
@@ -18,9 +17,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_the_planner_fills_the_pool_with_as_many_blocks_as_the_engine(
-    servers: Cluster, name: str, figure: Figure
-) -> None:
+def test_the_planner_fills_the_pool_with_as_many_blocks_as_the_engine(servers, name, figure):
     engine = servers.engines[name]
     directory = Path(engine.argv[engine.argv.index("--model") + 1])
     dtype = engine.argv[engine.argv.index("--dtype") + 1]

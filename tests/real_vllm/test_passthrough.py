@@ -58,9 +58,7 @@ REFUSED_BY_BOTH: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_BOTH)
-def test_what_the_gateway_refuses_itself_the_engine_would_refuse(
-    cluster: Cluster, case: str
-) -> None:
+def test_what_the_gateway_refuses_itself_the_engine_would_refuse(cluster, case):
     parameter, body = REFUSED_BY_BOTH[case]
     direct, through = two_ways(cluster, CHAT, body)
     assert direct.status_code == 400
@@ -131,9 +129,7 @@ def test_an_unknown_model_is_answered_by_the_gateway(cluster: Cluster, streamed:
     [b'{"model": "tiny", "messages": [', b"[]", b"", b'{"messages": []}'],
     ids=["broken", "array", "empty", "no-model"],
 )
-def test_a_body_that_cannot_be_routed_is_a_400_of_the_gateway(
-    cluster: Cluster, body: bytes
-) -> None:
+def test_a_body_that_cannot_be_routed_is_a_400_of_the_gateway(cluster, body):
     answer = cluster.post(CHAT, body)
     assert answer.status_code == 400
     assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}

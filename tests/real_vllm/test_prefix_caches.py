@@ -90,9 +90,7 @@ def other(name: str) -> str:
 
 
 @pytest.mark.parametrize("home", ALIASES)
-def test_the_next_turn_goes_where_the_conversation_is(
-    cluster: Cluster, figure: Figure, home: str
-) -> None:
+def test_the_next_turn_goes_where_the_conversation_is(cluster, figure, home):
     """Also to the slow one, which has to compute a thirtieth of what the fast one had to."""
     tells = home in TELLS_CACHED
     talks = [Talk(cluster) for _ in range(2)]
@@ -212,9 +210,7 @@ async def run_for(cluster: Cluster, name: str, seconds: float, *, cached: bool) 
 
 
 @pytest.mark.parametrize("name", ALIASES)
-async def test_cached_prompts_do_not_make_an_engine_look_faster(
-    cluster: Cluster, figure: Figure, name: str
-) -> None:
+async def test_cached_prompts_do_not_make_an_engine_look_faster(cluster, figure, name):
     await run_for(cluster, name, 3, cached=False)  # what is slow the first time
     plain = await run_for(cluster, name, 15, cached=False)
     cached = await run_for(cluster, name, 15, cached=True)

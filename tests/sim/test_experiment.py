@@ -147,9 +147,7 @@ def test_a_load_is_a_share_of_the_bound_and_moments_are_those_of_the_draws() -> 
         ("normal", "min-max", NormalPredictor),
     ],
 )
-def test_the_predictor_is_the_policys_own_unless_chosen(
-    choice: str, policy: str, kind: type
-) -> None:
+def test_the_predictor_is_the_policys_own_unless_chosen(choice, policy, kind):
     call = run(policy, predictor=choice)
     assert type(call["predictor"]) is kind
     assert call["predictions"] is None
@@ -202,8 +200,6 @@ def test_a_trained_predictor_starts_from_its_model() -> None:
 
 
 @pytest.mark.parametrize(("choice", "model"), [("trained", None), ("constant", TRAINED)])
-def test_a_length_model_and_its_predictor_belong_together(
-    choice: str, model: LengthModel | None
-) -> None:
+def test_a_length_model_and_its_predictor_belong_together(choice, model):
     with pytest.raises(ValueError, match="the predictor trained has a length_model"):
         experiment(predictor=choice, length_model=model)

@@ -60,9 +60,7 @@ RECORDED = Path(__file__).parents[2] / "benchmarks/recorded"
 
 
 @pytest.mark.parametrize("rate", [10, 22])
-def test_a_run_on_an_h100_simulates_as_it_was_measured(
-    rate: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_an_h100_simulates_as_it_was_measured(rate, capsys):
     record = RECORDED / f"h100-llama-3.1-8b-{rate}.jsonl"
     arguments = ["--policy", "finish-time", "--max-batched-tokens", "8192", "--json"]
     assert main(["simulate", "--against", str(record), *arguments]) == 0

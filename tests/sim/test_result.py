@@ -103,9 +103,7 @@ def test_tokens_are_spread_between_the_first_and_the_last() -> None:
     ),
     st.floats(0.001, 99.9),
 )
-def test_windows_that_meet_share_out_every_token(
-    rows: list[tuple[float, float, int]], cut_s: float
-) -> None:
+def test_windows_that_meet_share_out_every_token(rows, cut_s):
     first = [a for a, _, _ in rows]
     # Not on a first token's moment, which would belong to both windows.
     cut_s += 1e-7 if cut_s in first else 0

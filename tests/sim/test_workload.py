@@ -74,9 +74,7 @@ FACTORS = st.floats(0.01, 100), st.floats(0.1, 100), st.floats(0, 5)
 
 
 @given(st.integers(1, 200), *FACTORS, st.integers(0, 2**31))
-def test_a_rate_only_stretches_the_arrivals_of_a_seed(
-    count: int, rate: float, factor: float, cv: float, seed: int
-) -> None:
+def test_a_rate_only_stretches_the_arrivals_of_a_seed(count, rate, factor, cv, seed):
     slow = gamma_arrivals(count, rate, cv, rng(seed))
     fast = gamma_arrivals(count, rate * factor, cv, rng(seed))
     assert slow[0] == fast[0] == 0

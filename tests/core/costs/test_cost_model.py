@@ -86,9 +86,7 @@ def test_attention_is_added_where_it_was_fitted_and_changes_nothing_elsewhere() 
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(0, 100_000))
-def test_a_prompt_in_chunks_attends_to_as_much_as_in_one_piece(
-    chunks: list[int], context: int
-) -> None:
+def test_a_prompt_in_chunks_attends_to_as_much_as_in_one_piece(chunks, context):
     pairs, behind = 0.0, context
     for chunk in chunks:
         pairs += cost_model.attended_pairs(chunk, behind)
@@ -100,9 +98,7 @@ def test_a_prompt_in_chunks_attends_to_as_much_as_in_one_piece(
 
 
 @given(profiles(), st.floats(1, 512), st.integers(0, 100_000), st.integers(0, 400))
-def test_decode_time_equals_the_literal_sum(
-    p: Profile, batch: float, prompt_tokens: int, output_tokens: int
-) -> None:
+def test_decode_time_equals_the_literal_sum(p, batch, prompt_tokens, output_tokens):
     literal = literal_decode_time_s(p.constants, batch, prompt_tokens, output_tokens)
     closed = cost_model.decode_time_s(p.constants, batch, prompt_tokens, output_tokens)
     assert closed == pytest.approx(literal, rel=1e-9, abs=1e-15)
@@ -118,17 +114,13 @@ def test_the_ideal_batch_fills_the_kv_cache_up_to_the_engines_limit() -> None:
 
 
 @given(profiles(), prompts, st.integers(1, 400))
-def test_request_time_equals_the_literal_equations(
-    p: Profile, prompt_tokens: int, output_tokens: int
-) -> None:
+def test_request_time_equals_the_literal_equations(p, prompt_tokens, output_tokens):
     literal = literal_request_time_s(p, prompt_tokens, output_tokens)
     assert request_time_s(p, prompt_tokens, output_tokens) == pytest.approx(literal, rel=1e-9)
 
 
 @given(profiles(), prompts)
-def test_request_time_is_infinite_exactly_where_the_kv_cache_is_too_small(
-    p: Profile, prompt_tokens: int
-) -> None:
+def test_request_time_is_infinite_exactly_where_the_kv_cache_is_too_small(p, prompt_tokens):
     room = p.kv_capacity_tokens - prompt_tokens
     if room >= 0:
         assert math.isfinite(request_time_s(p, prompt_tokens, room))

@@ -94,9 +94,7 @@ def identified(found: Fit) -> list[bool]:
 
 @given(factors, st.sets(st.integers(0, 6).filter(lambda i: i != 3)))
 @settings(max_examples=40)
-def test_planted_constants_are_recovered_from_exact_times(
-    by: tuple[float, ...], zeros: set[int]
-) -> None:
+def test_planted_constants_are_recovered_from_exact_times(by, zeros):
     c = constants_of([0.0 if i in zeros else factor for i, factor in enumerate(by)])
     found = fitted(grid(c), resamples=1)
     assert np.abs(errors_on_new_cells(found.constants, c)).max() < 1e-6
@@ -107,9 +105,7 @@ def test_planted_constants_are_recovered_from_exact_times(
 
 @given(factors, seeds)
 @settings(max_examples=40)
-def test_noise_and_outliers_leave_predictions_within_3_percent(
-    by: tuple[float, ...], seed: int
-) -> None:
+def test_noise_and_outliers_leave_predictions_within_3_percent(by, seed):
     c = constants_of(by)
     samples = grid(c, repeats=2, noise=noisy(np.random.default_rng(seed), outliers=0.05))
     found = fitted(samples, resamples=1)
@@ -175,9 +171,7 @@ def test_a_constant_of_0_is_not_called_identified() -> None:
          "batch size and prompt length are never both away from 1 and 512 in a prefill sample"),
     ],
 )  # fmt: skip
-def test_what_was_not_varied_identifies_nothing_and_is_named_as_the_reason(
-    samples: list[Sample], why: str
-) -> None:
+def test_what_was_not_varied_identifies_nothing_and_is_named_as_the_reason(samples, why):
     found = fitted(samples)
     assert identified(found) == [False] * 9
     assert found.prefill.notes == (f"p1, p2, p3, p4 cannot be distinguished: {why}",)

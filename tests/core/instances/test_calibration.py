@@ -148,9 +148,7 @@ CONSTANT = st.one_of(st.just(0.0), st.floats(1e-9, 1.0))
 
 @settings(max_examples=60)
 @given(st.lists(CONSTANT, min_size=8, max_size=8), st.lists(CONSTANT, min_size=8, max_size=8))
-def test_bounds_hold_for_every_constant_and_so_for_every_time(
-    fitted: list[float], original: list[float]
-) -> None:
+def test_bounds_hold_for_every_constant_and_so_for_every_time(fitted, original):
     fitted[7], original[7] = fitted[7] or 0.1, original[7] or 0.1
     old, new = Constants(*original), bounded(Constants(*fitted), Constants(*original))
     for name in NAMES:

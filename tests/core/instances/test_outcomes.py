@@ -227,9 +227,7 @@ def test_switched_off_nothing_follows_from_anything() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 4), st.booleans()), max_size=60))
-def test_the_ring_holds_what_happened_in_the_last_ten_seconds(
-    events: list[tuple[float, bool]],
-) -> None:
+def test_the_ring_holds_what_happened_in_the_last_ten_seconds(events):
     ring, now_s = OutcomeRing(), 50.0
     seen: list[tuple[int, bool]] = []
     for wait_s, good in events:

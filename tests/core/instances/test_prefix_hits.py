@@ -246,9 +246,7 @@ def test_a_row_is_known_when_the_last_of_its_requests_has_told() -> None:
         (Usage(400, 9, 300), Outcome.COMPLETED, 2),  # of which of the two?
     ],
 )
-def test_who_tells_nothing_is_known_by_the_counters_or_not_at_all(
-    usage: Usage | None, outcome: Outcome, sequences: int
-) -> None:
+def test_who_tells_nothing_is_known_by_the_counters_or_not_at_all(usage, outcome, sequences):
     for counters in (True, False):
         state = fresh()
         if counters:
@@ -356,9 +354,7 @@ def test_a_first_token_counts_once_it_is_known_what_was_prefilled() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("tells", ["answers", "counters", "nothing"])
-def test_answers_that_do_not_stream_say_nothing_wrong_of_the_speed(
-    share: float, tells: Tells
-) -> None:
+def test_answers_that_do_not_stream_say_nothing_wrong_of_the_speed(share, tells):
     # Alone on the machine, one after the other: each takes what the model says of what it prefills.
     state = fresh(None if tells == "nothing" else True)
     queries = hits = now_s = 0.0

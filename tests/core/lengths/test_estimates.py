@@ -89,9 +89,7 @@ def test_the_ratio_follows_a_change_of_traffic() -> None:
 
 
 @pytest.mark.parametrize("told", [(50, 4000), (60_000, 60_000), (60_000, 10), (50, 10**18)])
-def test_reports_that_are_made_up_hardly_move_the_ratio_and_are_forgotten(
-    told: tuple[int, int],
-) -> None:
+def test_reports_that_are_made_up_hardly_move_the_ratio_and_are_forgotten(told):
     ratio = BytesPerToken(4.0)
     for i in range(400):
         ratio.observe("m", 6000, 1500)

@@ -135,9 +135,7 @@ def test_a_frozen_one_and_the_model_itself_do_not_change() -> None:
     st.none() | st.integers(1, 10**9),
     st.lists(st.floats(0, 1e9), max_size=30),
 )
-def test_a_prediction_is_always_a_number_of_at_least_one(
-    prompt: int, limit: int | None, outputs: list[float]
-) -> None:
+def test_a_prediction_is_always_a_number_of_at_least_one(prompt, limit, outputs):
     predictor = TrainedPredictor(MODEL)
     features = LengthFeatures("m", prompt, limit)
     for output in outputs:

@@ -40,9 +40,7 @@ def denied(accounts: Sequence[Account], tokens: int, now_s: float) -> Denial:
 
 
 @given(EVENTS, st.integers(1, 6), st.integers(1, 900), st.integers(1, 5))
-def test_no_limit_is_passed_in_any_minute(
-    events: list[tuple[float, str, int]], requests: int, tokens: int, concurrency: int
-) -> None:
+def test_no_limit_is_passed_in_any_minute(events, requests, tokens, concurrency):
     """Estimates that were never too low keep the tokens within their limit, too."""
     a = account(requests, tokens, concurrency)
     now_s, open_charges, let_in = 1000.0, [], []

@@ -39,9 +39,7 @@ def affinity(view: View, seed: int = 0) -> int:
         ([900, 0, 0], [364, 330, 340], 1),
     ],
 )
-def test_prefix_affinity_is_cache_aware_s_rule(
-    matches: list[float], in_flight: list[int], expected: int
-) -> None:
+def test_prefix_affinity_is_cache_aware_s_rule(matches, in_flight, expected):
     assert affinity(matching(matches, in_flight)) == expected
 
 

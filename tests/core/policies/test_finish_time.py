@@ -447,9 +447,7 @@ def test_explaining_a_full_cluster_says_that_it_waits() -> None:
     st.lists(profiles(), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), max_size=30),
 )
-def test_estimates_equal_the_pseudo_code_by_walking_every_request(
-    machines: list[object], there: list[tuple[int, int]]
-) -> None:
+def test_estimates_equal_the_pseudo_code_by_walking_every_request(machines, there):
     s = finish_time(*(spec(f"i{i}", p, max_model_len=None) for i, p in enumerate(machines)))  # type: ignore[arg-type]
     for i, (prompt, output) in enumerate(there):
         s.place(request(prompt, output), 0.0, at_once=False)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 from collections import Counter
 from typing import Any
 
@@ -76,9 +75,7 @@ def turns(name: str, weight: list[float], count: int) -> list[int]:
 
 
 @given(rows, st.integers(0, 100))
-def test_min_max_is_algorithm_2_with_ties_to_the_lowest_own_load(
-    values: list[tuple[float, float, float]], seed: int
-) -> None:
+def test_min_max_is_algorithm_2_with_ties_to_the_lowest_own_load(values, seed):
     c = of_rows(values)
     maxima, own = literal_maxima(c), loads_after(c)
     best = min((maxima[s], own[s]) for s in range(len(values)))
@@ -87,9 +84,7 @@ def test_min_max_is_algorithm_2_with_ties_to_the_lowest_own_load(
 
 
 @given(rows)
-def test_min_max_reaches_every_one_of_equal_choices(
-    values: list[tuple[float, float, float]],
-) -> None:
+def test_min_max_reaches_every_one_of_equal_choices(values):
     c = of_rows(values)
     own = loads_after(c)
     equal = {s for s in range(len(own)) if own[s] == min(own)}
@@ -97,9 +92,7 @@ def test_min_max_reaches_every_one_of_equal_choices(
 
 
 @given(rows)
-def test_paper_is_algorithm_2_as_printed_with_the_start_value_mended(
-    values: list[tuple[float, float, float]],
-) -> None:
+def test_paper_is_algorithm_2_as_printed_with_the_start_value_mended(values):
     c = of_rows(values)
     lowest, choice = math.inf, 0  # the print starts at 0, which `>` never beats
     for s, highest in enumerate(literal_maxima(c)):
@@ -131,9 +124,7 @@ def test_shuffling_the_instances_changes_no_distribution(name: str) -> None:
 
 
 @given(rows, st.randoms(use_true_random=False))
-def test_without_ties_shuffling_the_instances_changes_no_choice(
-    values: list[tuple[float, float, float]], rng: random.Random
-) -> None:
+def test_without_ties_shuffling_the_instances_changes_no_choice(values, rng):
     distinct = [(i + 0.1 * load, t, u) for i, (load, t, u) in enumerate(values) if load < 10]
     own = [load + t * math.exp(2 * u) for load, t, u in distinct]
     if len(set(own)) < len(own) or not own:
@@ -149,9 +140,7 @@ def test_without_ties_shuffling_the_instances_changes_no_choice(
 
 
 @given(rows)
-def test_memory_based_takes_every_request_time_as_one(
-    values: list[tuple[float, float, float]],
-) -> None:
+def test_memory_based_takes_every_request_time_as_one(values):
     c = of_rows([(load, 1.0, usage) for load, _, usage in values])
     own = loads_after(c)
     choice = make_policy("memory-based").choose(of_rows(values), np.random.default_rng(0))
@@ -160,9 +149,7 @@ def test_memory_based_takes_every_request_time_as_one(
 
 
 @given(rows)
-def test_least_work_is_the_lowest_load_plus_request_time(
-    values: list[tuple[float, float, float]],
-) -> None:
+def test_least_work_is_the_lowest_load_plus_request_time(values):
     sums = [load + time_s for load, time_s, _ in values]
     choice = make_policy("least-work").choose(of_rows(values), np.random.default_rng(0))
     assert choice.charge == values[choice.position][1]
@@ -195,9 +182,7 @@ def test_capacity_weighted_gives_an_idle_cluster_to_the_faster_instance() -> Non
     ),
     st.integers(0, 1000),
 )
-def test_power_of_two_never_takes_the_worse_of_the_two_it_drew(
-    pair: list[tuple[int, float]], seed: int
-) -> None:
+def test_power_of_two_never_takes_the_worse_of_the_two_it_drew(pair, seed):
     # With two candidates both are drawn.
     scores = [(n + 1) / capacity for n, capacity in pair]
     in_flight, capacity = (list(column) for column in zip(*pair, strict=True))
@@ -233,9 +218,7 @@ def test_weighted_shares_are_exact_after_every_full_round(weight: list[int]) -> 
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5))
-def test_weighted_shares_are_never_off_by_more_than_the_number_of_instances(
-    weight: list[int],
-) -> None:
+def test_weighted_shares_are_never_off_by_more_than_the_number_of_instances(weight):
     order = turns("weighted-round-robin", [float(w) for w in weight], 2 * sum(weight))
     for end in range(1, len(order) + 1):
         counts = Counter(order[:end])
@@ -272,9 +255,7 @@ def test_a_change_of_the_weights_scale_takes_effect_within_a_round() -> None:
         ("weighted-round-robin", [1.0, 5.0, 2.0], [1 / 8, 5 / 8, 2 / 8]),
     ],
 )
-def test_randomised_shares_lie_within_the_binomial_bound(
-    name: str, weight: list[float], shares: list[float]
-) -> None:
+def test_randomised_shares_lie_within_the_binomial_bound(name, weight, shares):
     policy, rng = make_policy(name, PolicyOptions(randomised=True)), np.random.default_rng(5)
     c, draws = candidates([0.0] * 3, weight=weight), 6000
     order = [position(policy, c, rng) for _ in range(draws)]
@@ -299,9 +280,7 @@ def test_a_single_instance_gets_everything_while_it_can_take_it() -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @given(values=rows, seed=st.integers(0, 2**32))
-def test_every_policy_returns_a_position_and_a_charge_for_each_candidate(
-    name: str, values: list[tuple[float, float, float]], seed: int
-) -> None:
+def test_every_policy_returns_a_position_and_a_charge_for_each_candidate(name, values, seed):
     c = of_rows(values)
     policy, rng = make_policy(name), np.random.default_rng(seed)
     for _ in range(3):

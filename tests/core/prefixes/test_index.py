@@ -56,9 +56,7 @@ def tree_text(path: list[int]) -> PrefixKeys:
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 40), paths), max_size=60), paths)
-def test_lookup_finds_what_a_walk_along_the_keys_would(
-    inserted: list[tuple[int, list[int]]], asked: list[int]
-) -> None:
+def test_lookup_finds_what_a_walk_along_the_keys_would(inserted, asked):
     i = PrefixIndex()
     have: dict[InstanceId, set[int]] = {}
     for n in range(41):
@@ -118,9 +116,7 @@ def check(i: PrefixIndex) -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), paths), max_size=60))
-def test_what_is_there_at_once_is_counted_as_a_naive_count_would(
-    events: list[tuple[bool, int, list[int]]],
-) -> None:
+def test_what_is_there_at_once_is_counted_as_a_naive_count_would(events):
     i, there = index(a=1e6), []
     for begins, pick, path in events:
         if begins:

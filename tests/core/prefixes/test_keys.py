@@ -48,9 +48,7 @@ def test_ends_rise_and_reach_all_but_a_scrap(parts: list[bytes]) -> None:
 
 
 @given(texts, st.integers(0, 11), st.integers(0, 2499))
-def test_a_byte_that_differs_changes_its_key_and_all_behind_it(
-    parts: list[bytes], at: int, where: int
-) -> None:
+def test_a_byte_that_differs_changes_its_key_and_all_behind_it(parts, at, where):
     if at >= len(parts) or where >= len(parts[at]):
         return
     changed = [*parts]

@@ -138,9 +138,7 @@ def ideal(engines: dict[str, Engine], clients: int) -> float:
         (12, (16, 4), 0.93),
     ],
 )
-def test_without_a_word_of_configuration_nearly_all_of_the_ideal(
-    clients: int, slots: tuple[int, int], least: float, scrapes_s: float
-) -> None:
+def test_without_a_word_of_configuration_nearly_all_of_the_ideal(clients, slots, least, scrapes_s):
     shares = []
     for seed in range(2):
         engines = {"fast": Engine(0.01, slots[0]), "slow": Engine(0.04, slots[1])}

@@ -72,9 +72,7 @@ def test_an_answer_that_is_predicted_long_counts_as_a_prompt_does() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 4000)), min_size=2, max_size=30))
-def test_nobody_is_passed_by_who_comes_later_than_patience(
-    arrivals: list[tuple[float, int]],
-) -> None:
+def test_nobody_is_passed_by_who_comes_later_than_patience(arrivals):
     s = full(Shortest(patience_s=5.0))
     tickets, now_s = [], 0.0
     for gap_s, prompt in arrivals:
@@ -272,9 +270,7 @@ def test_a_backlog_leaves_a_seat_for_who_has_asked_lately() -> None:
 @pytest.mark.parametrize(
     ("seats_there", "reserve", "taken"), [(32, 0.25, 24), (8, 0.25, 6), (8, 0.1, 9), (64, 0.1, 57)]
 )
-def test_a_reserve_is_for_the_others_while_they_ask(
-    seats_there: int, reserve: float, taken: int
-) -> None:
+def test_a_reserve_is_for_the_others_while_they_ask(seats_there, reserve, taken):
     s = seats(make_discipline("clients", reserve=reserve), seats_there)
     asks_lately(s)
     going = begun(s, [submitted(s, 1.0, client="flood") for _ in range(100)], 1.0)

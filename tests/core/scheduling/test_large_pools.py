@@ -47,13 +47,7 @@ specs = st.lists(
 @example([(TINY, None), (FAST, 100)], 200, 800.0, set(), None)
 @example([(TINY, None), (FAST, None)], 201, 800.0, set(), None)
 @example([(TINY, None), (None, None)], 500_000, 1.0, set(), None)
-def test_who_may_get_a_request_is_judged_one_by_one(
-    told: list[tuple[object, int | None]],
-    prompt: int,
-    output: float,
-    tried: set[int],
-    only: int | None,
-) -> None:
+def test_who_may_get_a_request_is_judged_one_by_one(told, prompt, output, tried, only):
     s = scheduler(*(spec(f"i{i}", p, max_model_len=m) for i, (p, m) in enumerate(told)))  # type: ignore[arg-type]
     exclude = [InstanceId(f"i{i}") for i in tried]
     wanted = Request("m", prompt, output, only=None if only is None else InstanceId(f"i{only}"))

@@ -245,9 +245,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12), st.integers(
 
 @settings(max_examples=50, deadline=None)
 @given(LENGTHS)
-def test_without_keys_or_without_the_index_all_is_as_before(
-    bodies: list[tuple[int, int, int]],
-) -> None:
+def test_without_keys_or_without_the_index_all_is_as_before(bodies):
     policy = make_policy("finish-time", PolicyOptions(first_token_weight=7.0))
     specs = (spec("a"), spec("b", SLOW))
     # Without the index, without keys, and without a match.
@@ -286,9 +284,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(EVENTS, st.sampled_from(["finish-time", "min-max"]))
-def test_whatever_trust_does_what_was_charged_comes_off(
-    events: list[tuple[str, int, int, float]], policy: str
-) -> None:
+def test_whatever_trust_does_what_was_charged_comes_off(events, policy):
     s = scheduler(spec("a"), spec("b", SLOW), policy=policy)
     tickets: list[Ticket] = []
     now_s = 0.0

@@ -146,9 +146,7 @@ def test_an_id_can_be_taken_once() -> None:
 @pytest.mark.parametrize(
     ("change", "why"), [({"draining": True}, "draining"), ({"available": False}, "unhealthy")]
 )
-def test_an_instance_that_takes_nothing_is_excluded_and_explained(
-    change: dict[str, bool], why: str
-) -> None:
+def test_an_instance_that_takes_nothing_is_excluded_and_explained(change, why):
     s = scheduler(spec("a", **change), spec("b", SLOW))
     assert set(run(s, request(), 10)) == {"b"}
     assert excluded(s, request()) == {"a": why}
@@ -496,9 +494,7 @@ def test_unprofiled_instances_are_shared_by_count_and_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [50, 400, 2000])
-def test_an_unprofiled_instance_among_profiled_ones_gets_the_share_of_their_mean(
-    count: int,
-) -> None:
+def test_an_unprofiled_instance_among_profiled_ones_gets_the_share_of_their_mean(count):
     # Also under a backlog far beyond the KV cache, where e^(θ·kvusage) decides.
     p = profile(kv_capacity_tokens=100_000)
     s = scheduler(spec("known", p), spec("unknown", None))

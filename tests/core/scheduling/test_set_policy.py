@@ -15,9 +15,7 @@ DISCIPLINES: tuple[DisciplineName, ...] = ("fifo", "shortest", "classes", "clien
 
 
 @given(st.lists(st.sampled_from((*POLICY_NAMES, "begin", "end")), max_size=60), st.integers(0, 99))
-def test_whatever_policies_follow_each_other_every_sum_ends_at_zero(
-    events: list[str], seed: int
-) -> None:
+def test_whatever_policies_follow_each_other_every_sum_ends_at_zero(events, seed):
     rng = np.random.default_rng(seed)
     s = scheduler(spec("a", FAST), spec("b", SLOW), spec("c", None), policy="finish-time")
     waiting: list[Ticket] = []

@@ -234,9 +234,7 @@ async def test_who_is_killed_is_gone_with_its_lease() -> None:
 
 
 @pytest.mark.parametrize("fault", ["hangs", "refuses"])
-async def test_without_the_store_a_gateway_decides_alone_and_is_exact_again_after(
-    fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_the_store_a_gateway_decides_alone_and_is_exact_again_after(fault, caplog):
     async with two() as (memory, first, second):
         dispatch = first.place()
         await asyncio.sleep(2.1 * INTERVAL_S)
@@ -349,9 +347,7 @@ async def test_a_gateway_whose_redis_is_not_there_serves_and_says_so() -> None:
         ("redis://h:99999", "not a URL"),
     ],
 )
-def test_a_url_that_cannot_be_is_refused_and_never_quoted(
-    url: str, problem: str, tmp_path: Path
-) -> None:
+def test_a_url_that_cannot_be_is_refused_and_never_quoted(url, problem, tmp_path):
     path = tmp_path / "gateway.yaml"
     path.write_text(f"scheduler: {{shared: '{url}'}}\n")
     with pytest.raises(ConfigError, match=problem) as caught:

@@ -91,9 +91,7 @@ def _costs(fleet: Fleet, now_s: float) -> list[float]:
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
-async def test_without_redis_decisions_go_on_and_are_exact_after(
-    server: RedisServer, fault: str
-) -> None:
+async def test_without_redis_decisions_go_on_and_are_exact_after(server, fault):
     async with gateways(2, config(server.url, timeout_s=0.05)) as (first, second):
         for _ in range(3):
             first.place()
@@ -226,9 +224,7 @@ async def test_thousands_of_dead_names_hide_nobody_for_long(
 
 
 @pytest.mark.parametrize("kind", ["a string", "names too long to be read"])
-async def test_a_set_of_names_that_cannot_be_read_is_begun_anew(
-    server: RedisServer, kind: str
-) -> None:
+async def test_a_set_of_names_that_cannot_be_read_is_begun_anew(server, kind):
     with redis.Redis(port=server.port) as client:
         async with gateways(2, config(server.url, ttl_s=5.0)) as (first, second):
             await until(lambda: first.sharing.replicas == second.sharing.replicas == 1)

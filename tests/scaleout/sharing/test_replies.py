@@ -123,9 +123,7 @@ SPOILT: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-async def test_a_store_that_makes_no_sense_costs_the_view_and_nothing_else(
-    spoil: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_store_that_makes_no_sense_costs_the_view_and_nothing_else(spoil, caplog):
     async with Replies() as server, two(server) as (first, second):
         first.place()
         await eventually(lambda: second.in_flight() == 1)

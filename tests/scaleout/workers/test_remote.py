@@ -482,9 +482,7 @@ async def test_what_cannot_be_sent_costs_its_own_request() -> None:
     ids=["tokens", "several", "text", "prompts"],
 )
 @pytest.mark.parametrize("policy", ["finish-time", "session"])
-async def test_a_request_is_described_as_in_one_process(
-    request_body: dict[str, Any], policy: str
-) -> None:
+async def test_a_request_is_described_as_in_one_process(request_body, policy):
     seen = []
     for workers in (1, 2):
         scheduler = {"policy": policy}
