@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog
@@ -62,6 +63,13 @@ def scheduler(
     for one in specs:
         result.add(one)
     return result
+
+
+def fast_instance() -> InstanceState:
+    """One in a table of its own."""
+    state = Table().join(InstanceId("a"))
+    state.set_constants(FAST_CONSTANTS)
+    return state
 
 
 class Changed:

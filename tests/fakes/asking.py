@@ -86,6 +86,14 @@ def in_data(stream_id: int, *messages: bytes) -> bytes:
     )
 
 
+# Of one attack.
+INPUT_BYTES = 65536
+
+
+def many(data: bytes) -> bytes:
+    return data * (INPUT_BYTES // len(data))
+
+
 WHOLE = (head_bytes(), body_bytes(body()))
 DUPLEX = (
     head_bytes(body_mode=FULL_DUPLEX, response_mode=FULL_DUPLEX),

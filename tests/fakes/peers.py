@@ -24,6 +24,7 @@ from hetero_gateway.scaleout.picker.http2.frames import (
 )
 
 ECHO = "/test.Test/Echo"
+GREETING = PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0)
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -116,7 +117,7 @@ async def peer_at(port: int, *, greets: bool = True, path: str = ECHO) -> AsyncI
     peer = Peer(reader, writer, path)
     try:
         if greets:
-            peer.send(PREFACE, frames.settings({}), frame(SETTINGS, ACK, 0))
+            peer.send(GREETING)
             await peer.until(SETTINGS)
         yield peer
     finally:

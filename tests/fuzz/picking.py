@@ -19,8 +19,6 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     HEAD,
     HEAD_BYTES,
     HEADERS,
-    PREFACE,
-    SETTINGS,
     frame,
 )
 from hetero_gateway.scaleout.picker.protocol.messages_pb2 import ProcessingRequest
@@ -28,13 +26,12 @@ from tests.fakes import asking
 from tests.fakes.asking import CHECK, FULL_DUPLEX, PROCESS, REPORT, WATCH, in_data, opened
 from tests.fakes.envoy import RunningPicker, running_picker
 from tests.fakes.memory import resident_mb
-from tests.fakes.peers import Peer, peer_at
+from tests.fakes.peers import GREETING, Peer, peer_at
 from tests.fakes.running import config_for, eventually
 from tests.fuzz.fuzzing import Findings, errors_found
 from tests.fuzz.mutation import mutated_bytes
 from tests.fuzz.sink import sink
 
-_GREETING = PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0)
 # Who gets no answer leaves after this; a good call has so long.
 _PATIENCE_S = 0.05
 _GOOD_S = 30.0
@@ -104,7 +101,7 @@ def frames_of(seed: int) -> Callable[[], bytes]:
                 sent.append(b"")
             else:
                 sent[at] = one[: rng.randrange(len(one) + 1)]
-        greeting = _GREETING
+        greeting = GREETING
         if rng.random() < 0.05:
             greeting = mutated_bytes(rng, greeting)
         return greeting + b"".join(sent)
@@ -196,7 +193,7 @@ def messages_of(seed: int) -> Callable[[], bytes]:
         return one
 
     def draw() -> bytes:
-        out = _GREETING
+        out = GREETING
         for stream_id in range(1, 2 * rng.randint(1, 6), 2):
             talk = [message() for _ in range(rng.randint(0, 6))]
             if rng.random() < 0.7:

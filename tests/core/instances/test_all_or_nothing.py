@@ -10,18 +10,11 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import MOST_SEQUENCES, MOST_TOKENS, InstanceId, Outcome, Request
-from tests.core.builders import FAST_CONSTANTS, attributes, request, scheduler, spec
+from tests.core.builders import attributes, fast_instance, request, scheduler, spec
 
 ABSURD = (math.nan, math.inf, -math.inf, -1, 1e308, 10**310, "many")
 absurd = st.sampled_from(ABSURD)
-
-
-def instance() -> InstanceState:
-    state = Table().join(InstanceId("a"))
-    state.set_constants(FAST_CONSTANTS)
-    return state
 
 
 def everything(state: InstanceState) -> dict[str, Any]:
@@ -65,7 +58,7 @@ def faulty_dispatch(state: InstanceState, name: str, value: Any, now_s: float) -
 
 @given(events)
 def test_an_event_that_fails_has_changed_nothing(steps: list[tuple[str, Any]]) -> None:
-    state, other = instance(), instance()
+    state, other = fast_instance(), fast_instance()
     there: list[Dispatch] = []
     now_s = 0.0
     for event, value in steps:
@@ -122,7 +115,7 @@ def test_a_request_of_absurd_numbers_says_which_one(name: str, value: Any) -> No
 
 
 def test_the_largest_request_that_is_let_in_can_be_charged_and_taken_off() -> None:
-    state = instance()
+    state = fast_instance()
     largest = Request("m", MOST_TOKENS, float(MOST_TOKENS), MOST_SEQUENCES)
     assert largest.what_is_wrong() == ""
     entry = state.dispatch(largest, 1e90, 0.0)

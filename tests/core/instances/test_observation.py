@@ -14,13 +14,7 @@ from hetero_gateway.core.instances.observation import (
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import InstanceId, Outcome
-from tests.core.builders import FAST_CONSTANTS, request
-
-
-def fast() -> InstanceState:
-    state = Table().join(InstanceId("i0"))
-    state.set_constants(FAST_CONSTANTS)
-    return state
+from tests.core.builders import FAST_CONSTANTS, fast_instance, request
 
 
 def place(p: InstanceState, now_s: float, prompt: int, sequences: int = 1) -> Dispatch:
@@ -61,7 +55,7 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
 
 
 def test_batch_and_context_of_a_row_are_means_over_its_time() -> None:
-    p = fast()
+    p = fast_instance()
     first, second = place(p, 0.0, 100), place(p, 0.0, 300)
     p.first_token(first, 1.0)
     p.observe_steps(0, 0.0, 1.0)
@@ -80,7 +74,7 @@ def test_batch_and_context_of_a_row_are_means_over_its_time() -> None:
 
 
 def test_first_tokens_know_what_was_there_before_them() -> None:
-    p = fast()
+    p = fast_instance()
     first = place(p, 0.0, 100)
     p.first_token(first, 0.5)
     second, third = place(p, 0.5, 200), place(p, 0.5, 400, sequences=2)
@@ -93,7 +87,7 @@ def test_first_tokens_know_what_was_there_before_them() -> None:
 
 
 def test_a_busy_period_that_ended_before_the_look_is_a_row_too() -> None:
-    p = fast()
+    p = fast_instance()
     d = place(p, 0.0, 100)
     p.first_token(d, 0.25)
     p.settle(d, Outcome.COMPLETED, 0.75)
@@ -121,7 +115,7 @@ def test_stand_ins_that_were_not_seen_have_the_lowest_speed_that_was() -> None:
 
 
 def test_other_constants_begin_with_a_speed_factor_of_1() -> None:
-    p = fast()
+    p = fast_instance()
     d = place(p, 0.0, 100)
     p.first_token(d, 0.0)
     p.observe_steps(1, 1.0, 1.0)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.lengths.predictors import (
     MAX_MODELS,
-    STAGE_TOKENS,
     BytesPerToken,
     ResidualLives,
     capped_output_tokens,
@@ -135,13 +134,6 @@ def test_models_beyond_the_bound_learn_and_use_one_shared_table() -> None:
     assert late[0] == pytest.approx(984, rel=0.01)
     assert late == lives.of("never seen").plain
     assert lives.of("m0").plain[0] < 100
-
-
-def test_with_room_for_its_name_a_model_that_was_never_seen_has_the_prior() -> None:
-    lives = ResidualLives(prior_tokens=100.0)
-    for _ in range(64):
-        lives.observe("m", 10)
-    assert lives.of("another").plain == [100.0] * len(STAGE_TOKENS)
 
 
 def test_lengths_that_are_made_up_do_not_move_what_a_stream_has_still_to_come() -> None:

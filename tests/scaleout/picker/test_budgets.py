@@ -15,13 +15,11 @@ from hetero_gateway.scaleout.picker.http2 import commons, frames
 from hetero_gateway.scaleout.picker.http2.carrier import HELD_BYTES
 from hetero_gateway.scaleout.picker.http2.connection import DataPlaneConnection
 from hetero_gateway.scaleout.picker.http2.frames import (
-    ACK,
     CONTINUATION,
     DATA,
     END_HEADERS,
     HEADERS,
     PING,
-    PREFACE,
     SETTINGS,
     ErrorCode,
     frame,
@@ -32,6 +30,7 @@ from tests.fakes import asking
 from tests.fakes.asking import (
     DUPLEX,
     FULL_DUPLEX,
+    INPUT_BYTES,
     NO_WINDOW,
     PROCESS,
     REPORT,
@@ -39,16 +38,16 @@ from tests.fakes.asking import (
     WHOLE,
     WINDOWS,
     in_data,
+    many,
     numbers,
     opened,
 )
 from tests.fakes.envoy import RunningPicker
-from tests.fakes.peers import peer_at
+from tests.fakes.peers import GREETING, peer_at
 from tests.fakes.pickers import checked, one_picker, picker_process, port_of, server_of
 from tests.fakes.running import eventually
 
-# Of one attack; and what a connection may make the picker hold, at most.
-INPUT_BYTES = 65536
+# What a connection may make the picker hold, at most.
 HELD_MB = 50
 
 
@@ -92,7 +91,7 @@ class Wired:
         self.server = server_of(picker)
         self.connection = self.server.connection()
         self.connection.connection_made(self.wire)
-        self.connection.data_received(PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0))
+        self.connection.data_received(GREETING)
         for data in greeting:
             self.connection.data_received(data)
 
@@ -124,10 +123,6 @@ def varint(number: int) -> bytes:
 
 def field(tag: int, data: bytes) -> bytes:
     return bytes([tag]) + varint(len(data)) + data
-
-
-def many(data: bytes) -> bytes:
-    return data * (INPUT_BYTES // len(data))
 
 
 def attacks() -> dict[str, tuple[list[bytes], bytes]]:

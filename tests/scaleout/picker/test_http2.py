@@ -33,7 +33,7 @@ from hetero_gateway.scaleout.picker.http2.frames import (
     frame,
 )
 from hetero_gateway.scaleout.picker.http2.server import GrpcServer
-from tests.fakes.peers import Peer, anyio_backend, header_block, peer_at
+from tests.fakes.peers import GREETING, Peer, anyio_backend, header_block, peer_at
 from tests.fakes.running import eventually
 
 __all__ = ["anyio_backend"]
@@ -485,7 +485,7 @@ async def test_no_bytes_however_cut_or_changed_break_the_server():
     rng = random.Random(7)
     async with running() as run:
         block = header_block()
-        good = PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0)
+        good = GREETING
         for i in range(6):
             good += frame(HEADERS, END_HEADERS, 2 * i + 1, block)
             good += frame(DATA, i % 2, 2 * i + 1, frames.message(rng.randbytes(i * 40)))

@@ -24,19 +24,13 @@ from tests.fakes.asking import (
     WATCH,
     WHOLE,
     in_data,
+    many,
     numbers,
     opened,
 )
 from tests.fakes.peers import peer_at
 from tests.fakes.pickers import one_picker, port_of, server_of
 from tests.fakes.running import eventually
-
-INPUT_BYTES = 65536
-
-
-def many(data: bytes) -> bytes:
-    return data * (INPUT_BYTES // len(data))
-
 
 # What comes late, or never
 

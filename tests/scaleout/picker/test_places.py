@@ -15,17 +15,14 @@ import pytest
 
 from hetero_gateway.scaleout.picker.http2 import commons, frames, server
 from hetero_gateway.scaleout.picker.http2.frames import (
-    ACK,
     DATA,
     PREFACE,
-    SETTINGS,
     ErrorCode,
-    frame,
 )
 from tests.fakes import asking, certificates
 from tests.fakes.asking import CHECK, PROCESS, REPORT, WATCH, WHOLE, in_data, numbers, opened
 from tests.fakes.envoy import RunningPicker
-from tests.fakes.peers import anyio_backend, peer_at
+from tests.fakes.peers import GREETING, anyio_backend, peer_at
 from tests.fakes.pickers import checked, one_picker, picker_process, port_of, server_of
 from tests.fakes.running import eventually
 
@@ -48,9 +45,6 @@ def silent(port: int, count: int, data: bytes = b"") -> Any:
         for each in sockets:
             each.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-GREETING = PREFACE + frames.settings({}) + frame(SETTINGS, ACK, 0)
 
 
 SAID_BY_SILENT = (
