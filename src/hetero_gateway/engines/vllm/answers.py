@@ -31,11 +31,9 @@ CLOSING_EVENTS = 2
 
 # Digits of the longest count that is taken for one: int() refuses 4 300 and more.
 _COUNT = rb"\s*:\s*(\d{1,15})(?!\d)"
-_USAGE_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"' + _COUNT)
-_USAGE_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"' + _COUNT)
 # Of the prompt: in its details, or beside it on /v1/messages, where the tokens that were read from
 # the cache or written to it are not in ``input_tokens``. Details that are null match nothing.
-_USAGE_CACHED = re.compile(rb'"cached_tokens"' + _COUNT)
+_USAGE = re.compile(rb'"(prompt|input|completion|output|cached)_tokens"' + _COUNT)
 _USAGE_READ = re.compile(rb'"cache_read_input_tokens"' + _COUNT)
 _USAGE_CREATED = re.compile(rb'"cache_creation_input_tokens"' + _COUNT)
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"' + _COUNT)
@@ -82,13 +80,19 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
     start = tail.rfind(b'"usage"')
     if start < 0:
         return None, None, None
-    prompt = _USAGE_PROMPT.search(tail, start)
-    output = _USAGE_OUTPUT.search(tail, start)
-    cached = _USAGE_CACHED.search(tail, start)
-    prompt_tokens = None if prompt is None else int(prompt[1])
-    output_tokens = None if output is None else int(output[1])
-    cached_tokens = None if cached is None else int(cached[1])
-    if cached is None and tail.find(b'_input_tokens"', start) >= 0:
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    for name, count in _USAGE.findall(tail, start):  # the first of each
+        if name == b"cached":
+            if cached_tokens is None:
+                cached_tokens = int(count)
+        elif name in (b"prompt", b"input"):
+            if prompt_tokens is None:
+                prompt_tokens = int(count)
+        elif output_tokens is None:
+            output_tokens = int(count)
+    if cached_tokens is None and tail.find(b'_input_tokens"', start) >= 0:
         cached_tokens = _count(_USAGE_READ, tail, start)
         if prompt_tokens is not None:
             created_tokens = _count(_USAGE_CREATED, tail, start)
