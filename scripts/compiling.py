@@ -14,17 +14,20 @@ from hetero_gateway import compiled
 # What each request runs through. What numpy or an enumeration with a constructor of its own needs
 # stays as it is.
 MODULES = [
-    f"hetero_gateway.core.{name}"
+    f"hetero_gateway.{name}"
     for name in """
-        costs.cost_model
-        instances.concurrency instances.dispatch instances.prefix_hits instances.sightings
-        instances.speed instances.state instances.table
-        policies.affinity policies.base policies.counting policies.estimates policies.finish_time
-        policies.member policies.rotation policies.slo policies.workload
-        prefixes.caches
-        scheduling.decider scheduling.decision scheduling.decision_log scheduling.members
-        scheduling.pool scheduling.probes scheduling.queue scheduling.restraints
-        scheduling.scheduler scheduling.shedding
+        core.costs.cost_model core.histogram
+        core.instances.concurrency core.instances.dispatch core.instances.outcomes
+        core.instances.prefix_hits core.instances.sightings core.instances.speed
+        core.instances.state core.instances.table core.lengths.predictors
+        core.policies.affinity core.policies.base core.policies.counting core.policies.estimates
+        core.policies.finish_time core.policies.member core.policies.rotation core.policies.slo
+        core.policies.workload core.prefixes.caches core.prefixes.keys
+        core.scheduling.decider core.scheduling.decision core.scheduling.decision_log
+        core.scheduling.members core.scheduling.pool core.scheduling.probes
+        core.scheduling.queue core.scheduling.restraints core.scheduling.scheduler
+        core.scheduling.shedding
+        gateway.dataplane.placement gateway.dataplane.records gateway.records.history
     """.split()
 ]
 SETUP = """\
@@ -33,7 +36,7 @@ from mypyc.build import mypycify
 from setuptools import setup
 # Of other packages nothing is known, as where a wheel is built: what is compiled is the same.
 known = ["--follow-imports=silent", "--ignore-missing-imports", "--no-site-packages"]
-options = [*known, "--strict", *sys.argv.pop().split()]
+options = [*known, "--strict", "--no-warn-return-any", *sys.argv.pop().split()]
 setup(name="native", packages=[], ext_modules=mypycify(options))
 """
 

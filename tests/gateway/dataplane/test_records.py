@@ -40,6 +40,7 @@ async def test_requests_are_counted_without_anybody_looking() -> None:
         await eventually(lambda: completed(running) == 73)
 
 
+@pytest.mark.interpreted("it replaces a method")
 async def test_a_request_that_cannot_be_counted_does_not_keep_others_from_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,8 @@ from itertools import accumulate
 from operator import truediv
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from mypy_extensions import mypyc_attr
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -404,6 +406,7 @@ def add_to(mean: RunningMean, value: float) -> None:
     mean.value += (min(value, FAR * mean.value) - mean.value) / mean.weight
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class BucketMeanPredictor:
     """The default: the mean output length by prompt-length bucket (log2) and model, learnt online.
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mypy_extensions import mypyc_attr
+
 from hetero_gateway.core.histogram import count_noted
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
@@ -418,6 +420,7 @@ class Placement:
         return {"waiting": self._scheduler.queued, "oldest_wait_s": self.oldest_wait_s()}
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(eq=False)
 class LocalDispatcher:
     """Drives the scheduler of this process.

@@ -16,6 +16,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.histogram import Histogram, count_noted
 from hetero_gateway.core.instances.outcomes import Outcomes
@@ -84,6 +86,7 @@ class SettledAttempt(NamedTuple):
     usage: Usage | None = None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(eq=False)
 class Recorder:
     """Counts and learns from attempts. Needs a running event loop.
