@@ -42,7 +42,7 @@ def commands(directory: Path) -> list[argparse.Namespace]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system(virtual=True))])
 async def test_an_emulated_deployment_reaches_the_planned_throughput(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:

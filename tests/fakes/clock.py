@@ -8,7 +8,7 @@ jump a byte goes round a connection of the clock's own, and by then what was sen
 
 What happens outside of the loop is not waited for, with one exception: while a thread of the loop's
 executor works (``asyncio.to_thread``), time passes as it does outside. Tests marked ``system`` need
-other programs and run against the wall clock.
+other programs and run against the wall clock, unless the mark says ``virtual``.
 
 Import ``anyio_backend`` into a conftest.py or a module to run its asynchronous tests like this.
 """
@@ -119,7 +119,8 @@ def anyio_backend(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str | tuple[str, dict[str, Any]]]:
     """A loop in virtual time for each test."""
-    if request.node.get_closest_marker("system"):
+    mark = request.node.get_closest_marker("system")
+    if mark and not mark.kwargs.get("virtual"):
         yield "asyncio"
         return
     clock = VirtualClock()
