@@ -46,7 +46,7 @@ def test_a_requests_way_through_the_code() -> None:
     check(rows["the default"], BUDGETS["request"])
     plain = rows["the default"]["bytecodes"]
     more = {name: row["bytecodes"] - plain for name, row in rows.items()}
-    check(more, BUDGETS["features"], least=0.6)  # a difference of two that differ by themselves
+    check(more, BUDGETS["features"], least=0.5)  # a difference of two that differ by themselves
 
 
 # Imports
