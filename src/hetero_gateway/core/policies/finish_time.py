@@ -20,6 +20,7 @@ The arithmetic is in ``estimates.py``; here are the rules.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from hetero_gateway.core.costs.cost_model import workload
@@ -70,7 +71,7 @@ _NAMES = (*COLUMNS, *_ESTIMATES)
 _NAMES_WITH_SLO = (*_NAMES, "slo_price_s")
 _NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
 
-__all__ = ["MOST_PATIENCE_S", "FinishTime", "idle_before_drain_s"]
+__all__ = ["MOST_PATIENCE_S", "FinishTime", "drain_s", "idle_before_drain_s"]
 
 
 def idle_before_drain_s(mean_gap_s: float) -> float:
@@ -186,8 +187,8 @@ class FinishTime(PlacesAtOnce):
         latest_s = math.inf
         if (ended or self.objective == "makespan") and backlog.mean_lengths is not None:
             # The drain rule: not where the fastest is done sooner after the queue is drained.
-            drain_s = _drain_s(view, backlog.mean_lengths, backlog.queued)
-            latest_s = soonest_s + drain_s / DRAIN_FACTOR[self.objective]
+            takes_s = drain_s(states, members, backlog.mean_lengths, backlog.queued)
+            latest_s = soonest_s + takes_s / DRAIN_FACTOR[self.objective]
         position = cheapest(costs, slots, rooms, latencies, latest_s, rng)
         it_waits = position < 0
         if it_waits:
@@ -272,10 +273,15 @@ def _has_ended(backlog: Backlog) -> bool:
     return backlog.idle_s >= idle_before_drain_s(backlog.mean_gap_s)
 
 
-def _drain_s(view: View, mean_lengths: tuple[float, float], queued: int) -> float:
-    """How long the queue would take at full speed, s."""
-    rate_per_s, (prompt_tokens, output_tokens) = 0.0, mean_lengths
-    for state, member in zip(view.states, view.members, strict=True):
+def drain_s(
+    states: Sequence[InstanceState],
+    members: Sequence[Member],
+    lengths: tuple[float, float],
+    queued: int,
+) -> float:
+    """How long so many of these mean (prompt, output) tokens take at full speed, s."""
+    rate_per_s, (prompt_tokens, output_tokens) = 0.0, lengths
+    for state, member in zip(states, members, strict=True):
         rate_per_s += 1 / (state.speed * request_time_s(member, prompt_tokens, output_tokens))
     return queued / rate_per_s
 

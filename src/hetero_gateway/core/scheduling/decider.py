@@ -12,7 +12,7 @@ from hetero_gateway.core.policies import Policy, View
 from hetero_gateway.core.policies.base import Backlog, Choice
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.scheduling.pool import Eligible, Pool
+from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import Draws, InstanceId, Request
 
@@ -258,12 +258,3 @@ class Decider:
                 view.prefix,
             ),
         )
-
-
-def drain_time_s(pool: Pool, queue: ModelQueue) -> float:
-    """How long a queue would take with every instance at full speed, s; neither may be empty."""
-    times_s = pool.request_times_s(*queue.mean_lengths())
-    rate_per_s = math.fsum(
-        1 / (state.speed * time_s) for state, time_s in zip(pool.states, times_s, strict=True)
-    )
-    return len(queue) / rate_per_s

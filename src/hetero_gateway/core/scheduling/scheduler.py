@@ -31,9 +31,9 @@ from typing import Any, Final, NamedTuple
 
 from hetero_gateway.core.instances.dispatch import NO_PEERS, Dispatch
 from hetero_gateway.core.policies import Policy
-from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, idle_before_drain_s
+from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, drain_s, idle_before_drain_s
 from hetero_gateway.core.prefixes.caches import PrefixCaches
-from hetero_gateway.core.scheduling.decider import Decider, Views, drain_time_s
+from hetero_gateway.core.scheduling.decider import Decider, Views
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
 from hetero_gateway.core.scheduling.members import Members
@@ -419,7 +419,9 @@ class Scheduler:
     def drain_time_s(self, model: str) -> float:
         """How long the model's queue would take at full speed, in seconds, by the cost model."""
         pool, queue = self.members.pool(model), self.queues.get(model)
-        return drain_time_s(pool, queue) if queue and pool.ids else 0.0
+        if not queue or not pool.ids:
+            return 0.0
+        return drain_s(pool.states, pool.members, queue.mean_lengths(), queue.size)
 
     def _place(
         self,
