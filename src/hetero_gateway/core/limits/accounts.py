@@ -149,7 +149,11 @@ class Charge:
         if difference:
             second = int(now_s)
             for account in self._accounts:
-                account.tokens.correct(self._second, difference, second)
+                window = account.tokens
+                if window.second == second == self._second:
+                    window.free -= difference  # the rule: a second's slot is noted when it is over
+                else:
+                    window.correct(self._second, difference, second)
 
     def end(self) -> None:
         """The request is over. Only the first call counts."""
