@@ -2,18 +2,22 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero_gateway.core.instances.outcomes import (
+    SILENT_REASONS,
     SLOW_START_S,
     BreakerState,
     EjectionRules,
     OutcomeRing,
     Outcomes,
+    is_quick,
 )
-from hetero_gateway.core.types import Outcome
+from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.http.failures import Blame, Failure
 
 RULES = EjectionRules()
 
@@ -46,7 +50,7 @@ def half_open() -> tuple[Outcomes, SomeRequest, float]:
     outcomes = ejected(100.0)
     assert outcomes.bar(102.0, 0) is None
     trial = SomeRequest()
-    outcomes.sent(trial)
+    outcomes.sent(trial, 102.0)
     return outcomes, trial, 102.0
 
 
@@ -84,7 +88,7 @@ def test_the_terms_double_up_to_a_minute_and_begin_anew_after_a_good_while() -> 
         now_s = outcomes.until_s
         trial = SomeRequest()
         assert outcomes.bar(now_s, 0) is None
-        outcomes.sent(trial)
+        outcomes.sent(trial, now_s)
         outcomes.succeeded(now_s, trial)
     assert terms == [2, 4, 8, 16, 32, 60, 60]
     now_s += 60
@@ -99,7 +103,7 @@ def test_a_failed_trial_ejects_at_once_and_for_longer() -> None:
     assert outcomes.until_s - now_s == 4
 
 
-def test_while_it_is_half_open_one_request_is_under_way_and_only_its_end_counts() -> None:
+def test_while_it_is_half_open_one_request_tries_it_and_only_its_end_counts() -> None:
     outcomes, trial, now_s = half_open()
     bar = outcomes.bar(now_s, 1)
     assert bar.why == "ejected"
@@ -108,10 +112,88 @@ def test_while_it_is_half_open_one_request_is_under_way_and_only_its_end_counts(
     assert outcomes.breaker is BreakerState.HALF_OPEN
     trial.outcome = Outcome.CLIENT_DISCONNECTED  # that says nothing: the next one may try
     assert outcomes.bar(now_s, 0) is None
-    outcomes.sent(second := SomeRequest())
+    outcomes.sent(second := SomeRequest(), now_s)
     assert outcomes.bar(now_s, 1) is not None
     assert outcomes.succeeded(now_s, second)
     assert outcomes.breaker is BreakerState.SLOW_START
+
+
+def test_one_more_tries_it_when_the_others_have_gone_on_for_twice_as_long() -> None:
+    outcomes, _, began_s = half_open()
+    sent_s = []
+    for tenth in range(200):
+        now_s = began_s + tenth / 10
+        if outcomes.bar(now_s, 1) is None:
+            outcomes.sent(SomeRequest(), now_s)
+            sent_s.append(now_s - began_s)
+        assert outcomes.bar(now_s, 1) is not None
+    assert sent_s == pytest.approx([1, 2, 4, 8, 16])
+    assert outcomes.succeeded(began_s + 20, outcomes.trials[3])  # any of them is as good
+    assert outcomes.trials == []
+
+
+def test_of_several_trials_the_first_that_fails_ends_it() -> None:
+    outcomes, _, now_s = half_open()
+    outcomes.sent(second := SomeRequest(), now_s + 1)
+    assert fail(outcomes, now_s + 1.1, second)
+    assert outcomes.until_s == pytest.approx(now_s + 5.1)
+    assert outcomes.trials == []
+
+
+def test_who_takes_long_to_answer_tries_it_half_a_second_later() -> None:
+    outcomes = ejected(100.0)
+    for at_s, due_s in [(0.0, 102.0), (102.5, 103.5)]:
+        if at_s:
+            outcomes.sent(SomeRequest(), at_s)
+        assert outcomes.bar(due_s - 0.01, 0) is not None
+        assert outcomes.bar(due_s, 0) is None
+        assert outcomes.bar(due_s, 0, quick=False) is not None
+        assert outcomes.until_s == due_s + 0.5  # when who waits is looked at again
+        assert outcomes.bar(due_s + 0.5, 0, quick=False) is None
+
+
+@pytest.mark.parametrize(
+    ("streams", "output_tokens", "quick"), [(True, 4000.0, True), (False, 9.0, True),
+                                             (False, 0.0, True), (False, 400.0, False)]
+)  # fmt: skip
+def test_streams_and_short_answers_show_soon_that_an_instance_works(
+    streams: bool, output_tokens: float, quick: bool
+) -> None:
+    assert is_quick(Request("m", 100, output_tokens, streams=streams)) is quick
+
+
+def test_a_good_health_speaks_for_a_trial_that_goes_on_and_for_nothing_else() -> None:
+    outcomes = ejected(100.0)
+    assert not outcomes.vouched(101.0, 101.0)
+    assert not outcomes.vouched(103.0, 103.0)  # nothing tries it
+    outcomes.sent(trial := SomeRequest(), 103.0)
+    assert not outcomes.vouched(104.4, 104.6)  # it was asked too early
+    assert outcomes.vouched(104.5, 104.6)
+    assert outcomes.breaker is BreakerState.SLOW_START
+    assert not outcomes.succeeded(110.0, trial)
+    assert outcomes.breaker is BreakerState.SLOW_START
+
+
+def test_a_good_health_says_nothing_of_one_that_was_ejected_for_its_silence() -> None:
+    for reason in SILENT_REASONS:
+        assert Failure(reason).blame is Blame.SILENCE
+        outcomes = Outcomes(RULES)
+        outcomes.eject(100.0, reason)
+        outcomes.sent(SomeRequest(), 102.0)
+        assert not outcomes.vouched(110.0, 110.0)
+        assert outcomes.breaker is BreakerState.HALF_OPEN
+
+
+def test_a_trial_that_fails_after_health_spoke_for_it_ejects_for_longer() -> None:
+    outcomes, trial, now_s = half_open()
+    assert outcomes.vouched(now_s + 2, now_s + 2)
+    assert not fail(outcomes, now_s + 3, SomeRequest())
+    assert fail(outcomes, now_s + 4, trial)
+    assert outcomes.until_s == now_s + 8
+    outcomes, trial, now_s = half_open()
+    outcomes.vouched(now_s + 2, now_s + 2)
+    outcomes.advance(now_s + 13)
+    assert not fail(outcomes, now_s + 600, trial)  # much has come between
 
 
 def test_time_alone_and_successes_of_earlier_requests_bring_nobody_back() -> None:
@@ -259,10 +341,10 @@ class AnyEvents(RuleBasedStateMachine):
     def send(self) -> None:
         if self.outcomes.bar(self.now_s, len(self.open)) is None:
             assert self.now_s >= self.shut_until_s
-            if self.outcomes.breaker is BreakerState.HALF_OPEN:
-                assert self.outcomes.trial is None or self.outcomes.trial.outcome is not None
             self.open.append(request := SomeRequest())
-            self.outcomes.sent(request)
+            self.outcomes.sent(request, self.now_s)
+            if self.outcomes.breaker is BreakerState.HALF_OPEN:
+                assert self.outcomes.bar(self.now_s, len(self.open)) is not None
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), how=st.sampled_from(["good", "failed", "busy", "gone"]))
@@ -283,6 +365,11 @@ class AnyEvents(RuleBasedStateMachine):
             self.outcomes.busy(self.now_s, len(self.open), request)
         else:
             assert self.outcomes.breaker is before
+
+    @rule()
+    def vouch(self) -> None:
+        tried = self.outcomes.breaker is BreakerState.HALF_OPEN and self.outcomes.trials
+        assert tried or not self.outcomes.vouched(self.now_s, self.now_s)
 
     @precondition(lambda self: self.failures)
     @rule(data=st.data())
@@ -306,10 +393,10 @@ class AnyEvents(RuleBasedStateMachine):
         assert ring.good >= 0
         assert ring.failed >= 0
         assert outcomes.ejections >= 0
-        if outcomes.trial is not None:
-            assert outcomes.ejected
-        waits_for_an_event = outcomes.breaker in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
-        assert math.isinf(outcomes.until_s) is waits_for_an_event
+        if outcomes.trials:
+            assert outcomes.ejected or outcomes.breaker is BreakerState.SLOW_START
+        if outcomes.breaker is not BreakerState.HALF_OPEN:
+            assert math.isinf(outcomes.until_s) is (outcomes.breaker is BreakerState.CLOSED)
 
 
 TestAnyEvents = AnyEvents.TestCase

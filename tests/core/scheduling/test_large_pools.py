@@ -129,12 +129,12 @@ def test_the_same_few_cost_one_look_at_the_many() -> None:
     eject_for_long(s, "i1")
     eligible = s.members.eligible(request(), ())
     assert isinstance(eligible, Eligible)
-    left = s.restraints.judge(eligible, (), 1.0)
+    left = s.restraints.judge(eligible, request(), (), 1.0)
     assert isinstance(left, Eligible)
-    assert s.restraints.judge(eligible, (), 2.0) is left
+    assert s.restraints.judge(eligible, request(), (), 2.0) is left
     assert left.kept == [i for i in range(MANY) if i != 1]
     eject_for_long(s, "i2")
-    other = s.restraints.judge(eligible, (), 3.0)
+    other = s.restraints.judge(eligible, request(), (), 3.0)
     assert isinstance(other, Eligible)
     assert [why for _, why in other.excluded] == ["ejected", "ejected"]
 
@@ -145,7 +145,7 @@ def test_an_instance_of_another_model_restrains_nobody() -> None:
     eject_for_long(s, "other")
     eligible = s.members.eligible(request(), ())
     assert isinstance(eligible, Eligible)
-    assert s.restraints.judge(eligible, (), 1.0) is eligible
+    assert s.restraints.judge(eligible, request(), (), 1.0) is eligible
 
 
 def test_a_doubted_one_among_many_is_tried() -> None:

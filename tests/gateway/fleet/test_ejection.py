@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections import Counter
 from typing import Any
 
@@ -143,6 +144,34 @@ async def test_a_stream_that_begins_is_enough_to_come_back() -> None:
         await asyncio.sleep(5)
         assert await standing(running, "i0") == "recovering"
         await asyncio.gather(*answers)
+
+
+@pytest.mark.parametrize("beside", ["nothing", "the same", "short ones"])
+@pytest.mark.parametrize("trial", [{"first_delay_s": 15}, {"first_delay_s": 600}, {"hang": True}])
+async def test_however_long_a_trial_takes_it_is_back_within_three_seconds(
+    trial: dict[str, Any], beside: str
+) -> None:
+    often = {"probe_interval_s": 2, "probe_timeout_s": 2}  # as by default
+    async with rig(2, profiles=EQUAL, health=often) as (running, client, fakes):
+        fakes[0].fault = FAULTS["500"]
+        await Clients(running).send(24, **WORKS)
+        fakes[0].fault = {}
+        await asyncio.sleep(60)
+        assert await standing(running, "i0") == "half-open"
+        before = fakes[0].requests
+        long = [asyncio.ensure_future(client.post(CHAT, json=chat("long", fake=trial)))]
+        await eventually(lambda: fakes[0].requests > before)
+        began_s = time.monotonic()
+        while await standing(running, "i0") != "recovering":
+            await asyncio.sleep(0.1)
+            if beside == "the same":
+                long.append(asyncio.ensure_future(client.post(CHAT, json=chat(fake=trial))))
+            elif beside == "short ones":
+                await client.post(CHAT, json=chat(fake=WORKS))
+        assert time.monotonic() - began_s <= 3
+        assert fakes[0].requests - before <= 3
+        for request in long:
+            request.cancel()
 
 
 async def test_of_instances_that_all_fail_half_are_ejected_and_clients_get_their_words() -> None:

@@ -1,20 +1,22 @@
 """What became of an instance's requests, and whether it is sent more of them: passive health.
 
 Each instance has a circuit breaker, and only what real requests met moves it on. A good answer to a
-probe of its health does not: an engine may answer that and fail all that it is asked for.
+probe of its health alone does not: an engine may answer that and fail all that it is asked for.
 
     event            closed          busy, open        half-open            slow start
     ---------------  --------------  ----------------  -------------------  ---------------
-    success          –               – (noted)         of the trial:        –
+    success          –               – (noted)         of a trial:          –
                                                        slow start
-    failure          open, if it is  – (noted)         of the trial: open,  as closed
-                     one too many                      for longer; else
+    failure          open, if it is  – (noted)         of a trial: open,    as closed; of a
+                     one too many                      for longer; else     trial: open
                                                        noted
-    busy answer      slow start, or  –                 of the trial: busy   as closed
+    busy answer      slow start, or  –                 of a trial: busy     as closed
                      busy if it has
                      nothing else
-    no outcome       –               –                 of the trial: the    –
-                                                       next is the trial
+    no outcome       –               –                 of a trial: another  –
+                                                       one may be it
+    good /health     –               –                 slow start, if a     –
+                                                       trial goes on
     its term ends    –               open: half-open;  –                    closed
                                      busy: slow start
     retracted        –               open: as before,  –                    –
@@ -24,10 +26,15 @@ probe of its health does not: an engine may answer that and fail all that it is 
 
 "One too many": ``consecutive_failures`` in a row, or ``failure_ratio`` of at least
 ``min_outcomes`` within 10 s. An ejection (the breaker is open) lasts base_s·2^k, at most max_s; k
-is how many came before it, and is forgotten when the last one ended max_s ago. Half-open: one
-request at a time. Slow start: as many requests at once as it had, and twice as many every 1.4 s,
-for 10 s. Busy: its engine said 503 or 429, which is no failure; for 0.5 s·2^k it gets nothing while
-others can.
+is how many came before it, and is forgotten when the last one ended max_s ago. Slow start: as many
+requests at once as it had, and twice as many every 1.4 s, for 10 s. Busy: its engine said 503 or
+429, which is no failure; for 0.5 s·2^k it gets nothing while others can.
+
+Half-open: one request tries it, and one more once the first has been under way for 1 s, 2 s, 4 s,
+…; requests whose first bytes come soon have precedence for half a second. What fails mostly fails
+at once, so a trial that has not after 1.5 s, and a good /health that was asked for then, are proof
+enough, unless the instance was ejected for its silence; if the trial fails later, that is as if it
+had been half-open all the time.
 
 What is no outcome: 4xx answers, clients that left, errors of the gateway's own. A time-out is one
 only if nothing good was heard of the instance since the request was sent: a long request says
@@ -44,7 +51,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from hetero_gateway.core.types import Outcome
+from hetero_gateway.core.types import Outcome, Request
 
 # Seconds that the ring holds, in parts of one second.
 WINDOW_PARTS: Final = 10
@@ -56,6 +63,15 @@ _DOUBLING_S: Final = 1.4
 # engine's own Retry-After counts instead, up to the same limit.
 _BUSY_BASE_S: Final = 0.5
 _BUSY_MAX_S: Final = 10.0
+# Half-open: when the second request may try it, after the first, and how much later one that takes
+# long; and how long a trial has to go on before a good /health means anything.
+_SECOND_TRIAL_S: Final = 1.0
+_LATER_IF_LONG_S: Final = 0.5
+_PROOF_S: Final = 1.5
+# An answer of no more tokens is whole about as soon as a stream begins.
+_QUICK_TOKENS: Final = 64.0
+# Of ejections for silence: that an instance answers /health says nothing against it.
+SILENT_REASONS: Final = frozenset(("first_byte_timeout", "idle_timeout"))
 
 
 class EjectionRules(NamedTuple):
@@ -95,7 +111,7 @@ class Bar(NamedTuple):
 RETRY_RANK: Final = 0
 _FULL: Final = Bar(0, "recovering")  # it has as many as its slow start allows
 _BUSY: Final = Bar(1, "busy")
-_TRIED: Final = Bar(2, "ejected")  # another request tries it now
+_TRIED: Final = Bar(2, "ejected")  # others try it now
 _EJECTED: Final = Bar(3, "ejected")
 
 
@@ -103,6 +119,11 @@ class Sent(Protocol):
     """A request on its instance. ``outcome``: None until it is over."""
 
     outcome: Outcome | None
+
+
+def is_quick(request: Request) -> bool:
+    """Whether it soon shows that its instance works: by its first bytes, or a short answer."""
+    return request.streams or request.predicted_output_tokens <= _QUICK_TOKENS
 
 
 class OutcomeRing:
@@ -185,7 +206,8 @@ class Outcomes:
         until_s: when that ends by itself; infinite where it does not.
         reason: of the last ejection, a short label; "" where there was none.
         ejections: k + 1, of those that still count.
-        trial: the one request that may be under way while it is half-open.
+        trials: the requests that try it while it is half-open; of those that /health spoke for,
+            which go on in the slow start, too.
         ring: the last ten seconds.
     """
 
@@ -194,7 +216,7 @@ class Outcomes:
     until_s: float = math.inf
     reason: str = ""
     ejections: int = 0
-    trial: Sent | None = None
+    trials: list[Sent] = field(default_factory=list)
     ring: OutcomeRing = field(default_factory=OutcomeRing)
     _run: int = 0  # failures in a row
     _run_began_s: float = 0.0
@@ -202,15 +224,17 @@ class Outcomes:
     _good_s: float = -math.inf  # the last success
     _ended_s: float = -math.inf  # of the last ejection
     _grounds: _Grounds | None = None
-    _since_s: float = 0.0  # slow start: since when, and with how many
-    _first_requests: int | None = None
+    _since_s: float = 0.0  # half-open, or slow start: since when
+    _first_requests: int | None = None  # with how many it begins slowly
+    _tried_s: float = 0.0  # when the first of the trials was sent
+    _trial_failed: bool = False
 
     def __repr__(self) -> str:
         return f"<Outcomes {self.breaker.value}: {self.ring!r}, {self._run} failed in a row>"
 
     @property
     def ejected(self) -> bool:
-        """It gets nothing, or only its trial."""
+        """It gets nothing, or only its trials."""
         return self.breaker in (BreakerState.OPEN, BreakerState.HALF_OPEN)
 
     @property
@@ -225,9 +249,24 @@ class Outcomes:
         self.ring.add_good(now_s)
         self._good_s = now_s
         self._run = self._busy_run = 0
-        if self.trial is None or request is not self.trial:
+        if request not in self.trials:
+            return False
+        if self.breaker is BreakerState.SLOW_START:
+            self.trials.clear()
             return False
         self._recover(now_s)
+        return True
+
+    def vouched(self, asked_s: float, now_s: float) -> bool:
+        """Its /health, asked at ``asked_s``, is good. Returns whether it stands elsewhere now."""
+        self.advance(now_s)
+        if self.breaker is not BreakerState.HALF_OPEN or self.reason in SILENT_REASONS:
+            return False
+        trials = self._on_trial()
+        if not trials or asked_s < self._tried_s + _PROOF_S:
+            return False
+        self._recover(now_s)
+        self.trials = trials
         return True
 
     def answered(self, last_s: float, count: int) -> None:
@@ -245,8 +284,9 @@ class Outcomes:
         self.advance(now_s)
         if not self.rules.enabled:
             return False
-        if self.breaker is BreakerState.HALF_OPEN:
-            return request is not None and request is self.trial
+        self._trial_failed = request in self.trials
+        if self.breaker is BreakerState.HALF_OPEN or self._trial_failed:
+            return self._trial_failed and self.breaker is not BreakerState.OPEN
         if self.breaker is BreakerState.OPEN or self.breaker is BreakerState.BUSY:
             return False
         return _Grounds(now_s, self._run, self.ring, trial=False).suffice(self.rules)
@@ -261,11 +301,12 @@ class Outcomes:
         if now_s - self._ended_s >= rules.max_s:
             self.ejections = 0
         term_s = min(rules.max_s, rules.base_s * 2.0 ** min(self.ejections, 60))
-        trial = self.breaker is BreakerState.HALF_OPEN
+        trial = self.breaker is BreakerState.HALF_OPEN or self._trial_failed
         self._grounds = _Grounds(now_s, self._run, self.ring, trial=trial)
         self.ejections += 1
         self.reason = reason
-        self.trial = None
+        self.trials.clear()
+        self._trial_failed = False
         self._ended_s = now_s + term_s
         self._turn(BreakerState.OPEN, self._ended_s)
 
@@ -282,7 +323,7 @@ class Outcomes:
         if grounds.trial:
             if at_s < grounds.at_s:
                 return False
-            self._turn(BreakerState.HALF_OPEN, math.inf)
+            self._open_half(now_s)
         elif grounds.suffice(self.rules):
             return False
         else:
@@ -309,7 +350,7 @@ class Outcomes:
         breaker = self.breaker
         if not self.rules.enabled or breaker in (BreakerState.OPEN, BreakerState.BUSY):
             return False
-        if breaker is BreakerState.HALF_OPEN and request is not self.trial:
+        if breaker is BreakerState.HALF_OPEN and request not in self.trials:
             return False
         if others > 0 and breaker is not BreakerState.HALF_OPEN:
             # It serves as many as these; no more until some time has shown that it can.
@@ -319,7 +360,7 @@ class Outcomes:
         if retry_after_s is not None and retry_after_s > 0:
             told_s = retry_after_s
         self._busy_run += 1
-        self.trial = None
+        self.trials.clear()
         self._turn(BreakerState.BUSY, now_s + min(_BUSY_MAX_S, told_s))
         return True
 
@@ -334,7 +375,7 @@ class Outcomes:
         self._begin_slow(now_s, None)
 
     def _begin_slow(self, now_s: float, first_requests: int | None) -> None:
-        self.trial = None
+        self.trials = []
         self._grounds = None
         self._since_s = now_s
         self._first_requests = first_requests
@@ -350,18 +391,22 @@ class Outcomes:
         """Move on where a term is over. Returns whether it stands elsewhere now."""
         if now_s < self.until_s:
             return False
+        if self.breaker is BreakerState.HALF_OPEN:
+            self.until_s = self._next_trial_s(now_s)
+            return False
         if self.breaker is BreakerState.OPEN:
-            self._turn(BreakerState.HALF_OPEN, math.inf)
+            self._open_half(now_s)
         elif self.breaker is BreakerState.BUSY:
             self._begin_slow(now_s, None)
         else:
+            self.trials = []
             self._turn(BreakerState.CLOSED, math.inf)
         return True
 
-    def bar(self, now_s: float, in_flight: int) -> Bar | None:
+    def bar(self, now_s: float, in_flight: int, *, quick: bool = True) -> Bar | None:
         """Why it should not get a request now; None: it may.
 
-        ``in_flight``: requests on it.
+        ``in_flight``: requests on it; ``quick``: the request ``is_quick``.
         """
         self.advance(now_s)
         breaker = self.breaker
@@ -375,14 +420,45 @@ class Outcomes:
             return _BUSY
         if breaker is BreakerState.OPEN:
             return _EJECTED
-        if breaker is BreakerState.HALF_OPEN and self._on_trial():
+        if breaker is BreakerState.HALF_OPEN and not self._may_try(now_s, quick):
             return _TRIED
         return None
 
-    def sent(self, request: Sent) -> None:
+    def sent(self, request: Sent, now_s: float) -> None:
         """It got a request, whether there was a ``bar`` or not."""
-        if self.ejected and not self._on_trial():
-            self.trial = request
+        if not self.ejected or now_s < self._trial_due_s():
+            return
+        if not self.trials:
+            self._tried_s = now_s
+        self.trials.append(request)
+        if self.breaker is BreakerState.HALF_OPEN:
+            self.until_s = self._next_trial_s(now_s)
 
-    def _on_trial(self) -> bool:
-        return self.trial is not None and self.trial.outcome is None
+    # Half-open
+
+    def _open_half(self, now_s: float) -> None:
+        self._since_s = now_s
+        self._turn(BreakerState.HALF_OPEN, math.inf)
+        self.until_s = self._next_trial_s(now_s)
+
+    def _on_trial(self) -> list[Sent]:
+        """The trials that are not over."""
+        self.trials = [trial for trial in self.trials if trial.outcome is None]
+        return self.trials
+
+    def _trial_due_s(self) -> float:
+        """When one more request may try it."""
+        trials = len(self._on_trial())
+        if not trials:
+            return self._since_s if self.breaker is BreakerState.HALF_OPEN else -math.inf
+        return self._tried_s + _SECOND_TRIAL_S * 2.0 ** (trials - 1)
+
+    def _may_try(self, now_s: float, quick: bool) -> bool:
+        due_s = self._trial_due_s()
+        return now_s >= (due_s if quick else due_s + _LATER_IF_LONG_S)
+
+    def _next_trial_s(self, now_s: float) -> float:
+        """When more requests than now may try it; infinite: as many as ever may."""
+        due_s = self._trial_due_s()
+        times = (due_s, due_s + _LATER_IF_LONG_S)
+        return min((time_s for time_s in times if time_s > now_s), default=math.inf)

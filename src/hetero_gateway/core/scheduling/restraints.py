@@ -13,9 +13,15 @@ from collections.abc import Collection
 from typing import Final
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.instances.outcomes import RETRY_RANK, Bar, BreakerState, Outcomes
+from hetero_gateway.core.instances.outcomes import (
+    RETRY_RANK,
+    Bar,
+    BreakerState,
+    Outcomes,
+    is_quick,
+)
 from hetero_gateway.core.scheduling.pool import Eligible
-from hetero_gateway.core.types import InstanceId, Reject, RejectReason
+from hetero_gateway.core.types import InstanceId, Reject, RejectReason, Request
 
 _MOST_NAMED: Final = 5
 
@@ -41,10 +47,10 @@ class Restraints:
             self.by_id[instance_id] = outcomes
 
     def judge(
-        self, eligible: Eligible, exclude: Collection[InstanceId], now_s: float
+        self, eligible: Eligible, request: Request, exclude: Collection[InstanceId], now_s: float
     ) -> Eligible | Reject:
         """Who of them takes part now. Reject: a second attempt has nowhere to go."""
-        barred = self._barred(eligible, now_s)
+        barred = self._barred(eligible, bool(exclude) or is_quick(request), now_s)
         if not barred:
             return eligible
         left = self._without(eligible, barred)
@@ -60,13 +66,13 @@ class Restraints:
         left = self._without(eligible, worse) if worse else eligible
         return left or eligible
 
-    def strictly(self, eligible: Eligible, now_s: float) -> Eligible | None:
+    def strictly(self, eligible: Eligible, request: Request, now_s: float) -> Eligible | None:
         """Those of them that are not barred; None: nobody."""
-        barred = self._barred(eligible, now_s)
+        barred = self._barred(eligible, is_quick(request), now_s)
         return self._without(eligible, barred) if barred else eligible
 
     def trial(self, eligible: Eligible) -> Eligible | None:
-        """A half-open one among them that nobody tries, alone; None: there is none.
+        """A half-open one among these, who are not barred, alone; None: there is none.
 
         It is tried, and not left to the policy: one that looks slow would stay half-open for ever.
         """
@@ -86,11 +92,11 @@ class Restraints:
             if (position := position_of.get(instance_id)) is not None and eligible.has(position)
         )
 
-    def _barred(self, eligible: Eligible, now_s: float) -> dict[int, Bar]:
+    def _barred(self, eligible: Eligible, quick: bool, now_s: float) -> dict[int, Bar]:
         """By position in the pool."""
         barred, states = {}, eligible.pool.states
         for position, outcomes in self._here(eligible):
-            bar = outcomes.bar(now_s, states[position].in_flight)
+            bar = outcomes.bar(now_s, states[position].in_flight, quick=quick)
             if bar is not None:
                 barred[position] = bar
         return barred
@@ -104,11 +110,11 @@ class Restraints:
         self._last = eligible, barred, left
         return left
 
-    def sent(self, dispatch: Dispatch) -> None:
-        """A request went to an instance: perhaps the one that tries it."""
+    def sent(self, dispatch: Dispatch, now_s: float) -> None:
+        """A request went to an instance: perhaps one that tries it."""
         outcomes = self.by_id.get(dispatch.instance_id)
         if outcomes is not None:
-            outcomes.sent(dispatch)
+            outcomes.sent(dispatch, now_s)
 
     def next_change_s(self, now_s: float) -> float:
         """When somebody here may get requests again although nothing happens; infinite: nobody.

@@ -474,9 +474,9 @@ class Scheduler:
     ) -> Eligible | Reject | None:
         """Who of those that may get it had better not is left out; None: it has to wait."""
         if among is None:
-            return self.restraints.judge(ticket.eligible, ticket.exclude, now_s)
+            return self.restraints.judge(ticket.eligible, ticket.request, ticket.exclude, now_s)
         # The others are only kept free: no reason to have one that fails.
-        return self.restraints.strictly(among, now_s)
+        return self.restraints.strictly(among, ticket.request, now_s)
 
     def _pass_unseen(self, now_s: float) -> None:
         while self._unseen and self._unseen[0][0] <= now_s:
@@ -520,7 +520,7 @@ class Scheduler:
         judged = self.members.judge(request, exclude)
         if isinstance(judged, Reject) or judged[0] is not request or not self.restraints.by_id:
             return judged
-        eligible = self.restraints.judge(judged[1], exclude, now_s)
+        eligible = self.restraints.judge(judged[1], request, exclude, now_s)
         return eligible if isinstance(eligible, Reject) else (request, eligible)
 
     def _would_choose(
@@ -551,7 +551,7 @@ class Scheduler:
             alone=queues or state.in_flight == state.tracked,
         )
         if self.restraints.by_id:
-            self.restraints.sent(dispatch)
+            self.restraints.sent(dispatch, now_s)
         if self.on_dispatch is not None:
             self.on_dispatch(decision.instance_id, now_s)
         keys = request.prefix

@@ -505,8 +505,8 @@ class LocalDispatcher:
     def stream_began(self, job: Job, place: Placed, stream: ObservedResponse | None) -> None:
         """``stream`` None: another process watches it (``Placement.observe_speed``)."""
         self.placement.stream_began(place.dispatch, stream)
-        if place.instance.outcomes.trial is place.dispatch:
-            # Its end may be minutes away, and until then it would be the only one.
+        if place.dispatch in place.instance.outcomes.trials:
+            # Its end may be minutes away, and until then few others would try.
             self._outcomes.succeeded(
                 place.instance, place.dispatch, job.inbound.body, time.monotonic()
             )

@@ -187,7 +187,7 @@ class Recorder:
             # What makes the engine do nothing says nothing of it.
             if job.inbound.work is not _LIGHT:
                 outcomes = instance.outcomes
-                if self._ejections.suspects or outcomes.trial is placed.dispatch:
+                if self._ejections.suspects or placed.dispatch in outcomes.trials:
                     self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body, now_s)
                 else:
                     self._answered_s[outcomes].append(now_s)

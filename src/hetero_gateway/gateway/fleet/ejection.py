@@ -66,6 +66,7 @@ class OutcomeWatch:
         self._breakers: dict[InstanceId, BreakerState] = {}
         self._closed = False
         fleet.on_membership = self._review
+        fleet.on_good_health = self._vouched
 
     @property
     def idle(self) -> bool:
@@ -74,7 +75,7 @@ class OutcomeWatch:
 
     def close(self) -> None:
         self._closed = True
-        self._fleet.on_membership = None
+        self._fleet.on_membership = self._fleet.on_good_health = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -84,7 +85,7 @@ class OutcomeWatch:
     def succeeded(self, instance: Instance, dispatch: Dispatch, body: bytes, now_s: float) -> None:
         """A request was answered well, or its stream began. ``now_s``: monotonic."""
         ejections = self._ejections
-        if not ejections.suspects and instance.outcomes.trial is not dispatch:
+        if not ejections.suspects and dispatch not in instance.outcomes.trials:
             instance.outcomes.succeeded(now_s)  # the rule
             return
         mark = fingerprint(body) if ejections.suspects else None
@@ -126,6 +127,11 @@ class OutcomeWatch:
         if changed:
             self._apply(changed, now_s)
         self._arm(now_s)
+
+    def _vouched(self, instance: Instance, asked_s: float) -> None:
+        now_s = time.monotonic()
+        if instance.outcomes.vouched(asked_s, now_s):
+            self._apply([instance.id], now_s)
 
     # What failed stays charged
 
@@ -252,5 +258,5 @@ _TOLD = {
     BreakerState.CLOSED: "takes requests as ever",
     BreakerState.SLOW_START: "gets requests again, few at first",
     BreakerState.BUSY: "its engine is busy; others are asked first",
-    BreakerState.HALF_OPEN: "its ejection is over; one request will try it",
+    BreakerState.HALF_OPEN: "its ejection is over; requests will try it",
 }

@@ -183,6 +183,8 @@ class HealthMonitor:
 
     def _probe_interval_s(self, instance: Instance) -> float:
         interval_s = self._config.probe_interval_s
+        if instance.outcomes.trials:
+            return min(_SOONEST_S, interval_s)  # it may speak for them
         if instance.up and not instance.failed_probes and self._rests(instance.id):
             return interval_s * _IDLE_PROBES
         return interval_s
@@ -237,6 +239,7 @@ class HealthMonitor:
 
     async def _look(self, instance: Instance, probe: Probe) -> None:
         """Ask /health; one that was down is opened only with what it serves."""
+        asked_s = time.monotonic()
         try:
             answer = await probe.get(paths.HEALTH)
             problem = "" if answer.good else f"{paths.HEALTH} answered {answer.status}"
@@ -253,6 +256,8 @@ class HealthMonitor:
             problem = f"{paths.HEALTH}: {error}"
         if not problem:
             self._fleet.mark_up(instance)
+            if self._fleet.on_good_health is not None:
+                self._fleet.on_good_health(instance, asked_s)
             return
         instance.failed_probes += 1
         instance.down_reason = problem

@@ -178,6 +178,8 @@ class Fleet:
         self.on_change: Callable[[], None] | None = None
         # Called when an instance comes, goes, or may be sent more or less than before.
         self.on_membership: Callable[[], None] | None = None
+        # Called with an instance whose /health is good, and when it was asked, monotonic.
+        self.on_good_health: Callable[[Instance, float], None] | None = None
         # Called after each look at what the streams have got: rows of observation end there.
         self.on_look: Callable[[], None] | None = None
         # Called after each scrape, with what the engine reported of its load; None: nothing.
