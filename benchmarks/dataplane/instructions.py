@@ -1,7 +1,7 @@
 """Instructions of one request, counted by callgrind: the same on a busy machine and on a quiet one.
 
     python benchmarks/dataplane/instructions.py [--feature "the default" ...] [--requests 160]
-        [--compiled]
+        [--workers] [--compiled]
 
 The gateway's whole path runs in one process, from the bytes of a short request to the last row that
 is written about it; objects stand in for the sockets, so that nothing else is counted. It needs
@@ -12,6 +12,10 @@ a request costs with it.
 ``place`` and ``settle`` are the scheduler's: a decision with its charge and its log, and what comes
 off, is learnt and is recorded afterwards. They are counted in runs of their own. ``idle`` is a
 second without requests, ``chunk`` one more chunk of a stream.
+
+``--workers``: a worker serves, with its scheduler process in this same one, over a real socket.
+``scheduler`` is then that process's share: what it reads, does and answers; without the event loop
+and the system calls below it.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from hetero_gateway.files.client_keys import new_key
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.http.upstream import UpstreamConnection
+from hetero_gateway.scaleout.workers.messages import Channel, FrameReader
 from hetero_gateway.serve.garbage import freeze_what_start_made
 
 HERE = Path(__file__).resolve().parent
@@ -64,8 +69,10 @@ COLUMNS = (
     Column("idle", "idle", 8, ".0f"),
     Column("chunk", "chunk", 8, ".1f"),
 )
+SCHEDULERS = Column("scheduler", "scheduler", 11, ".0f")
 PLACING = ((LocalDispatcher, "submit"),)
 SETTLING = ((LocalDispatcher, "settle"), (Recorder, "catch_up"))
+SCHEDULER = ((FrameReader, "feed"), (Channel, "flush"), (Recorder, "catch_up"))
 WHOLE = (
     b"HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
     b"content-length: %d\r\ncontent-type: application/json\r\n\r\n%b"
@@ -218,12 +225,22 @@ class Rig:
         return answering
 
 
-async def count(feature: str, requests: int, folder: Path, callgrind: Any) -> None:
+async def count(
+    feature: str, requests: int, folder: Path, callgrind: Any, *, by_worker: bool
+) -> None:
     """In the process that valgrind runs: have each count written down by its name."""
     key = new_key()
     found = {name: rest for name, *rest in path.features(folder, key)}
     sections, prompt_bytes = found[feature]
-    async with path.serving(folder, sections) as (server, _):
+    async with path.serving(folder, sections, by_worker=by_worker) as (server, _, gateway):
+
+        def is_schedulers(what: Any) -> bool:
+            if not by_worker:
+                return True
+            channels = [session.channel for session in gateway.hub.sessions]
+            own = (gateway.dataplane.dispatcher, gateway.dataplane.recorder)
+            return what in (*own, *channels, *(channel._reader for channel in channels))
+
         freeze_what_start_made()  # as a gateway does that has a process of its own
         callgrind.pass_s(time.monotonic())
         time.monotonic = callgrind.clock
@@ -253,10 +270,13 @@ async def count(feature: str, requests: int, folder: Path, callgrind: Any) -> No
             callgrind.dump(f"stream {chunks} {number}")
             callgrind.toggle()
             await asyncio.sleep(0.3)
-        for name, methods in (("place", PLACING), ("settle", SETTLING)):
+        parts = {"place": PLACING, "settle": SETTLING}
+        if by_worker:
+            parts["scheduler"] = SCHEDULER
+        for name, methods in parts.items():
             whole = rig.made(requests)
             callgrind.zero()
-            with only(callgrind.toggle, *methods):
+            with only(callgrind.toggle, is_schedulers, *methods):
                 await rig.ask(whole)
                 await asyncio.sleep(0.3)
             callgrind.dump(name)
@@ -264,10 +284,16 @@ async def count(feature: str, requests: int, folder: Path, callgrind: Any) -> No
 
 
 class only:
-    """Have what these methods run counted, and nothing else."""
+    """Have what these methods run counted, of the objects that are wanted, and nothing else."""
 
-    def __init__(self, toggle: Callable[[], None], *methods: tuple[type, str]) -> None:
+    def __init__(
+        self,
+        toggle: Callable[[], None],
+        is_counted: Callable[[Any], bool],
+        *methods: tuple[type, str],
+    ) -> None:
         self._toggle = toggle
+        self._is_counted = is_counted
         self._depth = 0  # one may call another
         self._methods = [(owner, name, getattr(owner, name)) for owner, name in methods]
 
@@ -281,6 +307,8 @@ class only:
 
     def _counted(self, method: Any) -> Any:
         def counted(*args: Any, **named: Any) -> Any:
+            if not self._is_counted(args[0]):
+                return method(*args, **named)
             if not self._depth:
                 self._toggle()
             self._depth += 1
@@ -306,13 +334,14 @@ def counts_of(folder: Path) -> dict[str, float]:
     return found
 
 
-def measured(feature: str, requests: int, module: Path) -> dict[str, Any]:
+def measured(feature: str, requests: int, module: Path, *, by_worker: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="instructions-") as folder:
         command = [
             *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"),
             f"--callgrind-out-file={folder}/callgrind.%p",
             *(sys.executable, str(Path(__file__).resolve()), "--within", folder),
             *(["--compiled"] if compiled.ASKED else []),
+            *(["--workers"] if by_worker else []),
             *("--feature", feature, "--requests", str(requests)),
         ]
         environment = {**os.environ, "PYTHONPATH": f"{module}:{os.environ.get('PYTHONPATH', '')}"}
@@ -329,12 +358,13 @@ def measured(feature: str, requests: int, module: Path) -> dict[str, Any]:
         "all": found["all"] / requests,
         "place": found["place"] / requests,
         "settle": found["settle"] / requests,
+        "scheduler": found.get("scheduler", 0.0) / requests,
         "idle": found["idle"],
         "chunk": (many - few) / AT_ONCE / (CHUNKS[1] - CHUNKS[0]),
     }
 
 
-def rows(wanted: Sequence[str], requests: int) -> Iterator[dict[str, Any]]:
+def rows(wanted: Sequence[str], requests: int, *, by_worker: bool) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="instructions-") as folder:
         module = Path(folder, f"callgrind{sysconfig.get_config_var('EXT_SUFFIX')}")
         include = sysconfig.get_path("include")
@@ -344,7 +374,7 @@ def rows(wanted: Sequence[str], requests: int) -> Iterator[dict[str, Any]]:
         default = None
         for name in names:
             if name in wanted or not wanted:
-                row = measured(name, requests, module.parent)
+                row = measured(name, requests, module.parent, by_worker=by_worker)
                 default = row["all"] if name == names[0] else default
                 row["more"] = None if default is None else row["all"] / default - 1
                 yield {"feature": name, **row, "met": is_met(name, names[0], row)}
@@ -365,16 +395,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)  # of the counted process
     parser.add_argument("--compiled", action="store_true", help=compiled.HELP)
+    parser.add_argument("--workers", action="store_true", help="by a worker; see above")
     args = parser.parse_args(argv)
     if args.within is not None:
         import callgrind  # made by the process that has started this one
         import uvloop
 
-        uvloop.run(count(args.feature[0], args.requests, args.within, callgrind))
+        uvloop.run(
+            count(args.feature[0], args.requests, args.within, callgrind, by_worker=args.workers)
+        )
         return 0
     if shutil.which("valgrind") is None:
         raise SystemExit("valgrind is not installed")
-    return report(rows(args.feature, args.requests), COLUMNS, as_json=args.json)
+    columns = (*COLUMNS, SCHEDULERS) if args.workers else COLUMNS
+    found = rows(args.feature, args.requests, by_worker=args.workers)
+    return report(found, columns, as_json=args.json)
 
 
 if __name__ == "__main__":

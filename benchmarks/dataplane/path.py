@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 import tempfile
 from collections import Counter
@@ -36,8 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.tables import Column, report
 from hetero_gateway.files.client_keys import hash_of, new_key
 from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.app import create_app
+from hetero_gateway.serve.processes.worker import Worker
 from hetero_gateway.serve.server import GatewayServer
+from hetero_gateway.serve.wiring.gateway import Gateway
 
 KEY_GOAL = 0.05
 WARM_UP = 320
@@ -251,9 +255,12 @@ class Traffic:
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, sections: Mapping[str, Any]
-) -> AsyncIterator[tuple[GatewayServer, int]]:
-    """A gateway with these sections of a configuration in front of two instances, and its port."""
+    folder: Path, sections: Mapping[str, Any], *, by_worker: bool = False
+) -> AsyncIterator[tuple[GatewayServer, int, Gateway]]:
+    """A gateway with these sections of a configuration in front of two instances, and its port.
+
+    ``by_worker``: what serves is a worker, which asks that gateway; both are in this process.
+    """
     servers = [await asyncio.start_server(answer, "127.0.0.1", 0) for _ in range(2)]
     profile = "A100-80GB-SXM/Llama-3-8B/tp1"
     document: dict[str, Any] = {
@@ -268,22 +275,38 @@ async def serving(
     }
     path = folder / "gateway.yaml"
     path.write_text(yaml.safe_dump(document), "utf-8")
-    app = create_app(load_gateway_config(path), path)
+    config, hub, control = load_gateway_config(path), str(folder / "hub"), str(folder / "control")
+    app = create_app(config, path, listen(hub) if by_worker else None)
     if sections.get("log"):
         app.gateway.access = lambda lines: None  # else nobody takes its lines
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            listener = listen(control) if by_worker else None
+            server, url = await stack.enter_async_context(started(app, app.gateway, listener))
+            while not all(instance.up for instance in app.gateway.fleet.instances.values()):  # noqa: ASYNC110 - they are probed at the start
+                await asyncio.sleep(0.01)
+            if by_worker:
+                worker = Worker(config, path, 0, hub, control)
+                server, url = await stack.enter_async_context(started(worker.app, worker))
+            yield server, int(url.rsplit(":", 1)[1]), app.gateway
+    finally:
+        for each in servers:
+            each.close()
+
+
+@contextlib.asynccontextmanager
+async def started(
+    service: Any, parts: Any, listener: socket.socket | None = None
+) -> AsyncIterator[tuple[GatewayServer, str]]:
+    """One server, and its URL."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(app, app.gateway, ready.set_result)
+    server = GatewayServer(service, parts, ready.set_result, listener)
     task = asyncio.ensure_future(server.serve())
     try:
-        port = int((await ready).rsplit(":", 1)[1])
-        while not all(instance.up for instance in app.gateway.fleet.instances.values()):  # noqa: ASYNC110 - they are probed at the start
-            await asyncio.sleep(0.01)
-        yield server, port
+        yield server, await ready
     finally:
         server.should_exit = True
         await task
-        for each in servers:
-            each.close()
 
 
 @contextlib.asynccontextmanager
@@ -291,8 +314,8 @@ async def traffic(
     folder: Path, sections: Mapping[str, Any], key: str, prompt_bytes: int = PROMPT_BYTES
 ) -> AsyncIterator[Traffic]:
     """Clients of such a gateway, which has served some requests."""
-    async with serving(folder, sections) as (server, port):
-        clients = Traffic(server.gateway, port, key, prompt_bytes)
+    async with serving(folder, sections) as (_, port, gateway):
+        clients = Traffic(gateway, port, key, prompt_bytes)
         try:
             await clients.connect()
             await clients.ask(WARM_UP)

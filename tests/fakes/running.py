@@ -109,6 +109,12 @@ class RunningGateway:
         described = describe_clients(self.gateway.admission, time.monotonic())
         return {row["name"]: row["usage"] async for row in described}[client]
 
+    async def counted(self) -> None:
+        """Wait until every request is over, and its workers' counts have come in."""
+        await eventually(self.settled)
+        await eventually(lambda: all(worker.remote.has_told for worker in self.workers))
+        self.gateway.metrics.catch_up()
+
     async def metrics(self) -> str:
         async with httpx.AsyncClient() as client:
             return (await client.get(f"{self.url}/metrics")).text

@@ -6,6 +6,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 
+# The count in each bin, and the sum; None: there are none.
+Taken = tuple[list[int], float] | None
+
 
 class Histogram:
     """Counts by bucket, and the sum of what was observed.
@@ -35,15 +38,20 @@ class Histogram:
         """Count the values that were noted."""
         count_noted((self,))
 
-    def take(self) -> tuple[list[int], float]:
-        """The count in each bin and the sum, which begin at 0 again."""
+    def take(self) -> Taken:
+        """All that was counted, which begins at 0 again."""
         self.count_noted()
+        if not any(self.counts):
+            return None
         taken = self.counts.tolist(), self.sum
         self.counts, self.sum = array("q", bytes(8 * len(self.counts))), 0.0
         return taken
 
-    def add(self, counts: list[int], total: float) -> None:
+    def add(self, taken: Taken) -> None:
         """What another histogram of the same bounds has seen. ValueError: of other bounds."""
+        if taken is None:
+            return
+        counts, total = taken
         self.counts = array("q", (a + b for a, b in zip(self.counts, counts, strict=True)))
         self.sum += total
 

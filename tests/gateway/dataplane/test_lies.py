@@ -94,8 +94,7 @@ async def test_of_unequal_contexts_the_largest_gets_what_may_fit_none() -> None:
 
 async def counted(running: RunningGateway, what: str = "output_tokens") -> float:
     """So far, of all requests."""
-    await eventually(running.settled)
-    running.gateway.dataplane.recorder.catch_up()
+    await running.counted()
     return getattr(running.gateway.metrics.counts("m", "i0"), what)
 
 

@@ -46,15 +46,15 @@ async def test_a_request_that_cannot_be_counted_does_not_keep_others_from_it(
 ) -> None:
     async with rig() as (running, client, _):
         recorder = running.gateway.dataplane.recorder
-        believed, seen = recorder._believed, []
+        count_seen, seen = recorder.count_seen, []
 
         def fail_once(*args: Any) -> Any:
             seen.append(args)
             if len(seen) == 1:
                 raise ZeroDivisionError("a bug")
-            return believed(*args)
+            return count_seen(*args)
 
-        monkeypatch.setattr(recorder, "_believed", fail_once)
+        monkeypatch.setattr(recorder, "count_seen", fail_once)
         with caplog.at_level(logging.ERROR):
             await post(running, client, 3)
             recorder.catch_up()

@@ -201,7 +201,7 @@ async def test_another_model_is_asked_where_nothing_can_take_a_request(
             assert answer.headers[FALLBACK] == "other"
             assert json.loads(other.bodies[-1])["model"] == "other"
             assert b"content-length: %d\r\n" % len(other.bodies[-1]) in other.heads[-1]
-        await eventually(running.settled)
+        await running.counted()
         text = await running.metrics()
         assert f'fallbacks_total{{fallback="other",model="{asked}"}} 3.0' in text
         done = [line for line in text.splitlines() if "_requests_total{" in line]

@@ -58,7 +58,7 @@ def test_a_workers_counts_are_gone_with_being_taken() -> None:
     metrics = Metrics("min-max", lambda: ())
     for number in range(100):
         metrics.counts(f"adapter-{number}", "i0").outcomes["completed"] += 1
-    assert len(metrics.take_outcomes()) == 100
+    assert len(metrics.take_series()) == 100
     assert not metrics.models()
 
 

@@ -67,6 +67,13 @@ def hub_of(running: RunningGateway) -> Any:
     return running.gateway.hub
 
 
+def silence(running: RunningGateway) -> None:
+    """The scheduler process says nothing any more, as a stopped one, to whoever is connected."""
+    hub_of(running)._timer.cancel()
+    for session in hub_of(running).sessions:
+        session.channel.send = lambda message: None
+
+
 async def test_both_workers_are_placed_and_recorded_by_one_scheduler() -> None:
     async with two_workers(scheduler={"policy": "round-robin"}) as (running, client, fakes):
         answers = [await post(client, running, body()) for _ in range(8)]
@@ -75,7 +82,8 @@ async def test_both_workers_are_placed_and_recorded_by_one_scheduler() -> None:
         assert ids == ["i0", "i1"] * 4  # though each worker has every other request
         await eventually(running.settled)
         assert [fake.requests for fake in fakes] == [4, 4]
-        assert running.gateway.metrics.series("m", "i0").outcomes["completed"] == 4
+        await running.counted()
+        assert running.gateway.metrics.counts("m", "i0").outcomes["completed"] == 4
         records = running.gateway.dataplane.decisions.newest_first()
         told = [answer.headers["x-request-id"] for answer in answers]
         assert [record.request_id for record in records] == told[::-1]
@@ -242,7 +250,56 @@ async def test_five_hundred_requests_while_the_scheduler_comes_and_goes() -> Non
         over.set()
         assert await flapping > 4
         assert set(statuses) == {200}
-        await eventually(running.settled)
+        await running.counted()
+        every = running.gateway.metrics.every_series.values()
+        assert sum(series.outcomes["completed"] for series in every) == 500
+        assert sum(sum(series.duration.counts) for series in every) == 500
+
+
+async def test_what_workers_count_comes_to_what_one_process_counts() -> None:
+    found = []
+    for workers in (1, 2):
+        async with rig(workers=workers) as (running, client, _):
+            for request in (
+                body(),
+                body(tokens=20),
+                body(stream=True, events=5, delay_s=0.01),
+                body(status=400),
+                body(stream=True, die="after_events"),
+            ):
+                with contextlib.suppress(httpx.HTTPError):
+                    await post(client, running, request)
+            await running.counted()
+            metrics = running.gateway.metrics
+            series = metrics.counts("m", "i0")
+            kinds = series.duration, series.ttft, series.tpot
+            assert sum(series.duration.counts) == 5
+            assert all(each.sum > 0 for each in kinds)
+            found.append(
+                [
+                    {label: number for label, number in series.outcomes.items() if number},
+                    metrics.classes,
+                    metrics.statuses,
+                    [sum(each.counts) for each in kinds],
+                    (series.input_tokens, series.cached_tokens, series.output_tokens),
+                    sum(metrics.output_prediction.counts),
+                    sum(metrics.latency_prediction.counts),
+                    [row[1:] for row in running.gateway.dataplane.history],
+                    running.gateway.dataplane.dispatcher.intake._bytes_per_token._models.keys(),
+                ]
+            )
+    assert found[0] == found[1]
+
+
+async def test_a_worker_that_ends_passes_on_what_it_has_counted() -> None:
+    async with two_workers() as (running, client, _):
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(6):
+                tasks.create_task(post(client, running, body()))
+        for worker in running.workers:
+            worker.remote.close()
+        series = running.gateway.metrics.every_series
+        await eventually(lambda: sum(s.outcomes["completed"] for s in series.values()) == 6)
 
 
 async def test_a_worker_that_is_gone_takes_its_requests_with_it() -> None:
@@ -279,8 +336,7 @@ async def test_what_is_not_let_in_any_more_costs_no_other_that_is_outstanding() 
 
 async def test_silence_counts_as_gone() -> None:
     async with two_workers() as (running, client, _):
-        hub = hub_of(running)
-        hub._timer.cancel()  # it says nothing any more, as a stopped process
+        silence(running)
         await eventually(lambda: any(worker.remote.gone.is_set() for worker in running.workers))
         answer = await post(client, running, body())
         assert answer.status_code == 200
@@ -299,9 +355,8 @@ def hang(running: RunningGateway) -> None:
         await asyncio.Event().wait()
 
     running.app.control = never  # type: ignore[assignment]
-    hub = hub_of(running)
-    hub._timer.cancel()
-    hub._server.close()
+    silence(running)
+    hub_of(running)._server.close()
 
 
 async def timed(

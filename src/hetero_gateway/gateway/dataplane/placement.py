@@ -54,7 +54,13 @@ from hetero_gateway.gateway.dataplane.dispatcher import (
 )
 from hetero_gateway.gateway.dataplane.intake import Intake, Job
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
-from hetero_gateway.gateway.dataplane.records import Recorder, SettledAttempt, context_of
+from hetero_gateway.gateway.dataplane.records import (
+    UNREAD,
+    AnswerTokens,
+    Recorder,
+    SettledAttempt,
+    context_of,
+)
 from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.dataplane.speed import Parts, Samples, StepWatch
 from hetero_gateway.gateway.dataplane.waits import QueueWait, WakingWait
@@ -431,7 +437,7 @@ class LocalDispatcher:
 
     intake: Intake
     placement: Placement
-    _recorder: Recorder
+    recorder: Recorder
     _outcomes: OutcomeWatch
     _metrics: Metrics
     _decisions: DecisionLog
@@ -523,17 +529,28 @@ class LocalDispatcher:
         self.intake.note_response(job, place.instance.id, name)
 
     def settle(
-        self, job: Job, place: Placed, seen: ObservedResponse, outcome: Outcome, *, final: bool
+        self,
+        job: Job,
+        place: Placed,
+        seen: ObservedResponse,
+        outcome: Outcome,
+        *,
+        final: bool,
+        told: AnswerTokens | None = UNREAD,
     ) -> None:
+        """See ``Dispatcher``. ``told``: of an answer that another process has watched and counted
+        (``Recorder.count_seen``).
+        """
         usage = seen.usage() if outcome is COMPLETED else None
         if job.inbound.path == REALTIME:
             # How long a session took says nothing of the engine's speed.
             self.placement.settle(place.dispatch, outcome)
         else:
-            self.placement.settle(place.dispatch, outcome, seen, usage)
+            stream = seen if told is UNREAD else None
+            self.placement.settle(place.dispatch, outcome, stream, usage)
         if job.response is not None and usage is not None:
             self._complete(job.response, context_of(place.instance), usage)
-        self._recorder.record(job, place, seen, outcome, usage, final=final)
+        self.recorder.record(job, place, seen, outcome, usage, final=final, told=told)
 
     def fall_back(self, job: Job, model: str) -> None:
         request = job.request
@@ -551,7 +568,7 @@ class LocalDispatcher:
         name = job.parsed.asked or job.request.model
         self._metrics.fallbacks[name, label] += 1
         if final:
-            self._recorder.count_outside(job, seen, outcome)
+            self.recorder.count_outside(job, seen, outcome)
 
     def _complete(self, response: Response, most_tokens: int, usage: Usage) -> None:
         """A response is whole: its answer, too, is in its instance's cache."""
@@ -568,8 +585,16 @@ class LocalDispatcher:
     def withdraw(self, place: Placed, seen: ObservedResponse | None) -> None:
         self.placement.settle(place.dispatch, Outcome.CLIENT_DISCONNECTED, seen)
 
-    def pass_on(self, job: Job, place: Placed, seen: ObservedResponse) -> None:
-        self._recorder.count(SettledAttempt(job, place, seen, COMPLETED, time.monotonic()))
+    def pass_on(
+        self,
+        job: Job,
+        place: Placed,
+        seen: ObservedResponse,
+        told: AnswerTokens | None = UNREAD,
+    ) -> None:
+        """See ``Dispatcher``; ``told``: as of ``settle``."""
+        attempt = SettledAttempt(job, place, seen, COMPLETED, time.monotonic())
+        self.recorder.count(attempt, told)
 
     def note(self, job: Job | None, outcome: str) -> None:
         # A name that nobody serves is the client's invention: it must not become a label.

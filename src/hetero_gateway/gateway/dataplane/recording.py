@@ -32,7 +32,12 @@ from hetero_gateway.files.recorded_run import (
 )
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
-from hetero_gateway.gateway.dataplane.records import Recorder, SettledAttempt, context_of, label_of
+from hetero_gateway.gateway.dataplane.records import (
+    AnswerTokens,
+    Recorder,
+    SettledAttempt,
+    label_of,
+)
 from hetero_gateway.gateway.fleet.instances import Instance
 
 _log = logging.getLogger(__name__)
@@ -120,15 +125,14 @@ class RecordingRecorder(Recorder):
         self._run = run
         self._described: dict[str, tuple[Profile | None, float]] = {}
 
-    def count(self, attempt: SettledAttempt) -> None:
-        super().count(attempt)
+    def learn_from(self, attempt: SettledAttempt, told: AnswerTokens | None) -> None:
+        super().learn_from(attempt, told)
         job, placed, exchange, outcome, now_s, _ = attempt
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             return  # removed meanwhile: nobody says any more what it was
         self._describe(instance)
         request, parsed = placed.decision.request, job.parsed
-        told = self._believed(job, context_of(placed.instance), exchange)
         told_prompt, out = told or (None, 0)
         cached = None if told is None else exchange.usage().cached_tokens
         prompt = request.prompt_tokens

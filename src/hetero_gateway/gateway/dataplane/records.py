@@ -5,6 +5,10 @@ What came of the attempt is used at once. What is only counted and learnt is don
 together, within ``LATER_S``: one after the other they find code and counts in the processor's
 caches, where a request by itself would have to fetch them. ``Metrics`` and whoever else shows what
 was counted has that done first.
+
+What the answer itself shows (``count_seen``) is counted where it passes: in a worker, where there
+are several processes. What needs the place and the prediction, or changes what is estimated
+(``learn_from``), is for whoever schedules; so is what a client is charged.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
@@ -44,7 +48,7 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.history import RequestHistory
-from hetero_gateway.gateway.records.metrics import Metrics, Series
+from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.http.hops import LOOP_DETECTED
@@ -70,6 +74,17 @@ _SHORT_ANSWER_BYTES = 8192
 _BYTES_OF_AN_ID = 8
 # In place of an instance's id: all services elsewhere.
 OUTSIDE = "outside"
+
+
+class AnswerTokens(NamedTuple):
+    """Tokens of an answer, as far as what its engine said can be true; None: it did not say."""
+
+    prompt: int | None
+    output: int
+
+
+# In place of those of an answer that is counted here, and has yet to be read for it.
+UNREAD: Final = AnswerTokens(None, -1)
 
 
 class SettledAttempt(NamedTuple):
@@ -133,7 +148,9 @@ class Recorder:
         later, self._later = self._later, []
         for attempt in later:
             try:
-                self._count(attempt)
+                job, placed, exchange, outcome, now_s, usage = attempt
+                told = self.count_seen(job, placed.instance, exchange, outcome, now_s, usage)
+                self.learn_from(attempt, told)
             except Exception:
                 # The boundary of a request: the others are counted all the same.
                 _log.exception("a request cannot be counted")
@@ -170,20 +187,19 @@ class Recorder:
         usage: Usage | None = None,
         *,
         final: bool,
+        told: AnswerTokens | None = UNREAD,
     ) -> None:
         """Count, learn, tell the health monitor; once per attempt, the last of them ``final``.
 
-        ``usage``: as the answer stated it; None: it is still to be read.
+        Args:
+            usage: as the answer stated it; None: it is still to be read.
+            told: of an answer that was counted where it passed.
         """
         instance = placed.instance
-        if self._fleet.instances.get(instance.id) is not instance:
-            if final and job.client.name:
-                usage = usage or exchange.usage()
-                told = self._believed(job, context_of(instance), exchange, usage)
-                self._bill(job, told, usage, outcome, time.monotonic())
-            return  # removed meanwhile: its series are gone for good
         now_s = time.monotonic()
-        if outcome is COMPLETED and exchange.error is None and exchange.status < 400:
+        if self._fleet.instances.get(instance.id) is not instance:
+            pass  # removed meanwhile: nobody asks any more how it does
+        elif outcome is COMPLETED and exchange.error is None and exchange.status < 400:
             # What makes the engine do nothing says nothing of it.
             if job.inbound.work is not _LIGHT:
                 outcomes = instance.outcomes
@@ -195,7 +211,7 @@ class Recorder:
             self.catch_up()  # what was answered before this failure counts before it
             self._note_failure(job, placed, exchange, outcome)
         if final:
-            self.count(SettledAttempt(job, placed, exchange, outcome, now_s, usage))
+            self.count(SettledAttempt(job, placed, exchange, outcome, now_s, usage), told)
 
     def _note_failure(
         self, job: Job, placed: Placed, exchange: ObservedResponse, outcome: Outcome
@@ -224,45 +240,71 @@ class Recorder:
             _expected_latency_s(placed),
         )
 
-    def count(self, attempt: SettledAttempt) -> None:
-        """A request is over: it is counted and learnt from, soon."""
+    def count(self, attempt: SettledAttempt, told: AnswerTokens | None = UNREAD) -> None:
+        """A request is over: it is counted and learnt from, soon. ``told``: as of ``record``."""
         later = self._later
-        later.append(attempt)
+        if told is UNREAD:
+            later.append(attempt)
+        else:
+            self.learn_from(attempt, told)
         if len(later) >= _MOST_LATER:
             self.catch_up()
         elif self._timer is None:
             self._timer = self._loop.call_later(LATER_S, self.catch_up)
 
-    def _count(self, attempt: SettledAttempt) -> None:
-        job, placed, exchange, outcome, now_s, usage = attempt
-        metrics, instance = self._metrics, placed.instance
-        context = instance.max_model_len or _MOST_CONTEXT_TOKENS
-        usage = usage or exchange.usage()
-        told = self._believed(job, context, exchange, usage)
-        if job.client.name:
-            self._bill(job, told, usage, outcome, now_s)
+    def count_seen(
+        self,
+        job: Job,
+        instance: Instance,
+        exchange: ObservedResponse,
+        outcome: Outcome,
+        now_s: float,
+        usage: Usage | None,
+    ) -> AnswerTokens | None:
+        """Count what a request's last answer shows; its tokens, None where it has none.
+
+        Args:
+            now_s: when it was over.
+            usage: as the answer stated it; None: it is still to be read.
+        """
+        request, parsed = job.request, job.parsed
+        told = believed(job, context_of(instance), exchange, usage or exchange.usage())
         if self._fleet.instances.get(instance.id) is not instance:
-            return
-        series = metrics.every_series.get((job.request.model, instance.id))
+            return told  # removed meanwhile: its series are gone for good
+        metrics = self._metrics
+        series = metrics.every_series.get((request.model, instance.id))
         if series is None:
-            series = metrics.counts(job.request.model, instance.id)
+            series = metrics.counts(request.model, instance.id)
         label = "completed"
         if outcome is not COMPLETED or exchange.status >= 400:
             label = label_of(outcome, exchange)
         series.outcomes[label] += 1
-        metrics.classes[job.request.request_class, label] += 1
+        metrics.classes[request.request_class, label] += 1
         if outcome is CLIENT_DISCONNECTED:
             metrics.client_disconnects[instance.id] += 1
         series.duration.note(now_s - job.inbound.received_s)
         self._noted.add(series.duration)
-        if told is not None:
-            self._record_tokens(series, attempt, told)
+        if told is None:
+            return None
+        told_prompt, output = told
+        series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
+        series.output_tokens += output
+        if parsed.stream:
+            first_s = exchange.first_body_at_s
+            assert first_s is not None
+            series.ttft.note(first_s - job.inbound.received_s)
+            self._noted.add(series.ttft)
+            per_sequence = output / request.sequences
+            if per_sequence > 1:
+                series.tpot.note((now_s - first_s) / (per_sequence - 1))
+                self._noted.add(series.tpot)
+        return told
 
     def count_outside(self, job: Job, exchange: ObservedResponse, outcome: Outcome) -> None:
         """A request is over that a service elsewhere had: nothing is learnt from it."""
         if job.client.name:
             usage = exchange.usage()
-            told = self._believed(job, _MOST_CONTEXT_TOKENS, exchange, usage)
+            told = believed(job, _MOST_CONTEXT_TOKENS, exchange, usage)
             self._bill(job, told, usage, outcome, time.monotonic())
         series = self._metrics.counts(job.request.model, OUTSIDE)
         series.outcomes[label_of(outcome, exchange)] += 1
@@ -270,7 +312,7 @@ class Recorder:
     def _bill(
         self,
         job: Job,
-        told: tuple[int | None, int] | None,
+        told: AnswerTokens | None,
         usage: Usage,
         outcome: Outcome,
         now_s: float,
@@ -293,31 +335,26 @@ class Recorder:
             job.charge.settle(prompt + output, now_s)
         self._usage.count(job.client.name, job.request.model, prompt, cached, output)
 
-    def _record_tokens(
-        self, series: Series, attempt: SettledAttempt, told: tuple[int | None, int]
-    ) -> None:
-        job, placed, exchange, outcome, now_s, _ = attempt
-        request, parsed = job.request, job.parsed
-        metrics, instance = self._metrics, placed.instance
-        first_s = exchange.first_body_at_s
-        assert first_s is not None
+    def learn_from(self, attempt: SettledAttempt, told: AnswerTokens | None) -> None:
+        """Settle with a request's client, and learn from its last answer, which was counted."""
+        job, placed, exchange, outcome, now_s, usage = attempt
+        if job.client.name:
+            self._bill(job, told, usage or exchange.usage(), outcome, now_s)
+        instance = placed.instance
+        if (
+            told is None
+            or outcome is not COMPLETED  # cut short: its length says nothing
+            or self._fleet.instances.get(instance.id) is not instance
+        ):
+            return
+        request, parsed, metrics = job.request, job.parsed, self._metrics
         told_prompt, output = told
-        series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
-        series.output_tokens += output
-        dispatch = placed.dispatch
-        if outcome is COMPLETED and request.prefix is not None:
+        if request.prefix is not None:
+            dispatch = placed.dispatch
             prefix = dispatch.state.prefix
             if dispatch.hit_tokens is not None or prefix.counts:
+                series = metrics.counts(request.model, instance.id)
                 series.cached_tokens += prefix.believed_hits(dispatch) or 0.0
-        if parsed.stream:
-            series.ttft.note(first_s - job.inbound.received_s)
-            self._noted.add(series.ttft)
-            per_sequence = output / request.sequences
-            if per_sequence > 1:
-                series.tpot.note((now_s - first_s) / (per_sequence - 1))
-                self._noted.add(series.tpot)
-        if outcome is not COMPLETED:
-            return  # cut short: its length says nothing
         if (
             told_prompt
             and parsed.exact_prompt_tokens is None
@@ -348,38 +385,39 @@ class Recorder:
                 error = (now_s - placed.placed_s) / expected_s
                 metrics.latency_prediction.note(error)
 
-    def _believed(
-        self, job: Job, context: int, exchange: ObservedResponse, usage: Usage | None = None
-    ) -> tuple[int | None, int] | None:
-        """(prompt tokens, output tokens) as the engine reported them, where they can be true; None
-        where it answered nothing, or with an error.
-
-        A prompt is no longer than its body and the instance's context, and as long as the token ids
-        in it. An answer is no longer than the context and what was asked for, and no shorter than
-        what came. Where no output is told, its events are counted.
-        """
-        if exchange.first_body_at_s is None or exchange.status >= 400:
-            return None
-        request, parsed = job.request, job.parsed
-        prompt, output, _ = usage or exchange.usage()
-        if prompt is not None and not (_can_be(prompt, parsed, context) or _is_session(job)):
-            # (A session's prompts are many, and its tokens the gateway's own count.)
-            prompt = None
-        longest = min(context, parsed.max_output_tokens or context) * request.sequences
-        if output is None or (output > longest and not _is_session(job)):
-            output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
-        elif parsed.stream:
-            if output < least_tokens_of_events(request.sequences, exchange.events):
-                # Half of what came is not believed: as much as without a usage is nearer.
-                output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
-        elif exchange.body_bytes > _SHORT_ANSWER_BYTES:
-            output = max(output, min(_least_output_tokens(job, exchange), longest))
-        return prompt, output
-
 
 def _is_session(job: Job) -> bool:
     """Whether it is a WebSocket."""
     return job.inbound.path == REALTIME
+
+
+def believed(
+    job: Job, context: int, exchange: ObservedResponse, usage: Usage
+) -> AnswerTokens | None:
+    """Tokens as the engine reported them (``usage``), where they can be true; None where it
+    answered nothing, or with an error.
+
+    A prompt is no longer than its body and the instance's context, and as long as the token ids
+    in it. An answer is no longer than the context and what was asked for, and no shorter than
+    what came. Where no output is told, its events are counted.
+    """
+    if exchange.first_body_at_s is None or exchange.status >= 400:
+        return None
+    request, parsed = job.request, job.parsed
+    prompt, output, _ = usage
+    if prompt is not None and not (_can_be(prompt, parsed, context) or _is_session(job)):
+        # (A session's prompts are many, and its tokens the gateway's own count.)
+        prompt = None
+    longest = min(context, parsed.max_output_tokens or context) * request.sequences
+    if output is None or (output > longest and not _is_session(job)):
+        output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
+    elif parsed.stream:
+        if output < least_tokens_of_events(request.sequences, exchange.events):
+            # Half of what came is not believed: as much as without a usage is nearer.
+            output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
+    elif exchange.body_bytes > _SHORT_ANSWER_BYTES:
+        output = max(output, min(_least_output_tokens(job, exchange), longest))
+    return AnswerTokens(prompt, output)
 
 
 def context_of(instance: Instance) -> int:

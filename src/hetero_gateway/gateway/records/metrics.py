@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -34,7 +34,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
-from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.histogram import Histogram, Taken
 from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.gateway.records.families import (
     InstanceGauges,
@@ -121,6 +121,20 @@ class Series:
     input_tokens: int = 0
     cached_tokens: float = 0.0
     output_tokens: int = 0
+
+
+class SeriesRow(NamedTuple):
+    """A ``Series`` as it passes between processes."""
+
+    model: str
+    instance_id: str
+    outcomes: dict[str, int]
+    duration: Taken
+    ttft: Taken
+    tpot: Taken
+    input_tokens: int
+    cached_tokens: float
+    output_tokens: int
 
 
 class Metrics:
@@ -212,14 +226,36 @@ class Metrics:
             series = self.every_series[key] = Series()
         return series
 
-    def take_outcomes(self) -> list[tuple[str, str, str, int]]:
-        """(model, instance, outcome, number) of all series, which begin at 0 again."""
+    def take_series(self) -> list[SeriesRow]:
+        """All series, which begin anew. For who counts elsewhere (``add_series``)."""
         self.catch_up()
-        taken = []
-        for key, series in self.every_series.items():
-            taken += [(*key, outcome, n) for outcome, n in series.outcomes.items() if n]
+        taken = [
+            SeriesRow(
+                *key,
+                {outcome: n for outcome, n in series.outcomes.items() if n},
+                series.duration.take(),
+                series.ttft.take(),
+                series.tpot.take(),
+                series.input_tokens,
+                series.cached_tokens,
+                series.output_tokens,
+            )
+            for key, series in self.every_series.items()
+        ]
         self.every_series.clear()
         return taken
+
+    def add_series(self, row: SeriesRow) -> None:
+        """What another process has counted."""
+        series = self.counts(row.model, row.instance_id)
+        for outcome, number in row.outcomes.items():
+            series.outcomes[outcome] += number
+        series.duration.add(row.duration)
+        series.ttft.add(row.ttft)
+        series.tpot.add(row.tpot)
+        series.input_tokens += row.input_tokens
+        series.cached_tokens += row.cached_tokens
+        series.output_tokens += row.output_tokens
 
     def forget_unserved(self, served: Callable[[str, str], bool], now_s: float) -> None:
         """Drop the series of models that are gone; to be called now and then.

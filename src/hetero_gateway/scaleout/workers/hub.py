@@ -18,6 +18,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
+from hetero_gateway.gateway.dataplane.records import OUTSIDE
 from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -39,6 +40,7 @@ class WorkerSession(RequestSession):
         self.connections = 0
         self.pools: dict[InstanceId, int] = {}
         self._hub = hub
+        self._process = (-1, 0)  # its number, and the process's
         self._handlers |= {
             messages.Hello: self._hello,
             messages.Known: self._known,
@@ -59,6 +61,7 @@ class WorkerSession(RequestSession):
 
     def _hello(self, said: messages.Hello) -> None:
         self.name = f"worker {said.worker} (process {said.pid})"
+        self._process = said.worker, said.pid
         if said.version != __version__:
             # They are started together; a package that was exchanged meanwhile needs a restart.
             _log.error("%s is of version %s and this is %s", self.name, said.version, __version__)
@@ -76,19 +79,29 @@ class WorkerSession(RequestSession):
                 responses.note(Response(name, instance_id, tokens, None, 0, model, owner), now_s)
 
     def _counts(self, said: messages.Counts) -> None:
-        metrics = self._hub.metrics
         self.connections = said.connections
         self.pools = said.pools
-        for model, instance_id, outcome, number in said.outcomes:
-            metrics.counts(model, instance_id).outcomes[outcome] += number
+        self.channel.send(messages.Counted(said.number))
+        if said.draining:
+            self._hub.on_draining()
+        if said.number <= self._hub.counted.get(self._process, 0):
+            return  # its answer was lost, with a connection
+        self._hub.counted[self._process] = said.number
+        metrics, knows = self._hub.metrics, self._hub.has_series
+        for row in said.series:
+            if knows(row.instance_id):
+                metrics.add_series(row)
+        for name, outcome, number in said.classes:
+            metrics.classes[name, outcome] += number
+        for instance_id, number in said.disconnects.items():
+            if knows(instance_id):
+                metrics.client_disconnects[instance_id] += number
         metrics.client_timeouts.update(said.timeouts)
         metrics.client_refusals.update(said.refusals)
         metrics.statuses.update(said.statuses)
-        metrics.overhead_s.add(*said.overhead)
-        metrics.round_trip_s.add(*said.round_trip)
+        metrics.overhead_s.add(said.overhead)
+        metrics.round_trip_s.add(said.round_trip)
         self._hub.admission.usage.add(said.usage)
-        if said.draining:
-            self._hub.on_draining()
 
 
 @dataclass(eq=False)
@@ -111,6 +124,8 @@ class Hub:
 
     def __post_init__(self) -> None:
         self.sessions: set[WorkerSession] = set()
+        # The numbers of the last counts of workers, by their numbers and processes.
+        self.counted: dict[tuple[int, int], int] = {}
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -126,6 +141,10 @@ class Hub:
     def __len__(self) -> int:
         """Workers that are connected."""
         return len(self.sessions)
+
+    def has_series(self, instance_id: str) -> bool:
+        """Whether there are any of it; those of a removed instance are gone for good."""
+        return instance_id in self._fleet.instances or instance_id in ("", OUTSIDE)
 
     def connections_to(self, instance_id: InstanceId) -> int:
         """The workers' open connections to an instance, within the last second."""

@@ -21,7 +21,7 @@ share, in seconds. ``key`` numbers a request within its worker.
     PassOn        the client gets a settled answer
     Over          the request is over, unplaced
     Speed         steps of the last second
-    Counts        what the worker counted itself
+    Counts        what the worker counted     Counted       it has come in
 """
 
 import asyncio
@@ -31,16 +31,19 @@ import operator
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 
+from hetero_gateway.core.histogram import Taken
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.limits.accounts import LimitStanding
-from hetero_gateway.core.types import InstanceId, Outcome, RejectReason
+from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse, ReportedResponse
+from hetero_gateway.gateway.dataplane.records import AnswerTokens
+from hetero_gateway.gateway.records.metrics import SeriesRow
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import Failure, InstanceError
 
@@ -82,15 +85,6 @@ class Facts(_Record):
     body: bytes
 
 
-class PlacedLengths(NamedTuple):
-    """Of a request as it was placed: four fields of ``Request``, the second to the fifth."""
-
-    prompt_tokens: int
-    predicted_output_tokens: float
-    sequences: int
-    streams: bool
-
-
 def mark_of(body: bytes) -> bytes:
     """What distinguishes a body from others, in every process: its length and its ends."""
     ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
@@ -128,7 +122,10 @@ class CarriedRequest(_Record):
 
     key: int
     facts: Facts
-    lengths: PlacedLengths
+    prompt_tokens: int
+    predicted_output_tokens: float
+    sequences: int
+    streams: bool
     instance: InstanceId
     placed_s: float
     waited_s: float
@@ -163,19 +160,42 @@ class Began(_FromWorker, tag=6):
     key: int
 
 
-class Settle(_FromWorker, tag=7):
-    """``mark``: ``mark_of`` the request's body."""
+class CountedAnswer(_Record):
+    """Of an answer that a worker has counted, if it was the last one, what else is of use.
 
+    ``mark``: ``mark_of`` the request's body. ``stated``: its end stated these tokens. ``told``: as
+    they are believed (``Recorder.count_seen``).
+    """
+
+    status: int
+    error: InstanceError | None
+    first_body_at_s: float | None
+    empty: bool
+    mark: bytes
+    stated: Usage
+    told: AnswerTokens | None
+
+    # An ObservedResponse; of the rest, all was made in the worker
+
+    events: ClassVar[int] = 0
+    congested: ClassVar[bool] = False
+    complete: ClassVar[bool] = True
+    body_bytes: ClassVar[int] = 0
+
+    def usage(self) -> Usage:
+        return self.stated
+
+
+class Settle(_FromWorker, tag=7):
     key: int
     outcome: Outcome
     final: bool
-    report: ReportedResponse
-    mark: bytes = b""
+    answer: CountedAnswer
 
 
 class PassOn(_FromWorker, tag=8):
     key: int
-    report: ReportedResponse
+    answer: CountedAnswer
 
 
 class Over(_FromWorker, tag=9):
@@ -193,22 +213,26 @@ class Speed(_FromWorker, tag=10):
 
 
 class Counts(_FromWorker, tag=11):
-    """What has come to a worker's own counts since the last time.
+    """What has come to a worker's own counts since the last time: each 50 ms while there is
+    anything, and before it ends. It is said again where nobody has answered with a ``Counted``.
 
-    ``outcomes``: (model, instance, outcome, number); ``refusals``, ``statuses``: by HTTP status;
-    ``connections``: now; ``pools``: open connections to each instance, now. ``overhead``,
-    ``round_trip``: (number in each bin, sum) of the histograms. ``usage``: ``Usage.take``'s.
+    ``number``: rises, so that none is counted twice. ``connections``: now; ``pools``: open
+    connections to each instance, now; ``series``: ``Metrics.take_series``'s; ``classes``: (class,
+    outcome, number); ``refusals``, ``statuses``: by HTTP status; ``usage``: ``ClientUsage.take``'s.
     """
 
+    number: int
     draining: bool
     connections: int
     pools: dict[InstanceId, int]
-    outcomes: list[tuple[str, str, str, int]]
+    series: list[SeriesRow]
+    classes: list[tuple[str, str, int]]
+    disconnects: dict[str, int]
     timeouts: dict[str, int]
     refusals: dict[int, int]
     statuses: dict[int, int]
-    overhead: tuple[list[int], float]
-    round_trip: tuple[list[int], float]
+    overhead: Taken
+    round_trip: Taken
     usage: list[tuple[int, str, str, tuple[int, int, int, int]]]
 
 
@@ -274,12 +298,18 @@ class InstanceLoads(_FromScheduler, tag=102):
 
 
 class PlacedAt(_FromScheduler, tag=103):
+    """``model``: where it was not the request that named it. ``standing``: of its client."""
+
     key: int
     instance: InstanceId
-    lengths: PlacedLengths
+    prompt_tokens: int
+    predicted_output_tokens: float
+    sequences: int
+    streams: bool
     placed_s: float
     waited_s: float
-    standing: LimitStanding | None = None  # of its client
+    model: str = ""
+    standing: LimitStanding | None = None
 
 
 class Rejected(_FromScheduler, tag=104):
@@ -320,6 +350,10 @@ class Spent(_FromScheduler, tag=110):
     """The answer to a ``Spend``, unless that is ``Refused``: it was charged."""
 
     key: int
+
+
+class Counted(_FromScheduler, tag=111):
+    number: int
 
 
 FromScheduler: Any = functools.reduce(operator.or_, _FromScheduler.__subclasses__())

@@ -19,8 +19,16 @@ from typing import Any, ClassVar, TypeVar
 
 from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
-from hetero_gateway.engines.vllm import ModelCard
+from hetero_gateway.core.types import (
+    COMPLETED,
+    DEFAULT_CLASS,
+    InstanceId,
+    Outcome,
+    Reject,
+    RejectReason,
+    Request,
+)
+from hetero_gateway.engines.vllm import ModelCard, Work
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.client_keys import KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
@@ -30,6 +38,7 @@ from hetero_gateway.gateway.dataplane.dispatcher import Owner, Waiting
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
+from hetero_gateway.gateway.dataplane.records import LATER_S
 from hetero_gateway.gateway.dataplane.speed import StreamWatch
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -236,6 +245,9 @@ class RemoteDispatcher:
         self._view: dict[InstanceId, PeerLoad] = {}
         self._heard_s = 0.0
         self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._telling: asyncio.TimerHandle | None = None  # of what was counted
+        self._numbers = itertools.count(1)
+        self._untold: list[messages.Counts] = []  # that nobody has said to have
         self._told_keys: bytes | None = None  # that are not taken up yet
         self._taking_keys: asyncio.Task[None] | None = None
 
@@ -249,13 +261,17 @@ class RemoteDispatcher:
         """Nothing is asked or outstanding."""
         return not self._asked and not self._open and not self._streams
 
+    @property
+    def has_told(self) -> bool:
+        """All that was counted has been passed on, and has come in."""
+        return not (self._telling or self._untold or self._metrics.every_series)
+
     def close(self) -> None:
         """Report what there is to report, and end."""
         self._timer.cancel()
         if self._taking_keys is not None:
             self._taking_keys.cancel()
-        if self._channel is not None:
-            self._tell_counts(self._channel)
+        self._tell_counts()
         channel, self._channel, self._connected = self._connected, None, None
         if channel is not None:
             channel.close()
@@ -312,8 +328,34 @@ class RemoteDispatcher:
         final: bool,
     ) -> None:
         self._close_place(place, seen)
-        report, mark = messages.report_of(seen), messages.mark_of(job.inbound.body)
-        self._send(messages.Settle(job.key, outcome, final, report, mark))
+        answer = self._counted(job, place, seen, outcome, final=final)
+        self._send(messages.Settle(job.key, outcome, final, answer))
+
+    def _counted(
+        self,
+        job: RemoteJob,
+        place: Assignment,
+        seen: ObservedResponse,
+        outcome: Outcome,
+        *,
+        final: bool,
+    ) -> messages.CountedAnswer:
+        """An answer, which counts if it is the last one."""
+        usage, told = seen.usage(), None
+        if final:
+            count_seen = self._local.recorder.count_seen
+            told = count_seen(job, place.instance, seen, outcome, time.monotonic(), usage)
+            if self._telling is None:
+                self._telling = self._loop.call_later(LATER_S, self._tell_counts)
+        return messages.CountedAnswer(
+            seen.status,
+            seen.error,
+            seen.first_body_at_s,
+            seen.empty,
+            messages.mark_of(job.inbound.body),
+            usage,
+            told,
+        )
 
     def fall_back(self, job: RemoteJob, model: str) -> None:
         self._introduce(job)
@@ -331,7 +373,8 @@ class RemoteDispatcher:
         self._send(messages.Over(place.job.key, ""))
 
     def pass_on(self, job: RemoteJob, place: Assignment, seen: ObservedResponse) -> None:
-        self._send(messages.PassOn(job.key, messages.report_of(seen)))
+        answer = self._counted(job, place, seen, COMPLETED, final=True)
+        self._send(messages.PassOn(job.key, answer))
 
     def note(self, job: RemoteJob | None, outcome: str) -> None:
         if job is None:
@@ -401,11 +444,19 @@ class RemoteDispatcher:
 
     def _carried(self, job: RemoteJob, place: Assignment | None = None) -> messages.CarriedRequest:
         job.session = self._session
-        facts, lengths = self._facts_of(job), messages.PlacedLengths(*job.request[1:5])
-        if place is None:
-            return messages.CarriedRequest(job.key, facts, lengths, InstanceId(""), 0.0, 0.0, None)
-        where = place.instance.id, place.placed_s, place.waited_s, place.began_s
-        return messages.CarriedRequest(job.key, facts, lengths, *where)
+        request = job.request
+        where: tuple[InstanceId, float, float, float | None] = InstanceId(""), 0.0, 0.0, None
+        if place is not None:
+            where = place.instance.id, place.placed_s, place.waited_s, place.began_s
+        return messages.CarriedRequest(
+            job.key,
+            self._facts_of(job),
+            request.prompt_tokens,
+            request.predicted_output_tokens,
+            request.sequences,
+            request.streams,
+            *where,
+        )
 
     def _ask_anew(self) -> None:
         for ask in list(self._asked.values()):
@@ -432,6 +483,8 @@ class RemoteDispatcher:
                 self.mirror.listed = message
             elif kind is messages.Configuration:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
+            elif kind is messages.Counted:
+                self._untold = [each for each in self._untold if each.number > message.number]
             elif kind is messages.InstanceLoads:
                 self._view = dict(message.loads)
             elif kind is messages.Keys:
@@ -507,7 +560,19 @@ class RemoteDispatcher:
 
     def _placed(self, ask: _Ask, said: messages.PlacedAt) -> None:
         job = ask.job
-        job.request = Request(job.parsed.model or "", *said.lengths, job.client.party)
+        client, inbound = job.client, job.inbound
+        request_class = DEFAULT_CLASS
+        if inbound.work is not Work.LIGHT:
+            request_class = client.class_of(inbound.headers)
+        job.request = Request(
+            job.parsed.model or said.model,
+            said.prompt_tokens,
+            said.predicted_output_tokens,
+            said.sequences,
+            said.streams,
+            client.party,
+            request_class=request_class,
+        )
         job.standing = said.standing
         if said.waited_s == 0.0 and self._channel is not None:
             self._metrics.round_trip_s.observe(self._heard_s - ask.asked_s)
@@ -544,6 +609,8 @@ class RemoteDispatcher:
             channel.send(messages.Known(responses))  # first: what is outstanding may be about one
         self._change(channel)
         self._ask_anew()
+        for counts in self._untold:
+            channel.send(counts)
         self.ready.set()
 
     # Once a second
@@ -560,25 +627,34 @@ class RemoteDispatcher:
         parts = [(name, *part) for name, of_one in seen.items() for part in of_one]
         if parts or samples:
             self._send(messages.Speed(parts, samples))
-        if channel is not None:
-            self._tell_counts(channel)
+        self._tell_counts()
 
-    def _tell_counts(self, channel: Channel) -> None:
+    def _tell_counts(self) -> None:
+        """Pass on what was counted; it waits until there is somebody who takes it."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        if self._channel is None:
+            return
         metrics = self._metrics
-        channel.send(
-            messages.Counts(
-                self._draining(),
-                metrics.client_connections(),
-                {i.id: i.pool.open_connections for i in self._fleet.instances.values()},
-                metrics.take_outcomes(),
-                _taken(metrics.client_timeouts),
-                _taken(metrics.client_refusals),
-                _taken(metrics.statuses),
-                metrics.overhead_s.take(),
-                metrics.round_trip_s.take(),
-                self._admission.usage.take(),
-            )
+        series, classes = metrics.take_series(), _taken(metrics.classes)
+        counts = messages.Counts(
+            next(self._numbers),
+            self._draining(),
+            metrics.client_connections(),
+            {i.id: i.pool.open_connections for i in self._fleet.instances.values()},
+            series,
+            [(*key, number) for key, number in classes.items()],
+            _taken(metrics.client_disconnects),
+            _taken(metrics.client_timeouts),
+            _taken(metrics.client_refusals),
+            _taken(metrics.statuses),
+            metrics.overhead_s.take(),
+            metrics.round_trip_s.take(),
+            self._admission.usage.take(),
         )
+        self._untold.append(counts)
+        self._channel.send(counts)
 
 
 def _taken(counter: Counter[_Key]) -> dict[_Key, int]:

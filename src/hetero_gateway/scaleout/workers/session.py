@@ -49,14 +49,19 @@ class _Request:
             send(messages.Rejected(self.key, place.reason, place.detail))
             return
         self.place = place
+        job, request = self.job, place.dispatch.request
         send(
             messages.PlacedAt(
                 self.key,
                 place.instance.id,
-                messages.PlacedLengths(*place.dispatch.request[1:5]),
+                request.prompt_tokens,
+                request.predicted_output_tokens,
+                request.sequences,
+                request.streams,
                 place.placed_s,
                 place.waited_s,
-                self.job.standing,
+                "" if job.parsed.model else request.model,
+                job.standing,
             )
         )
 
@@ -184,7 +189,12 @@ class RequestSession:
             self._requests[carried.key] = request
             if not carried.instance:
                 continue
-            job.request = job.request._replace(**carried.lengths._asdict())
+            job.request = job.request._replace(
+                prompt_tokens=carried.prompt_tokens,
+                predicted_output_tokens=carried.predicted_output_tokens,
+                sequences=carried.sequences,
+                streams=carried.streams,
+            )
             request.place = self.dispatcher.placement.adopt(
                 job.request,
                 carried.instance,
@@ -240,9 +250,9 @@ class RequestSession:
             request.close()
             return  # its instance was unknown when it was reported
         request.settled = place
-        job = request.job
-        job.inbound.body = said.mark
-        self.dispatcher.settle(job, place, said.report, said.outcome, final=said.final)
+        job, answer = request.job, said.answer
+        job.inbound.body = answer.mark
+        self.dispatcher.settle(job, place, answer, said.outcome, final=said.final, told=answer.told)
         if said.final:
             request.close()
 
@@ -256,7 +266,8 @@ class RequestSession:
     def _pass_on(self, request: _Request, said: messages.PassOn) -> None:
         self._leave(request, said)
         if request.settled is not None:
-            self.dispatcher.pass_on(request.job, request.settled, said.report)
+            answer = said.answer
+            self.dispatcher.pass_on(request.job, request.settled, answer, answer.told)
 
     def _over(self, request: _Request, said: messages.Over) -> None:
         self._leave(request, said)
