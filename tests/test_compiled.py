@@ -26,6 +26,7 @@ PACKAGE = Path(compiled.__file__).parent
 ROOMS = {"/".join(["tests", *name.split(".")[1:3]]) for name in MODULES}
 PATHS = {room for room in ROOMS if (ROOT / room).is_dir()}
 PATHS |= {"tests/gateway/admission", "tests/gateway/dataplane", "tests/e2e/test_accounting.py"}
+PATHS |= {"tests/scaleout/workers"}  # whose messages hold values of what is compiled
 # Prints whether it is compiled, and what became of every request under every policy.
 DECIDE = """\
 import hashlib, json, sys

@@ -163,8 +163,9 @@ class Began(_FromWorker, tag=6):
 class CountedAnswer(_Record):
     """Of an answer that a worker has counted, if it was the last one, what else is of use.
 
-    ``mark``: ``mark_of`` the request's body. ``stated``: its end stated these tokens. ``told``: as
-    they are believed (``Recorder.count_seen``).
+    ``mark``: ``mark_of`` the request's body. ``prompt``, ``output``, ``cached``: tokens, as its end
+    stated them. ``told_prompt``, ``told_output``: as they are believed (``Recorder.count_seen``).
+    Plain numbers: of what is compiled, msgspec does not see the types.
     """
 
     status: int
@@ -172,8 +173,11 @@ class CountedAnswer(_Record):
     first_body_at_s: float | None
     empty: bool
     mark: bytes
-    stated: Usage
-    told: AnswerTokens | None
+    prompt: int | None
+    output: int | None
+    cached: int | None
+    told_prompt: int | None
+    told_output: int | None  # None: it told nothing
 
     # An ObservedResponse; of the rest, all was made in the worker
 
@@ -183,7 +187,11 @@ class CountedAnswer(_Record):
     body_bytes: ClassVar[int] = 0
 
     def usage(self) -> Usage:
-        return self.stated
+        return Usage(self.prompt, self.output, self.cached)
+
+    def told(self) -> AnswerTokens | None:
+        output = self.told_output
+        return None if output is None else AnswerTokens(self.told_prompt, output)
 
 
 class Settle(_FromWorker, tag=7):

@@ -353,8 +353,8 @@ class RemoteDispatcher:
             seen.first_body_at_s,
             seen.empty,
             messages.mark_of(job.inbound.body),
-            usage,
-            told,
+            *usage,
+            *(told or (None, None)),
         )
 
     def fall_back(self, job: RemoteJob, model: str) -> None:

@@ -252,7 +252,9 @@ class RequestSession:
         request.settled = place
         job, answer = request.job, said.answer
         job.inbound.body = answer.mark
-        self.dispatcher.settle(job, place, answer, said.outcome, final=said.final, told=answer.told)
+        self.dispatcher.settle(
+            job, place, answer, said.outcome, final=said.final, told=answer.told()
+        )
         if said.final:
             request.close()
 
@@ -267,7 +269,7 @@ class RequestSession:
         self._leave(request, said)
         if request.settled is not None:
             answer = said.answer
-            self.dispatcher.pass_on(request.job, request.settled, answer, answer.told)
+            self.dispatcher.pass_on(request.job, request.settled, answer, answer.told())
 
     def _over(self, request: _Request, said: messages.Over) -> None:
         self._leave(request, said)
