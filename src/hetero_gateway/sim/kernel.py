@@ -636,9 +636,14 @@ def advance(
 def decoded(n: Rows, x: TimeRows, now_s: float, steps: Row, seconds: Times) -> None:
     """Fill in, for every instance, the decode steps that ended by ``now_s``, and their time."""
     for i in range(len(steps)):
-        steps[i] = n[i][EPOCH]
-        seconds[i] = x[i][DECODE_S]
-        if n[i][STEPS] > 0 and n[i][STEP_DECODES] > 0:
-            ended = steps_ended_by(x[i], n[i][STEPS], now_s)
-            steps[i] += ended
-            seconds[i] += run_end_s(x[i], ended) - x[i][START_S]
+        steps[i], seconds[i] = decoded_by(n[i], x[i], now_s)
+
+
+def decoded_by(n: Row, x: Times, now_s: float) -> tuple[int, float]:
+    """An instance's decode steps that ended by ``now_s``, and their time."""
+    steps, seconds = n[EPOCH], x[DECODE_S]
+    if n[STEPS] > 0 and n[STEP_DECODES] > 0:
+        ended = steps_ended_by(x, n[STEPS], now_s)
+        steps += ended
+        seconds += run_end_s(x, ended) - x[START_S]
+    return steps, seconds

@@ -18,24 +18,24 @@ from hetero_gateway.core.lengths.predictors import (
     OutputLengthPredictor,
 )
 from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
-from hetero_gateway.core.policies.base import Policy
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
 from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
-from hetero_gateway.core.scheduling import pool as core_pool
 from hetero_gateway.core.scheduling.decider import MOST_CANDIDATES
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
 from hetero_gateway.sim.compiled.tables import (
+    REQUEST,
+    SLOT,
+    SLOWDOWN,
     BucketMeans,
     EngineTables,
-    PoolTable,
-    Requests,
-    Slowdowns,
+    Table,
     bucket_means,
+    table,
     with_room,
 )
 from hetero_gateway.sim.fleet import EngineFleet
@@ -89,11 +89,11 @@ def covered(
     if type(predictor) is NormalPredictor and predictions is None:
         predictions = predictor.next_predictions(len(workload.arrival_s))
     means = _means(predictor)
+    if predictions is not None:
+        means = bucket_means(1.0, learns=False, told=True)
     if means is None:
-        if predictions is None:
-            return None
-        means = bucket_means(1.0, learns=False)  # nobody asks
-    requests = _requests(workload, predictions, records)
+        return None
+    requests = _requests(workload, predictions)
     if not _bounded(fresh, requests, means):
         return None
     slowdowns = slowdowns_of(faults)
@@ -106,39 +106,52 @@ def covered(
             # A slot for each that may be on an instance, so that the loop needs no more.
             engines = engines_of(fleet, world.p.there.size)
             compiled(late_binding.run_all)(engines, world, slowdowns, fresh.rng)
+            _tell(requests, records)
 
         return run_late
-    rule = _rule(fresh.policy, fresh.pool)
-    if rule is None:
+    world_at_once = _placing(fresh, requests, slowdowns, means)
+    if world_at_once is None:
         return None
-    pool = pool_of(fresh)
 
     def run(compiled: Callable[[Any], Any]) -> None:
-        world = placing.new_placing(requests, pool, rule, means, slowdowns)
         loop, engines = compiled(placing.place_all), engines_of(fleet, 0)
-        while not loop(engines, world, fresh.rng):
+        while not loop(engines, world_at_once, fresh.rng):
             engines = with_room(engines)
+        _tell(requests, records)
 
     return run
 
 
-def _rule(policy: Policy, pool: core_pool.Pool) -> placing.Rule | None:
-    kind, weights, single = _PLAIN_RULES.get(type(policy)), np.ones(len(pool.ids)), -1
+def _tell(requests: Table, records: Any) -> None:
+    """What has become of them."""
+    for name in ("instance", "placed_s", "first_token_s", "finish_s", "preemptions"):
+        getattr(records, name)[:] = requests[name]
+
+
+def _placing(
+    fresh: Fresh, requests: Table, slowdowns: Table, means: BucketMeans
+) -> placing.Placing | None:
+    """None: a policy that is not known, or has been used."""
+    policy, pool = fresh.policy, fresh.pool
+    kind = _PLAIN_RULES.get(type(policy))
     if isinstance(policy, RoundRobin) and type(policy) in (RoundRobin, WeightedRoundRobin):
-        if policy.owed:  # it has been used
+        if policy.owed:
             return None
         kind = placing.RANDOM if policy.randomised else placing.TURNS
-        if type(policy) is WeightedRoundRobin:
-            weights = np.array([member.weight for member in pool.members])
     elif type(policy) is SingleInstance:
         kind = placing.SINGLE
-        if policy.instance_id is not None:
-            single = pool.position.get(policy.instance_id, -1)
-    return None if kind is None else placing.Rule(kind, weights, single)
+    if kind is None:
+        return None
+    world = placing.new_placing(requests, pool.members, slowdowns, means, kind, fresh.theta)
+    if type(policy) is WeightedRoundRobin:
+        world.instances["share"] = world.instances["member"]["weight"]
+    if isinstance(policy, SingleInstance) and policy.instance_id is not None:
+        world.rule["single"] = pool.position.get(policy.instance_id, -1)
+    return world
 
 
 def _world(
-    fresh: Fresh, policy: FinishTime, requests: Requests, means: BucketMeans, interval_s: float
+    fresh: Fresh, policy: FinishTime, requests: Table, means: BucketMeans, interval_s: float
 ) -> late_binding.World | None:
     """None: not all instances can hold all requests, or these have not all the same limits."""
     pool = fresh.pool
@@ -151,20 +164,17 @@ def _world(
         or tokens > pool.smallest_capacity_tokens
     ):
         return None
-    table = pool_of(fresh)
     # As many as may be sent there, and one that finds out whether it is still slow.
     most_streams = int(max(member.seats for member in pool.members)) + 2
-    there = progress.new_progress(table.members, most_streams, len(requests.arrival_s))
-    rules = late_binding.Rules(
-        policy.prefill_depth,
-        policy.objective == "makespan",
-        DRAIN_FACTOR[policy.objective],
-        interval_s,
-        policy.slos is not None,
-        slo,
-    )
-    reference_tokens = float(fresh.reference[1])
-    return late_binding.new_world(requests, table, there, rules, means, reference_tokens)
+    there = progress.new_progress(requests, pool.members, most_streams)
+    world = late_binding.new_world(there, means, float(fresh.reference[1]))
+    queue = world.queue
+    queue["prefill_depth"] = policy.prefill_depth
+    queue["always_drains"] = policy.objective == "makespan"
+    queue["drain_factor"] = DRAIN_FACTOR[policy.objective]
+    queue["interval_s"] = interval_s
+    queue["has_slo"], queue["slo"] = policy.slos is not None, slo
+    return world
 
 
 def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:
@@ -178,37 +188,32 @@ def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:
     return None
 
 
-def _requests(workload: Workload, predictions: FloatArray | None, records: Any) -> Requests:
-    prompt_tokens = np.ascontiguousarray(workload.prompt_tokens, np.int64)
-    if predictions is None:
-        predictions = np.zeros(0)
-    return Requests(
-        np.ascontiguousarray(workload.arrival_s, np.float64),
-        prompt_tokens,
-        np.ascontiguousarray(workload.output_tokens, np.int64),
-        np.frexp(prompt_tokens.astype(np.float64))[1].astype(np.int64),  # ``int.bit_length``
-        np.ascontiguousarray(predictions, np.float64),
-        records.instance,
-        records.placed_s,
-        records.first_token_s,
-        records.finish_s,
-        records.preemptions,
-    )
+def _requests(workload: Workload, predictions: FloatArray | None) -> Table:
+    requests = table(len(workload.arrival_s), REQUEST)
+    for name in ("arrival_s", "prompt_tokens", "output_tokens"):
+        requests[name] = getattr(workload, name)
+    # ``int.bit_length``.
+    requests["length_class"] = np.frexp(requests["prompt_tokens"].astype(np.float64))[1]
+    requests["instance"] = -1
+    requests["placed_s"] = requests["first_token_s"] = requests["finish_s"] = math.nan
+    if predictions is not None:
+        requests["predicted_tokens"] = predictions
+    return requests
 
 
-def _bounded(fresh: Fresh, requests: Requests, means: BucketMeans) -> bool:
+def _bounded(fresh: Fresh, requests: Table, means: BucketMeans) -> bool:
     """Whether every number is one that a scheduler takes, and sums stay within ``loads``."""
     prompt, longest = float(requests.prompt_tokens.max()), _longest(requests, means)
-    lowest = min(means.prior_tokens, requests.predictions.min(initial=1.0))
+    lowest = min(means.prior_tokens, requests.predicted_tokens.min())
     if not (lowest >= 0 and prompt + longest <= MOST_TOKENS):
         return False
     longest_s = max(fresh.pool.request_times_s(prompt, longest))
     return longest_s * len(requests.arrival_s) < loads.MOST_SUM_S and fresh.theta > 0
 
 
-def _longest(requests: Requests, means: BucketMeans) -> float:
+def _longest(requests: Table, means: BucketMeans) -> float:
     """The most output tokens that a request has or is predicted."""
-    lengths = requests.output_tokens.max(), requests.predictions.max(initial=0.0)
+    lengths = requests.output_tokens.max(), requests.predicted_tokens.max()
     return float(max(means.prior_tokens, *lengths))
 
 
@@ -225,22 +230,17 @@ def engines_of(fleet: EngineFleet, slots: int) -> EngineTables:
     q = np.concatenate((q, np.zeros((slots, q.shape[1]), np.int64)))
     free = np.zeros(len(q) + 1, np.int64)
     free[0], free[1 : 1 + len(nobodys)] = len(nobodys), nobodys
+    slots_table = table(len(q), SLOT)
+    slots_table["request"] = -1
     capacity = np.array(fleet.capacity_tokens, np.int64)
-    return EngineTables(
-        q, n, x, c, k, first, log, log_s, np.full(len(q), -1, np.int64), free, capacity,
-        np.zeros(len(q), np.int64), np.zeros((len(q), loads.DIGITS), np.int64),
-    )  # fmt: skip
+    return EngineTables(q, n, x, c, k, first, log, log_s, slots_table, free, capacity)
 
 
-def pool_of(fresh: Fresh) -> PoolTable:
-    return PoolTable(np.array(fresh.pool.members, np.float64), fresh.theta)
-
-
-def slowdowns_of(faults: Sequence[Fault]) -> Slowdowns:
+def slowdowns_of(faults: Sequence[Fault]) -> Table:
     """When the steps of which instance begin to take how many times as long."""
     events = fault_events(faults)
-    return Slowdowns(
-        np.array([event.at_s for event in events], np.float64),
-        np.array([event.fault.instance for event in events], np.int64),
-        np.array([math.prod(event.holding) for event in events], np.float64),
-    )
+    slowdowns = table(len(events), SLOWDOWN)
+    slowdowns["at_s"] = [event.at_s for event in events]
+    slowdowns["instance"] = [event.fault.instance for event in events]
+    slowdowns["factor"] = [math.prod(event.holding) for event in events]
+    return slowdowns

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.lengths.predictors import (
     FARTHEST,
     HISTORY,
@@ -34,19 +33,20 @@ from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
 from hetero_gateway.core.scheduling.probes import sent
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
 from hetero_gateway.sim.compiled import progress
-from hetero_gateway.sim.compiled.progress import Progress
+from hetero_gateway.sim.compiled.progress import PROBES, Progress
 from hetero_gateway.sim.compiled.tables import (
     BucketMeans,
     EngineTables,
-    KernelTable,
-    PoolTable,
-    Requests,
-    Slowdowns,
+    Row,
+    Table,
+    fields,
     give_back,
     learn,
     member_of,
-    predicted_tokens,
+    predict,
+    record,
     start,
+    table,
 )
 from hetero_gateway.sim.kernel import (
     FINISHED,
@@ -54,114 +54,67 @@ from hetero_gateway.sim.kernel import (
     PREEMPTED,
     advance,
     change_slowdown,
-    decoded,
+    decoded_by,
 )
 
-# Requests wait in the order of their numbers: those from HEAD up to TAIL. ARRIVALS: that ever came.
-# PROMPTS: the sum of their prompts. SEEN, UNSEEN: lengths that finished, and since the table of
-# residual lives was made. STARTED: requests in engines. TICK: the last one.
-HEAD, TAIL, ARRIVALS, PROMPTS, SEEN, UNSEEN, STARTED, TICK = range(8)
-# OUTPUTS: the sum of what is predicted of them; lengths and gaps are means of what arrives.
-OUTPUTS, LAST_ARRIVAL_S, MEAN_GAP_S, MEAN_PROMPT, MEAN_OUTPUT, PUMPED_S, NOW_S = range(7)
-TYPICAL_PROMPT, TYPICAL_OUTPUT, PRIOR_TOKENS = range(7, 10)
-
-
-class Rules(NamedTuple):
-    """Options of ``FinishTime``: ``always_drains`` for the objective makespan."""
-
-    prefill_depth: int
-    always_drains: bool
-    drain_factor: float
-    interval_s: float
-    has_slo: bool
-    slo: Slo
-
-
-class Queue(NamedTuple):
-    """Fields as above; ``lengths`` that finished lately in a ring, and ``ordered``, as sorting is
-    what a table of ``residual`` lives takes longest for;
-    ``typical_s``: T of a typical request by instance; ``placed``: in this pump, and where."""
-
-    n: Integers
-    x: FloatArray
-    lengths: FloatArray
-    ordered: FloatArray
-    residual: KernelTable
-    typical_s: FloatArray
-    placed: Integers
-
-
-class CandidateFigures(NamedTuple):
-    """Room for what is thought of each candidate."""
-
-    slots: KernelTable
-    room: KernelTable
-    latency_s: KernelTable
-    delay_s: FloatArray
-    cost_s: KernelTable
-    price: FloatArray
-    ttft_s: FloatArray
-    slo_price_s: FloatArray
+# Requests wait in the order of their numbers: those from ``head`` up to ``tail``. ``arrivals``:
+# that ever came. ``prompts``, ``outputs``: sums of those that wait. ``seen``, ``unseen``: lengths
+# that finished, and since the table of ``residual`` lives was made. ``started``: requests in
+# engines. ``tick``: the last one. Lengths and gaps are means of what arrives. ``lengths`` that
+# finished lately, in a ring, and ``ordered``, as sorting is what that table takes longest for. And
+# what the policy was made with: ``always_drains`` is the objective makespan.
+QUEUE = record(
+    *fields("i8", "head tail arrivals prompts seen unseen started tick prefill_depth"),
+    *fields("f8", "outputs last_arrival_s mean_gap_s mean_prompt mean_output pumped_s now_s"),
+    *fields("f8", "typical_prompt typical_output prior_tokens drain_factor interval_s"),
+    *fields("?", "always_drains has_slo"),
+    ("slo", record(*fields("f8", " ".join(Slo._fields)))),
+    ("probes", PROBES),
+    ("residual", "f8", (len(STAGE_MIDDLES),)),
+    ("lengths", "f8", (HISTORY,)),
+    ("ordered", "f8", (HISTORY,)),
+)
 
 
 class World(NamedTuple):
-    """All of a simulation but the engines, whose tables grow."""
+    """All of a simulation but the engines, whose tables grow. ``queue``: one row."""
 
-    r: Requests
-    pool: PoolTable
     p: Progress
-    queue: Queue
-    scratch: CandidateFigures
-    rules: Rules
+    queue: Table
     means: BucketMeans
-    steps: KernelTable
-    seconds: KernelTable
-    told_steps: Integers
-    told_s: FloatArray
 
 
-def new_world(
-    r: Requests, pool: PoolTable, p: Progress, rules: Rules, means: BucketMeans, prior_tokens: float
-) -> World:
-    size = len(pool.members)
-    x = np.zeros(10)
-    x[PUMPED_S] = -math.inf
-    x[PRIOR_TOKENS] = prior_tokens
-    residual = np.full(len(STAGE_MIDDLES), prior_tokens)
-    placed = np.zeros((len(r.arrival_s), 2), np.int64)
-    lengths, ordered = np.zeros((2, HISTORY))
-    queue = Queue(np.zeros(8, np.int64), x, lengths, ordered, residual, np.ones(size), placed)
-    flags, floats = np.zeros((2, size), np.bool_), np.zeros((6, size))
-    scratch = CandidateFigures(*flags, *floats)
-    return World(
-        r, pool, p, queue, scratch, rules, means,
-        np.zeros(size, np.int64), np.zeros(size), np.zeros(size, np.int64), np.zeros(size),
-    )  # fmt: skip
+def new_world(p: Progress, means: BucketMeans, prior_tokens: float) -> World:
+    queue = table(1, QUEUE)
+    queue["pumped_s"] = -math.inf
+    queue["prior_tokens"] = queue["residual"] = prior_tokens
+    progress.set_probes(queue["probes"])
+    return World(p, queue, means)
 
 
 # The loop
 
 
-def run_all(e: EngineTables, w: World, slowdowns: Slowdowns, rng: np.random.Generator) -> None:
+def run_all(e: EngineTables, w: World, slowdowns: Table, rng: np.random.Generator) -> None:
     """Run the workload to its end."""
-    n, x = w.queue.n, w.queue.x
+    queue, requests = w.queue[0], w.p.requests
     arrived, slowed, ticking = 0, 0, False
     while True:
-        if n[STARTED] > 0 and not ticking:
+        if queue.started > 0 and not ticking:
             ticking = True
-            n[TICK] = max(n[TICK], math.floor(x[NOW_S] / w.rules.interval_s)) + 1
+            queue.tick = max(queue.tick, math.floor(queue.now_s / queue.interval_s)) + 1
         fault_s, arrival_s, tick_s = math.inf, math.inf, math.inf
-        if slowed < len(slowdowns.at_s):
-            fault_s = slowdowns.at_s[slowed]
-        if arrived < len(w.r.arrival_s):
-            arrival_s = w.r.arrival_s[arrived]
+        if slowed < len(slowdowns):
+            fault_s = slowdowns[slowed].at_s
+        if arrived < len(requests):
+            arrival_s = requests[arrived].arrival_s
         if ticking:
-            tick_s = n[TICK] * w.rules.interval_s
+            tick_s = queue.tick * queue.interval_s
         until_s, waking = min(fault_s, arrival_s, tick_s), False
-        queued = n[TAIL] > n[HEAD]
+        queued = queue.tail > queue.head
         if queued:
-            wake_s = _next_wakeup_s(w.queue)
-            if x[NOW_S] < wake_s < until_s:
+            wake_s = _next_wakeup_s(queue)
+            if queue.now_s < wake_s < until_s:
                 until_s, waking = wake_s, True
         if until_s == math.inf:
             return
@@ -169,16 +122,16 @@ def run_all(e: EngineTables, w: World, slowdowns: Slowdowns, rng: np.random.Gene
         if e.log[0] > 0:
             _tell(e, w)
             if queued:
-                x[NOW_S] = e.log_s[e.log[0]]
+                queue.now_s = e.log_s[e.log[0]]
                 _pump(e, w, rng)
         if not complete:
             continue
-        x[NOW_S] = until_s
+        queue.now_s = until_s
         if waking:
             _pump(e, w, rng)
         elif fault_s == until_s:
-            i, factor = slowdowns.instance[slowed], slowdowns.factor[slowed]
-            change_slowdown(e.n, e.x, e.first, i, factor, until_s)
+            slow = slowdowns[slowed]
+            change_slowdown(e.n, e.x, e.first, slow.instance, slow.factor, until_s)
             slowed += 1
         elif arrival_s == until_s:
             _arrive(w, arrived)
@@ -186,39 +139,38 @@ def run_all(e: EngineTables, w: World, slowdowns: Slowdowns, rng: np.random.Gene
             _pump(e, w, rng)
         else:
             ticking = False
-            _observe_steps(e, w)
+            _observe_steps(e, w.p, until_s)
 
 
 def _tell(e: EngineTables, w: World) -> None:
     """Pass on what the engines have logged."""
-    r, n = w.r, w.queue.n
+    queue = w.queue[0]
     for at in range(1, 1 + e.log[0]):
         slot, kind, at_s = e.log[at] // 4, e.log[at] % 4, e.log_s[at]
-        request = e.request[slot]
-        i, prompt = r.instance[request], r.prompt_tokens[request]
+        request = e.slots[slot].request
+        r = w.p.requests[request]
         if kind == FIRST:
-            r.first_token_s[request] = at_s
-            progress.first_token(w.p, i, request, prompt, at_s)
+            r.first_token_s = at_s
+            progress.first_token(w.p, r.instance, request, at_s)
         elif kind == PREEMPTED:
-            r.preemptions[request] += 1
+            r.preemptions += 1
         elif kind == FINISHED:
-            r.finish_s[request] = at_s
-            learn(w.means, r.length_class[request], r.output_tokens[request])
-            _remember(w.queue, r.output_tokens[request])
-            progress.settle(w.p, i, request, prompt, at_s)
-            n[STARTED] -= 1
+            r.finish_s = at_s
+            learn(w.means, r)
+            _remember(queue, r.output_tokens)
+            progress.settle(w.p, r.instance, r, at_s)
+            queue.started -= 1
             give_back(e, slot)
 
 
-def _observe_steps(e: EngineTables, w: World) -> None:
-    now_s = w.queue.x[NOW_S]
-    decoded(e.n, e.x, now_s, w.steps, w.seconds)
-    for i in range(len(w.steps)):
-        made = w.steps[i] - w.told_steps[i]
-        if made > 0:
-            progress.observe_steps(w.p, i, made, w.seconds[i] - w.told_s[i], now_s)
-        w.told_steps[i] = w.steps[i]
-        w.told_s[i] = w.seconds[i]
+def _observe_steps(e: EngineTables, p: Progress, now_s: float) -> None:
+    for i in range(len(p.states)):
+        steps, steps_s = decoded_by(e.n[i], e.x[i], now_s)
+        s = p.states[i]
+        if steps > s.told_steps:
+            made, took_s = steps - s.told_steps, steps_s - s.told_s
+            progress.observe_steps(p, i, made, took_s, now_s)
+        s.told_steps, s.told_s = steps, steps_s
 
 
 # The queue
@@ -226,103 +178,97 @@ def _observe_steps(e: EngineTables, w: World) -> None:
 
 def _arrive(w: World, request: int) -> None:
     """A request stands last; all instances can hold it."""
-    n, x, r = w.queue.n, w.queue.x, w.r
-    predicted = predicted_tokens(w.means, r, request)
-    w.p.predicted[request] = predicted
-    now_s, prompt = x[NOW_S], r.prompt_tokens[request]
-    if n[ARRIVALS] > 0:
-        gap_s = now_s - x[LAST_ARRIVAL_S]
-        x[MEAN_GAP_S] += (gap_s - x[MEAN_GAP_S]) / MEAN_OVER_GAPS
-    x[LAST_ARRIVAL_S] = now_s
-    n[ARRIVALS] += 1
-    share = 1 / min(n[ARRIVALS], MEAN_OVER_REQUESTS)
-    x[MEAN_PROMPT] += share * (prompt - x[MEAN_PROMPT])
-    x[MEAN_OUTPUT] += share * (predicted - x[MEAN_OUTPUT])
-    n[TAIL] = request + 1
-    n[PROMPTS] += prompt
-    x[OUTPUTS] += predicted
+    queue, r = w.queue[0], w.p.requests[request]
+    predict(w.means, r)
+    if queue.arrivals > 0:
+        gap_s = queue.now_s - queue.last_arrival_s
+        queue.mean_gap_s += (gap_s - queue.mean_gap_s) / MEAN_OVER_GAPS
+    queue.last_arrival_s = queue.now_s
+    queue.arrivals += 1
+    share = 1 / min(queue.arrivals, MEAN_OVER_REQUESTS)
+    queue.mean_prompt += share * (r.prompt_tokens - queue.mean_prompt)
+    queue.mean_output += share * (r.predicted_tokens - queue.mean_output)
+    queue.tail = request + 1
+    queue.prompts += r.prompt_tokens
+    queue.outputs += r.predicted_tokens
 
 
-def _leave(w: World, request: int) -> None:
+def _leave(queue: Row, r: Row) -> None:
     """The first one waits no more."""
-    n, x = w.queue.n, w.queue.x
-    n[HEAD] = request + 1
-    if n[HEAD] < n[TAIL]:
-        n[PROMPTS] -= w.r.prompt_tokens[request]
-        x[OUTPUTS] -= w.p.predicted[request]
+    queue.head += 1
+    if queue.head < queue.tail:
+        queue.prompts -= r.prompt_tokens
+        queue.outputs -= r.predicted_tokens
     else:
-        n[PROMPTS] = 0
-        x[OUTPUTS] = 0.0
+        queue.prompts = 0
+        queue.outputs = 0.0
 
 
-def _next_wakeup_s(queue: Queue) -> float:
+def _next_wakeup_s(queue: Row) -> float:
     """``Scheduler.next_wakeup_s`` while somebody waits, who was tried at once."""
-    x = queue.x
-    patience_ends_s = x[PUMPED_S] + MOST_PATIENCE_S
-    drain_begins_s = x[LAST_ARRIVAL_S] + idle_before_drain_s(x[MEAN_GAP_S])
-    if drain_begins_s > x[PUMPED_S]:
+    patience_ends_s = queue.pumped_s + MOST_PATIENCE_S
+    drain_begins_s = queue.last_arrival_s + idle_before_drain_s(queue.mean_gap_s)
+    if drain_begins_s > queue.pumped_s:
         patience_ends_s = min(patience_ends_s, drain_begins_s)
     return float(patience_ends_s)
 
 
 def _pump(e: EngineTables, w: World, rng: np.random.Generator) -> None:
     """Place all that can be placed now, and start it; what is refused makes room for another."""
-    n, now_s = w.queue.n, w.queue.x[NOW_S]
-    while True:
-        w.queue.x[PUMPED_S] = now_s
-        count = 0
-        while n[HEAD] < n[TAIL]:
-            request = n[HEAD]
-            i = _place(w, request, now_s, rng)
-            if i < 0:
+    queue, requests = w.queue[0], w.p.requests
+    now_s = queue.now_s
+    refused = True
+    while refused and queue.head < queue.tail:
+        queue.pumped_s = now_s
+        first = queue.head
+        while queue.head < queue.tail:
+            r = requests[queue.head]
+            r.instance = _place(w, r, now_s, rng)
+            if r.instance < 0:
                 break
-            progress.dispatch(w.p, i, request, w.r.prompt_tokens[request], now_s)
-            _leave(w, request)
-            w.queue.placed[count, 0] = request
-            w.queue.placed[count, 1] = i
-            count += 1
-        refused = 0
-        for at in range(count):
-            if not _start(e, w, w.queue.placed[at, 0], w.queue.placed[at, 1], now_s):
-                refused += 1
-        if refused == 0 or n[HEAD] == n[TAIL]:
-            return
+            progress.dispatch(w.p, r.instance, r, now_s)
+            _leave(queue, r)
+        refused = False
+        for request in range(first, queue.head):
+            if not _start(e, w, request, now_s):
+                refused = True
 
 
-def _start(e: EngineTables, w: World, request: int, i: int, now_s: float) -> bool:
+def _start(e: EngineTables, w: World, request: int, now_s: float) -> bool:
     """Put a placed request into its engine; False when it refuses."""
-    if start(e, w.r, request, i, now_s) < 0:
-        progress.settle(w.p, i, request, w.r.prompt_tokens[request], now_s)
+    r = w.p.requests[request]
+    if start(e, r, request, now_s) < 0:
+        progress.settle(w.p, r.instance, r, now_s)
         return False
-    w.queue.n[STARTED] += 1
+    w.queue[0].started += 1
     return True
 
 
 # The choice
 
 
-def _place(w: World, request: int, now_s: float, rng: np.random.Generator) -> int:
+def _place(w: World, r: Row, now_s: float, rng: np.random.Generator) -> int:
     """``Scheduler._place``: where the first one goes; -1: it has to wait."""
-    p = w.p
-    progress.revise(p, now_s)
-    one = progress.due(p, now_s)
+    p, probes = w.p, w.queue[0].probes
+    progress.revise(p.states, probes, now_s)
+    one = progress.due(p.states, probes, now_s)
     if one >= 0:
-        chosen = _choose(w, request, one, one + 1, now_s, rng)
+        chosen = _choose(w, r, one, one + 1, now_s, rng)
         if chosen >= 0:
-            sent(p.probes[0], now_s)
+            sent(probes, now_s)
             return chosen
-    return _choose(w, request, 0, len(w.steps), now_s, rng)
+    return _choose(w, r, 0, len(p.states), now_s, rng)
 
 
-def _remember(queue: Queue, output_tokens: float) -> None:
+def _remember(queue: Row, output_tokens: float) -> None:
     """A length has finished: it takes the place of the oldest that is kept."""
-    n, lengths, ordered = queue.n, queue.lengths, queue.ordered
-    oldest = n[SEEN] % HISTORY
-    at = n[SEEN]
-    if n[SEEN] >= HISTORY:
+    lengths, ordered = queue.lengths, queue.ordered
+    oldest = queue.seen % HISTORY
+    at = queue.seen
+    if queue.seen >= HISTORY:
         at = np.searchsorted(ordered, lengths[oldest])
     lengths[oldest] = output_tokens
-    last = min(n[SEEN], HISTORY - 1)
+    last = min(queue.seen, HISTORY - 1)
     # The hole moves to where the new one belongs.
     while at > 0 and ordered[at - 1] > output_tokens:
         ordered[at] = ordered[at - 1]
@@ -331,35 +277,34 @@ def _remember(queue: Queue, output_tokens: float) -> None:
         ordered[at] = ordered[at + 1]
         at += 1
     ordered[at] = output_tokens
-    n[SEEN] += 1
-    n[UNSEEN] += 1
+    queue.seen += 1
+    queue.unseen += 1
 
 
-def _refresh(w: World) -> None:
+def _refresh(queue: Row, states: Table) -> None:
     """What is typical, and what streams have still to come, as of now."""
-    n, x, typical_s = w.queue.n, w.queue.x, w.queue.typical_s
-    if n[UNSEEN] >= REFRESH_EVERY:
-        n[UNSEEN] = 0
-        renew_residual(w.queue)
-    prompt, output = x[MEAN_PROMPT], x[MEAN_OUTPUT]
+    if queue.unseen >= REFRESH_EVERY:
+        queue.unseen = 0
+        renew_residual(queue)
+    prompt, output = queue.mean_prompt, queue.mean_output
     if (
-        abs(prompt - x[TYPICAL_PROMPT]) <= x[TYPICAL_PROMPT] / 20
-        and abs(output - x[TYPICAL_OUTPUT]) <= x[TYPICAL_OUTPUT] / 20
+        abs(prompt - queue.typical_prompt) <= queue.typical_prompt / 20
+        and abs(output - queue.typical_output) <= queue.typical_output / 20
     ):
         return
-    for i in range(len(typical_s)):
-        typical_s[i] = max(request_time_s(member_of(w.pool.members, i), prompt, output), 1e-9)
-    x[TYPICAL_PROMPT] = prompt
-    x[TYPICAL_OUTPUT] = output
+    for s in states:
+        s.typical_s = max(request_time_s(member_of(s.constants), prompt, output), 1e-9)
+    queue.typical_prompt = prompt
+    queue.typical_output = output
 
 
-def renew_residual(queue: Queue) -> None:
+def renew_residual(queue: Row) -> None:
     """The table of residual lives, of the lengths that finished lately."""
-    size = min(queue.n[SEEN], HISTORY)
-    ordered, prior = queue.ordered[:size], queue.x[PRIOR_TOKENS]
+    size = min(queue.seen, HISTORY)
+    ordered, prior = queue.ordered[:size], queue.prior_tokens
     farthest = FARTHEST * ordered[size * 9 // 10]
     far = np.searchsorted(ordered, farthest, side="right")
-    for stage in range(len(queue.residual)):
+    for stage in range(len(STAGE_MIDDLES)):
         middle = STAGE_MIDDLES[stage]
         first = min(np.searchsorted(ordered, middle, side="right"), far)
         queue.residual[stage] = residual(
@@ -368,65 +313,54 @@ def renew_residual(queue: Queue) -> None:
         )  # fmt: skip
 
 
-def _choose(
-    w: World, request: int, first: int, last: int, now_s: float, rng: np.random.Generator
-) -> int:
+def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.random.Generator) -> int:
     """``FinishTime.choose`` among the instances from ``first`` up to ``last``."""
-    _refresh(w)
-    s, p = w.scratch, w.p
-    prompt, output = float(w.r.prompt_tokens[request]), p.predicted[request]
+    queue, states = w.queue[0], w.p.states[first:last]
+    _refresh(queue, w.p.states)
+    prompt, output = float(r.prompt_tokens), r.predicted_tokens
     there_is_room = False
-    for i in range(first, last):
-        s.slots[i], s.room[i] = room(
-            p.states[i], member_of(p.members, i), prompt, w.rules.prefill_depth, now_s
-        )
-        there_is_room |= s.room[i]
+    for s in states:
+        s.slot, s.room = room(s, member_of(s.constants), prompt, queue.prefill_depth, now_s)
+        there_is_room |= s.room
     if not there_is_room:
         return -1
-    ended = now_s - w.queue.x[LAST_ARRIVAL_S] >= idle_before_drain_s(w.queue.x[MEAN_GAP_S])
+    ended = now_s - queue.last_arrival_s >= idle_before_drain_s(queue.mean_gap_s)
     soonest_s, soonest_ttft_s = math.inf, math.inf
-    for i in range(first, last):
-        row, member = p.states[i], member_of(p.members, i)
+    for s in states:
+        member = member_of(s.constants)
         one = estimate(
-            row, member, prompt, None, 1.0, prompt, output, w.queue.residual,
-            w.queue.typical_s[i], now_s, not ended,
+            s, member, prompt, None, 1.0, prompt, output, queue.residual, s.typical_s, now_s,
+            not ended,
         )  # fmt: skip
-        s.latency_s[i] = one[4]
-        s.delay_s[i] = one[5]
-        s.price[i] = one[6]
-        s.ttft_s[i] = one[7]
-        if w.rules.has_slo:
-            waited_s = now_s - w.r.arrival_s[request]
+        s.latency_s = one[4]
+        s.delay_s = one[5]
+        s.price = one[6]
+        s.ttft_s = one[7]
+        if queue.has_slo:
+            waited_s = now_s - r.arrival_s
             missed = violations(
-                row, member, one[7], one[8], 1.0, prompt, output, now_s, waited_s, w.rules.slo
+                s, member, one[7], one[8], 1.0, prompt, output, now_s, waited_s, queue.slo
             )
-            s.slo_price_s[i] = VIOLATION_PRICE_S * missed
+            s.slo_price_s = VIOLATION_PRICE_S * missed
         soonest_s = min(soonest_s, one[4])
         soonest_ttft_s = min(soonest_ttft_s, one[7])
     late_s = late_from_s(soonest_ttft_s, False)
-    for i in range(first, last):
-        s.cost_s[i] = cost(
-            s.latency_s[i], s.delay_s[i], s.price[i], s.ttft_s[i], soonest_s, late_s, 0.0
-        )[2]
-        if w.rules.has_slo:
-            s.cost_s[i] += s.slo_price_s[i]
+    for s in states:
+        s.cost_s = cost(s.latency_s, s.delay_s, s.price, s.ttft_s, soonest_s, late_s, 0.0)[2]
+        if queue.has_slo:
+            s.cost_s += s.slo_price_s
     latest_s = math.inf
-    if w.rules.always_drains or ended:
-        latest_s = _latest_s(w, first, last, soonest_s)
-    chosen = cheapest(
-        s.cost_s[first:last], s.slots[first:last], s.room[first:last], s.latency_s[first:last],
-        latest_s, rng,
-    )  # fmt: skip
+    if queue.always_drains or ended:
+        latest_s = _latest_s(queue, states, soonest_s)
+    chosen = cheapest(states.cost_s, states.slot, states.room, states.latency_s, latest_s, rng)
     return chosen if chosen < 0 else first + chosen
 
 
-def _latest_s(w: World, first: int, last: int, soonest_s: float) -> float:
+def _latest_s(queue: Row, states: Table, soonest_s: float) -> float:
     """The drain rule: until when a request may be done."""
-    n, x = w.queue.n, w.queue.x
-    waiting = n[TAIL] - n[HEAD]
-    prompt, output = n[PROMPTS] / waiting, x[OUTPUTS] / waiting
+    waiting = queue.tail - queue.head
+    prompt, output = queue.prompts / waiting, queue.outputs / waiting
     rate_per_s = 0.0
-    for i in range(first, last):
-        time_s = request_time_s(member_of(w.pool.members, i), prompt, output)
-        rate_per_s += 1 / (w.p.states[i].speed * time_s)
-    return float(soonest_s + waiting / rate_per_s / w.rules.drain_factor)
+    for s in states:
+        rate_per_s += 1 / (s.speed * request_time_s(member_of(s.constants), prompt, output))
+    return float(soonest_s + waiting / rate_per_s / queue.drain_factor)

@@ -9,8 +9,8 @@ import math
 
 from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.instances.dispatch import UNITS_PER_S
+from hetero_gateway.sim.compiled.tables import DIGITS
 
-DIGITS = 3
 _BITS = 60
 _BASE = 1 << _BITS
 _MASK = _BASE - 1

@@ -1,49 +1,65 @@
-"""Requests, engines and instances as arrays; what the engines have logged, passed on."""
+"""Requests, engines and instances as tables; what the engines have logged, passed on.
 
+A row of a table is a record with named fields. numba hands a table on as a handful of numbers: with
+an array for each field, handing them from function to function is most of what there is to compile.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import Flags, FloatArray, Integers
+from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.lengths.predictors import add_to
-from hetero_gateway.core.policies.estimates import holds
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.sim.kernel import submit
 
-# Columns of a table of members.
-KV_CAPACITY_TOKENS, KV_LIMIT_TOKENS, CAPACITY_PER_S = (
-    Member._fields.index(name) for name in ("kv_capacity_tokens", "kv_limit_tokens", "capacity")
-)
-
 # An array, where the kernel's own annotations have lists.
 KernelTable = Any
+# Rows with named fields, and one of them.
+Table = Any
+Row = Any
 
 
-class Requests(NamedTuple):
-    """The workload, and what becomes of it: ``cluster.Records``. All (N,).
+def fields(kind: str, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
-    ``length_class``: of the prompt, as the predictor has it. ``predictions``: in place of the
-    predictor's, output tokens; or of no length.
-    """
 
-    arrival_s: FloatArray
-    prompt_tokens: Integers
-    output_tokens: Integers
-    length_class: Integers
-    predictions: FloatArray
-    instance: Integers
-    placed_s: FloatArray
-    first_token_s: FloatArray
-    finish_s: FloatArray
-    preemptions: Integers
+def record(*of: tuple[Any, ...]) -> np.dtype[np.void]:
+    return np.dtype([*of], align=True)
+
+
+def table(size: int, kind: np.dtype[np.void]) -> Table:
+    """Rows of zeros."""
+    return np.zeros(size, kind).view(np.recarray)
+
+
+# The workload, and what becomes of it: ``cluster.Records``. ``length_class``: of the prompt, as the
+# predictor has it. ``predicted_tokens``: output tokens, as soon as it has arrived. Under
+# ``finish-time`` its ``stage``, -1 where it does not stream; the step clock at its first token,
+# ``joined``; and its ``place`` among those that stream with it.
+REQUEST = record(
+    *fields("f8", "arrival_s placed_s first_token_s finish_s predicted_tokens joined"),
+    *fields("i8", "prompt_tokens output_tokens length_class instance preemptions stage place"),
+)
+# What never changes of an instance, as the scheduler believes it.
+MEMBER = record(*fields("f8", " ".join(Member._fields)))
+# By slot of the engines: the request that has it, and what a policy that places at once has charged
+# for that, with the load as ``loads`` has it.
+DIGITS = 3
+SLOT = record(
+    *fields("i8", "request charged_tokens"),
+    ("charged_units", "i8", (DIGITS,)),
+)
+# From ``at_s`` on, the steps of an instance take so many times as long.
+SLOWDOWN = record(*fields("f8", "at_s factor"), *fields("i8", "instance"))
 
 
 class EngineTables(NamedTuple):
-    """The kernel's tables (``sim/kernel.py``), and by slot the request that has it.
+    """The kernel's tables (``sim/kernel.py``), and those of their slots.
 
     ``free``: slots that nobody has; free[0] counts them, the others follow. ``capacity_tokens``:
-    of each instance, the largest prompt + output - 1 that it can ever finish. ``charged_tokens``,
-    ``charged_units``: by slot, what a policy that places at once has charged for its request.
+    of each instance, the largest prompt + output - 1 that it can ever finish.
     """
 
     q: KernelTable
@@ -54,55 +70,36 @@ class EngineTables(NamedTuple):
     first: KernelTable
     log: KernelTable
     log_s: KernelTable
-    request: Integers
+    slots: Table
     free: Integers
     capacity_tokens: Integers
-    charged_tokens: Integers
-    charged_units: Integers
 
 
-class PoolTable(NamedTuple):
-    """What never changes of the instances, as the scheduler believes it: a row is a ``Member``."""
-
-    members: FloatArray
-    theta: float
-
-
-class Slowdowns(NamedTuple):
-    """From when the steps of an instance take so many times as long; in the order of time."""
-
-    at_s: FloatArray
-    instance: Integers
-    factor: FloatArray
-
-
-def member_of(members: FloatArray, i: int) -> Member:
-    m = members[i]
+def member_of(m: Row) -> Member:
+    """The row of an instance as the value that is handed on, as one, by the rules."""
     return Member(
-        m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], m[8], m[9], m[10], m[11], m[12], m[13],
-        m[14], m[15],
+        m.p1, m.p2, m.p3, m.p4, m.p5, m.p6, m.p7, m.p8, m.p9, m.kv_capacity_tokens,
+        m.kv_limit_tokens, m.max_num_seqs, m.weight, m.seats, m.capacity, m.kind,
     )  # fmt: skip
 
 
-def candidates(pool: PoolTable, tokens: float, takes: Flags) -> int:
-    """Set who can hold a request of so many tokens; returns how many can."""
-    count = 0
-    for i in range(len(takes)):
-        takes[i] = holds(member_of(pool.members, i), tokens)
-        count += takes[i]
-    return count
+def set_members(rows: Table, members: Sequence[Member]) -> None:
+    for name, values in zip(Member._fields, zip(*members, strict=True), strict=True):
+        rows[name] = values
 
 
-def start(e: EngineTables, r: Requests, request: int, i: int, now_s: float) -> int:
-    """Put a placed request into its engine; its slot, of which there must be one. -1: refused."""
-    r.instance[request] = i
-    r.placed_s[request] = now_s
-    prompt, output = r.prompt_tokens[request], r.output_tokens[request]
+def start(e: EngineTables, r: Row, request: int, now_s: float) -> int:
+    """Put a request into the engine of its instance; its slot, of which there must be one.
+
+    -1: refused.
+    """
+    r.placed_s = now_s
+    i, prompt, output = r.instance, r.prompt_tokens, r.output_tokens
     if prompt + output - 1 > e.capacity_tokens[i]:
         return -1
     slot = e.free[e.free[0]]
     e.free[0] -= 1
-    e.request[slot] = request
+    e.slots[slot].request = request
     submit(e.q, e.n, e.x, e.first, i, slot, prompt, output, 0, now_s)
     return int(slot)
 
@@ -121,13 +118,7 @@ def with_room(e: EngineTables) -> EngineTables:
         return np.concatenate((table, np.zeros_like(table)))
 
     free = np.concatenate(([size], np.arange(2 * size - 1, size - 1, -1), np.zeros(size, np.int64)))
-    return e._replace(
-        q=twice(e.q),
-        request=twice(e.request),
-        free=free,
-        charged_tokens=twice(e.charged_tokens),
-        charged_units=twice(e.charged_units),
-    )
+    return e._replace(q=twice(e.q), slots=twice(e.slots).view(np.recarray), free=free)
 
 
 # ``core/lengths/predictors``: one model's, from its first request on
@@ -140,36 +131,45 @@ _ALL = 0  # the row of all lengths; the others are those of a length's bits, fro
 class BucketMeans(NamedTuple):
     """``BucketMeanPredictor``. ``means``: rows of ``RunningMean``; weight 0: none yet.
 
-    ``learns``: or else ``prior_tokens`` is all that is known (``ConstantPredictor``).
+    ``learns``: or else ``prior_tokens`` is all that is known (``ConstantPredictor``). ``told``: the
+    requests have their predictions, and nobody is asked.
     """
 
-    means: Any
+    means: Table
     prior_tokens: float
     prior_requests: float
     learns: bool
+    told: bool
 
 
-def bucket_means(prior_tokens: float, prior_requests: float = 1.0, *, learns: bool) -> BucketMeans:
-    means = np.zeros(CLASSES, [("value", "f8"), ("weight", "f8")]).view(np.recarray)
-    return BucketMeans(means, prior_tokens, prior_requests, learns)
+_MEAN = record(*fields("f8", "value weight"))
 
 
-def predicted_tokens(b: BucketMeans, r: Requests, request: int) -> float:
-    if len(r.predictions) > 0:
-        return float(r.predictions[request])
-    for mean in (b.means[r.length_class[request]], b.means[_ALL]):
+def bucket_means(
+    prior_tokens: float, prior_requests: float = 1.0, *, learns: bool, told: bool = False
+) -> BucketMeans:
+    return BucketMeans(table(CLASSES, _MEAN), prior_tokens, prior_requests, learns, told)
+
+
+def predict(b: BucketMeans, r: Row) -> None:
+    """Set how many tokens a request is expected to have."""
+    if b.told:
+        return
+    for mean in (b.means[r.length_class], b.means[_ALL]):
         if mean.weight > 0:
-            return float(max(1.0, mean.value))
-    return max(1.0, b.prior_tokens)
+            r.predicted_tokens = max(1.0, mean.value)
+            return
+    r.predicted_tokens = max(1.0, b.prior_tokens)
 
 
-def learn(b: BucketMeans, length_class: int, output_tokens: int) -> None:
+def learn(b: BucketMeans, r: Row) -> None:
+    """A request has finished."""
     if not b.learns:
         return
-    mean, overall = b.means[length_class], b.means[_ALL]
+    mean, overall = b.means[r.length_class], b.means[_ALL]
     if overall.weight == 0:
         overall.value, overall.weight = b.prior_tokens, b.prior_requests
     if mean.weight == 0:
         mean.value, mean.weight = overall.value, b.prior_requests
-    add_to(overall, output_tokens)
-    add_to(mean, output_tokens)
+    add_to(overall, r.output_tokens)
+    add_to(mean, r.output_tokens)
