@@ -487,12 +487,15 @@ def test_what_is_no_frame_is_an_error(data: bytes) -> None:
 async def test_messages_of_one_turn_go_in_one_write() -> None:
     written: list[bytes] = []
 
-    class Transport:
-        def write(self, data: bytes) -> None:
+    class Transport(asyncio.Transport):
+        def write(self, data: Any) -> None:
             written.append(data)
 
+        def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+            pass
+
     channel = Channel(messages.FromWorker)
-    channel.connection_made(Transport())  # type: ignore[arg-type]
+    channel.connection_made(Transport())
     for key in range(5):
         channel.send(messages.Began(key))
     await asyncio.sleep(0)

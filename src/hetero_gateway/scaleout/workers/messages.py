@@ -29,11 +29,11 @@ import functools
 import logging
 import operator
 import struct
-import zlib
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from hetero_gateway.core.histogram import Taken
 from hetero_gateway.core.instances.dispatch import PeerLoad
@@ -41,7 +41,6 @@ from hetero_gateway.core.limits.accounts import LimitStanding
 from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.observed import ObservedResponse, ReportedResponse
 from hetero_gateway.gateway.dataplane.records import AnswerTokens
 from hetero_gateway.gateway.records.metrics import SeriesRow
 from hetero_gateway.gateway.request.openai import ParsedRequest
@@ -87,22 +86,8 @@ class Facts(_Record):
 
 def mark_of(body: bytes) -> bytes:
     """What distinguishes a body from others, in every process: its length and its ends."""
-    ends = zlib.crc32(body[-_MARKED_BYTES:], zlib.crc32(body[:_MARKED_BYTES]))
+    ends = xxh3_64_intdigest(body[-_MARKED_BYTES:], xxh3_64_intdigest(body[:_MARKED_BYTES]))
     return b"%x-%x" % (len(body), ends)
-
-
-def report_of(seen: ObservedResponse) -> ReportedResponse:
-    """A response as a worker has seen it."""
-    return ReportedResponse(
-        seen.status,
-        seen.error,
-        seen.first_body_at_s,
-        seen.events,
-        seen.complete,
-        seen.usage(),
-        seen.body_bytes,
-        seen.empty,
-    )
 
 
 # Worker to scheduler
@@ -160,11 +145,9 @@ class Began(_FromWorker, tag=6):
     key: int
 
 
-class CountedAnswer(_Record):
-    """Of an answer that a worker has counted, if it was the last one, what else is of use.
+class _Answer(_Record):
+    """An ``ObservedResponse``. ``prompt``, ``output``, ``cached``: tokens, as its end stated them.
 
-    ``mark``: ``mark_of`` the request's body. ``prompt``, ``output``, ``cached``: tokens, as its end
-    stated them. ``told_prompt``, ``told_output``: as they are believed (``Recorder.count_seen``).
     Plain numbers: of what is compiled, msgspec does not see the types.
     """
 
@@ -172,26 +155,43 @@ class CountedAnswer(_Record):
     error: InstanceError | None
     first_body_at_s: float | None
     empty: bool
-    mark: bytes
     prompt: int | None
     output: int | None
     cached: int | None
-    told_prompt: int | None
-    told_output: int | None  # None: it told nothing
 
-    # An ObservedResponse; of the rest, all was made in the worker
-
-    events: ClassVar[int] = 0
     congested: ClassVar[bool] = False
-    complete: ClassVar[bool] = True
-    body_bytes: ClassVar[int] = 0
 
     def usage(self) -> Usage:
         return Usage(self.prompt, self.output, self.cached)
 
+
+class CountedAnswer(_Answer):
+    """Of an answer that a worker has counted, if it was the last one, what else is of use.
+
+    ``mark``: ``mark_of`` the request's body. ``told_prompt``, ``told_output``: tokens, as they are
+    believed (``Recorder.count_seen``); no output: it told nothing.
+    """
+
+    mark: bytes
+    told_prompt: int | None
+    told_output: int | None
+
+    # Of these, all was made in the worker
+    events: ClassVar[int] = 0
+    complete: ClassVar[bool] = True
+    body_bytes: ClassVar[int] = 0
+
     def told(self) -> AnswerTokens | None:
         output = self.told_output
         return None if output is None else AnswerTokens(self.told_prompt, output)
+
+
+class OutsideAnswer(_Answer):
+    """Of a service elsewhere."""
+
+    events: int
+    complete: bool
+    body_bytes: int
 
 
 class Settle(_FromWorker, tag=7):
@@ -258,7 +258,7 @@ class SettleOutside(_FromWorker, tag=13):
     label: str
     outcome: Outcome
     final: bool
-    report: ReportedResponse
+    answer: OutsideAnswer
 
 
 class Spend(_FromWorker, tag=14):
@@ -455,6 +455,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(0)  # uvloop keeps no more for a later turn
 
     def send(self, message: Any) -> None:
         """Send it at the end of this turn; nothing happens when the other end is gone."""

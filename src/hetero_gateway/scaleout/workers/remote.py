@@ -352,8 +352,8 @@ class RemoteDispatcher:
             seen.error,
             seen.first_body_at_s,
             seen.empty,
-            messages.mark_of(job.inbound.body),
             *usage,
+            messages.mark_of(job.inbound.body),
             *(told or (None, None)),
         )
 
@@ -365,8 +365,17 @@ class RemoteDispatcher:
         self, job: RemoteJob, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
         self._introduce(job)
-        report = messages.report_of(seen)
-        self._send(messages.SettleOutside(job.key, label, outcome, final, report))
+        answer = messages.OutsideAnswer(
+            seen.status,
+            seen.error,
+            seen.first_body_at_s,
+            seen.empty,
+            *seen.usage(),
+            seen.events,
+            seen.complete,
+            seen.body_bytes,
+        )
+        self._send(messages.SettleOutside(job.key, label, outcome, final, answer))
 
     def withdraw(self, place: Assignment, seen: ObservedResponse | None) -> None:
         self._close_place(place, seen)
@@ -389,7 +398,7 @@ class RemoteDispatcher:
 
     def _close_place(self, place: Assignment, seen: ObservedResponse | None) -> None:
         self._open.pop(place.job.key, None)
-        if seen is not None:
+        if seen is not None and place.began_s is not None:
             self._streams.discard(seen, time.monotonic())
 
     # Questions
@@ -475,7 +484,9 @@ class RemoteDispatcher:
         self._heard_s = time.monotonic()
         for message in received:
             kind = type(message)
-            if kind is messages.Instances:
+            if kind is messages.PlacedAt:  # the rule
+                self._answered(message)
+            elif kind is messages.Instances:
                 self.mirror.take(message)
                 if self._channel is None and self._connected is not None:
                     self._greeted(self._connected)
@@ -543,14 +554,14 @@ class RemoteDispatcher:
     def _answered(self, message: Any) -> None:
         """What became of a question."""
         kind, ask = type(message), self._asked.pop(message.key, None)
-        if kind is messages.Spent:
+        if kind is messages.PlacedAt and ask is not None:
+            self._placed(ask, message)
+        elif kind is messages.Spent:
             self._charged(message.key, None)
         elif ask is None:
             if kind is messages.Refused:
                 self._charged(message.key, message.refusal)
             # Else its owner has left, and whoever answers hears of it.
-        elif kind is messages.PlacedAt:
-            self._placed(ask, message)
         elif kind is messages.Rejected:
             ask.owner.placed(Reject(message.reason, message.detail))
         elif kind is messages.Refused:

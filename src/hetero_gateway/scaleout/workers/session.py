@@ -260,7 +260,7 @@ class RequestSession:
 
     def _outside(self, request: _Request, said: messages.SettleOutside) -> None:
         self.dispatcher.settle_outside(
-            request.job, said.label, said.report, said.outcome, final=said.final
+            request.job, said.label, said.answer, said.outcome, final=said.final
         )
         if said.final:
             self._leave(request, said)
