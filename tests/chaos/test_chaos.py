@@ -50,6 +50,16 @@ def test_workers_and_their_scheduler_are_killed_too() -> None:
 
 @pytest.mark.system
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_no_stream_of_text_ends_because_its_instance_was_killed(workers: str) -> None:
+    words = ("--seconds", "10", "--streams", "60", "--every", "1", "--workers", workers)
+    document = run("tests.chaos.kills", *words)
+    assert document["streams"] > 100
+    assert document["continued"] > 5
+
+
+@pytest.mark.system
+@pytest.mark.slow
 def test_streams_and_idle_connections_leave_memory_and_descriptors_where_they_were() -> None:
     """scripts/soak, shortly and small."""
     words = ("--seconds", "9", "--streams", "50", "--idle", "400", "--interval", "0.02")

@@ -241,6 +241,10 @@ class SchedulerConfig(StrictModel):
     """Output of the request that fitted capacities are computed for."""
     recalibrate: bool = False
     """Let constants follow the traffic, within a factor of 4 of the profile's."""
+    continue_streams: Literal["off", "text-safe", "all"] = "text-safe"
+    """Streams that are continued elsewhere when their instance breaks off: none; those of plain
+    text, where each token is drawn as it would have been; or all of which one stream can be made,
+    though a seed begins anew and penalties forget what was said."""
     wake_on_demand: bool = False
     """Wake an instance that sleeps (level 1) for a request that no other can take."""
     engine_priorities: dict[str, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = Field(

@@ -103,6 +103,9 @@ class ServerConfig(StrictModel):
     max_buffered_bytes: int = Field(256 * 2**20, ge=1024)
     """Most bytes of request bodies above 64 KiB that are held at a time, over all requests; one
     more gets 503."""
+    max_kept_bytes: int = Field(256 * 1024, ge=0)
+    """Most bytes of an answer that are kept while it streams, so that it can be continued
+    elsewhere; a longer one ends with its instance. 0: none is kept."""
     max_connections: int | None = Field(None, ge=1)
     """Most connections of clients; one more gets 503. Default: half of the descriptors that the
     process may open, at most 100 000."""

@@ -64,6 +64,8 @@ class Failure(enum.Enum):
     EMPTY = "empty", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
     # The engine answers with an error of its own, which its client gets where nobody else answers.
     SERVER_ERROR = "server_error", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
+    # A stream that broke off elsewhere: its engine does not take the rest for a request.
+    NOT_CONTINUED = "not_continued", 502, "upstream_error", False, Suspicion.NONE, Blame.NONE
     # 503 or 429.
     BUSY = "busy", 503, "upstream_busy", True, Suspicion.NONE, Blame.BUSY
 

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
+from hetero_gateway.core.types import Request
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -95,6 +97,28 @@ class ResidualLives:
         if model in self._models:
             self.plain[model] = finished.plain
         return finished
+
+    def after(self, model: str, tokens: int) -> float:
+        """What a sequence of so many output tokens has still to come, at least 1."""
+        plain = self.plain.get(model) or self.of(model).plain
+        return max(1.0, plain[bisect_right(STAGE_TOKENS, tokens) - 1])
+
+    def rest_of(self, request: Request, told_tokens: int) -> Request:
+        """What is left to do elsewhere once an answer broke off: a further leg of the request.
+
+        What was told is in its prompt, and comes off its output: where that was to be no longer,
+        what such sequences have still to come.
+
+        Args:
+            told_tokens: of its one sequence, at least 0.
+        """
+        left = request.predicted_output_tokens - told_tokens
+        certain = request.certain_tokens
+        return request._replace(
+            prompt_tokens=request.prompt_tokens + told_tokens,
+            predicted_output_tokens=left if left >= 1 else self.after(request.model, told_tokens),
+            certain_tokens=None if certain is None else certain + told_tokens,
+        )
 
     def observe_many(self, finished: Iterable[tuple[str, float]]) -> None:
         """Learn from finished sequences: (model, output tokens) of each."""

@@ -25,6 +25,7 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.limits import Limiter
 from hetero_gateway.gateway.dataplane.access_log import AccessLog
 from hetero_gateway.gateway.dataplane.attempts import Attempts
+from hetero_gateway.gateway.dataplane.continuing import continuations_of
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher, Placement
@@ -135,6 +136,7 @@ class DataPlane:
         self.rooms.cors = cors_of(server.cors)
         self.rooms.fields = RequestFields(server.allow_engine_headers)
         self.rooms.priorities = priorities_of(config.scheduler.engine_priorities)
+        self._set_continuations(config)
         # Take a request whose head is here; it may be answered at once.
         self.open = partial(Attempts.open, self.rooms)
 
@@ -179,6 +181,16 @@ class DataPlane:
             self._prepare_engine_fields,
         )  # fmt: skip
         settings.add(("models",), self._prepare_routes)
+        settings.add(
+            ("scheduler.continue_streams", "server.max_kept_bytes"),
+            lambda fresh: Prepared(partial(self._set_continuations, fresh)),
+        )
+
+    def _set_continuations(self, config: GatewayConfig) -> None:
+        rooms = self.rooms
+        rooms.continuations = continuations_of(
+            config, rooms.budget, rooms.open, rooms.metrics.streams_continued
+        )
 
     def _prepare_cors(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:

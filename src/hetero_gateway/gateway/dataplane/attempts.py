@@ -16,6 +16,9 @@ The life of a request. Events down, states across; "–": cannot be, or means no
                                             503, 504
     placed          –           –           connecting or relaying    –
     connected       –           –           –           relaying      –
+    broken off      –           –           –           –             settled; waiting or on if the
+                                                                      stream may be continued, else
+                                                                      over
     stale idle      –           –           –           –             connecting (once)
     failed          –           –           –           settled; waiting, connecting or relaying
                                                         if it may be retried, else over
@@ -43,6 +46,7 @@ from typing import Any
 
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
 from hetero_gateway.engines.vllm import Work, response_id_in
+from hetero_gateway.engines.vllm.continuations import NotContinuable
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import EVERYBODY, Client
 from hetero_gateway.gateway.admission.limits import rate_limit_fields
@@ -53,6 +57,11 @@ from hetero_gateway.gateway.dataplane.answers import (
     refusal_of,
     rejection,
     shutting_down,
+)
+from hetero_gateway.gateway.dataplane.continuing import (
+    Continuation,
+    ContinuedExchange,
+    may_continue,
 )
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
@@ -93,6 +102,7 @@ class Attempts(RequestReader):
     _failure: InstanceError | None = None  # of the last attempt, where there is another
     # And the answer that it had, if any.
     _kept: Exchange | None = None
+    _continuation: Continuation | None = None  # of a stream that broke off
     _wait: Waiting | None = None  # for a place
     # How many fallbacks were looked at, and the last one's label.
     _fallen: tuple[int, str] | None = None
@@ -275,18 +285,38 @@ class Attempts(RequestReader):
         assert self._job is not None
         if self._job.standing is not None:
             fields += rate_limit_fields(self._job.standing)
-        exchange = self._exchange = Exchange(
+        kind = Exchange if self._continuation is None else ContinuedExchange
+        exchange = self._exchange = kind(
             self._downstream, inbound.path, fields, self._deadline_s, self, placed
         )
+        if self._job.parsed.stream and rooms.continuations is not None and may_continue(inbound):
+            exchange.keeps_bytes = rooms.continuations.most_kept_bytes
         exchange.frees_body = inbound.buffer is not None
         rooms.deadlines.exchanges.add(exchange)
         if not rooms.deadlines.watches:
             rooms.deadlines.watch()
+        if isinstance(exchange, ContinuedExchange):
+            self._start(self._continue(exchange))
+            return
         connection = instance.pool.take_idle()
         if connection is None:
             self._start(self._connect(exchange, first=not self._tried))
         else:
             self._launch(exchange, connection, first=not self._tried)
+
+    async def _continue(self, exchange: ContinuedExchange) -> None:
+        """Send the rest of a stream that broke off, once it is known how much that is."""
+        continuation, instance = self._continuation, exchange.place.instance
+        assert continuation is not None
+        assert not isinstance(instance, Outside)
+        exchange.follow(continuation)
+        try:
+            await continuation.count_on(instance, self._rooms.hops)
+        except NotContinuable as reason:
+            exchange.on_error(InstanceError(Failure.NOT_CONTINUED, f"{reason}"))
+        if self._exchange is exchange:
+            exchange.follow(continuation)  # as it was counted
+            await self._connect(exchange, first=False)
 
     async def _connect(self, exchange: Exchange, *, first: bool) -> None:
         pool = exchange.place.instance.pool
@@ -308,6 +338,8 @@ class Attempts(RequestReader):
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
             rooms.metrics.overhead_s.note(self._overhead_s)
         body, hops = inbound.body, rooms.hops
+        if self._continuation is not None:
+            body = self._continuation.body
         if isinstance(instance, Outside):
             head = head_to_outside(inbound, instance, hops)
         else:
@@ -418,9 +450,10 @@ class Attempts(RequestReader):
             return
         self._tried.append(instance.id)
         outside = isinstance(placed, OutsidePlace)
-        retry = not (exchange.head_sent or outside) and self._rooms.budget.may_retry(
-            error, len(self._tried)
-        )
+        if exchange.head_sent:
+            retry = not outside and self._continues(exchange, error)
+        else:
+            retry = not outside and self._rooms.budget.may_retry(error, len(self._tried))
         fallback = None
         if not (retry or exchange.head_sent or error.failure is Failure.TOTAL_TIMEOUT):
             fallback = self._next_fallback()
@@ -451,12 +484,26 @@ class Attempts(RequestReader):
         else:
             self._answer(refusal_of(error, instance, spent=spent))
 
+    def _continues(self, exchange: Exchange, error: InstanceError) -> bool:
+        """Whether a stream that broke off goes on elsewhere."""
+        continuations, job = self._rooms.continuations, self._job
+        if continuations is None or not exchange.streams or self._downstream.gone:
+            return False
+        assert job is not None
+        self._continuation = continuations.after(exchange, error, self._inbound, self._continuation)
+        if self._continuation is None:
+            return False
+        if self._continuation.breaks == 1:
+            self._tried = self._tried[-1:]  # something came of it since the others failed
+        job.told_tokens = self._continuation.told.tokens
+        return True
+
     def _next_fallback(self) -> Fallback | None:
         """Who is asked now that nothing can take the request; None: nobody (any more)."""
         job, client, routes = self._job, self._client, self._rooms.intake.routes
         if not routes.by_name or job is None or client is None or job.parsed.previous:
             return None
-        if self._inbound.method != b"POST":
+        if self._inbound.method != b"POST" or self._downstream.started:
             return None
         name = job.parsed.asked or job.parsed.model or ""
         seen = 0 if self._fallen is None else self._fallen[0]
@@ -544,6 +591,9 @@ class Attempts(RequestReader):
             return
         if self._fallen is not None and refusal.code == "model_not_found":
             refusal = nobody_can()  # of the fallback alone
+        if self._downstream.started:
+            self._end_stream(refusal)
+            return
         if self._kept is not None:
             exchange, placed = self._kept, self._kept.place
             assert self._job is not None
@@ -559,6 +609,15 @@ class Attempts(RequestReader):
         self._note(outcome)
         self._answer(refusal)
 
+    def _end_stream(self, refusal: Refusal) -> None:
+        """Nobody takes the rest of a stream that broke off: it counts as what it was."""
+        assert self._job is not None
+        assert self._last is not None
+        placed, exchange, outcome = self._last
+        assert not isinstance(placed, OutsidePlace)
+        self._rooms.dispatcher.pass_on(self._job, placed, exchange, outcome)
+        self._answer(refusal)
+
     def _note(self, outcome: str) -> None:
         """Count a request that reached no instance."""
         assert self._job is not None
@@ -566,6 +625,10 @@ class Attempts(RequestReader):
         self._rooms.dispatcher.note(self._job, outcome)
 
     def _answer(self, refusal: Refusal) -> None:
+        if self._continuation is not None:
+            self._continuation.broken.break_off(refusal)
+            self._end()
+            return
         self._status = refusal.status
         inbound, cors = self._inbound, self._rooms.cors
         extra = () if cors is None else cors.headers(inbound.headers)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.types import InstanceId, Outcome, Reject
+from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.intake import Job
@@ -164,7 +164,9 @@ class Dispatcher(Protocol[JobT, PlaceT]):
         """Take an attempt off that met a bug here; nothing is counted."""
         ...
 
-    def pass_on(self, job: JobT, place: PlaceT, seen: ObservedResponse) -> None:
+    def pass_on(
+        self, job: JobT, place: PlaceT, seen: ObservedResponse, outcome: Outcome = COMPLETED
+    ) -> None:
         """The client gets the answer of an attempt that was settled as not final."""
         ...
 

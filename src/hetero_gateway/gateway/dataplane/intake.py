@@ -74,7 +74,8 @@ class Job:
     ``fell_back``: it is for another model than at first, and has been let in.
     ``charge``, ``standing``: what its client was charged, and how that stands since; None: it has
     no limits, or another process knows. ``waits``: it may have to: what an engine does without a
-    step never does.
+    step never does. ``told_tokens``: of its answer, which broke off; what is submitted then is for
+    the rest. None: it did not.
     """
 
     inbound: Inbound
@@ -87,6 +88,7 @@ class Job:
     standing: LimitStanding | None = None
     fell_back: bool = False
     waits: bool = True
+    told_tokens: int | None = None
 
     def estimated_tokens(self) -> int:
         """All of its prompts' and outputs' tokens, as its client is charged for them at first."""

@@ -245,6 +245,10 @@ class Placement:
         instance = self._fleet.instances[decision.instance_id]
         return Placed(instance, decision, self._scheduler.dispatch(decision, now_s), now_s, 0.0)
 
+    def rest_of(self, request: Request, told_tokens: int) -> Request:
+        """What is left to do of a request whose answer broke off, elsewhere."""
+        return self._scheduler.residual.rest_of(request, told_tokens)
+
     def begin(
         self,
         wait: QueueWait,
@@ -481,7 +485,10 @@ class LocalDispatcher:
         """
         if first is None and job.fell_back:
             first = True
-        place = self.placement.submit(job.request, tried, waits=job.waits, first=first)
+        request = job.request
+        if job.told_tokens is not None:
+            request = self.placement.rest_of(request, job.told_tokens)
+        place = self.placement.submit(request, tried, waits=job.waits, first=first)
         if isinstance(place, Placed):
             self.note_place(job, failure, place)
         elif isinstance(place, QueueWait):
@@ -547,7 +554,9 @@ class LocalDispatcher:
             self.placement.settle(place.dispatch, outcome)
         else:
             stream = seen if told is UNREAD else None
-            self.placement.settle(place.dispatch, outcome, stream, usage)
+            # Of an answer in several legs, the usage is all legs' together.
+            of_one = usage if job.told_tokens is None else None
+            self.placement.settle(place.dispatch, outcome, stream, of_one)
         if job.response is not None and usage is not None:
             self._complete(job.response, context_of(place.instance), usage)
         self.recorder.record(job, place, seen, outcome, usage, final=final, told=told)
@@ -590,10 +599,11 @@ class LocalDispatcher:
         job: Job,
         place: Placed,
         seen: ObservedResponse,
+        outcome: Outcome = COMPLETED,
         told: AnswerTokens | None = UNREAD,
     ) -> None:
         """See ``Dispatcher``; ``told``: as of ``settle``."""
-        attempt = SettledAttempt(job, place, seen, COMPLETED, time.monotonic())
+        attempt = SettledAttempt(job, place, seen, outcome, time.monotonic())
         self.recorder.count(attempt, told)
 
     def note(self, job: Job | None, outcome: str) -> None:

@@ -37,6 +37,9 @@ MOST_EMPTY_BYTES = len(_LAST_CHUNK)
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
 _TAIL_READS = 6
 _TAIL_BYTES = 8192
+# Of a stream that is kept whole: a read is an event or more, and of events without a text.
+_MOST_KEPT_READS = 4096
+_FIRST_LOOK_READS = 128
 
 
 class ExchangeOwner(Protocol):
@@ -94,7 +97,8 @@ class Exchange:
 
     ``streams``: as far as its head is here, it is one of server-sent events. ``body_bytes``: of a
     complete response's body, as its head says, or at least. ``frees_body``: its owner wants to hear
-    that an answer has begun.
+    that an answer has begun. ``keeps_bytes``: of a stream that is no longer, its owner wants all
+    that has passed, to continue it (``kept_reads``); 0: of none.
 
     Args:
         downstream: where the response goes.
@@ -131,6 +135,8 @@ class Exchange:
     body_bytes: int = 0
     head_sent: bool = False
     frees_body: bool = False
+    keeps_bytes: int = 0
+    _look_at_reads: int = 0  # as soon as so many are kept; 0: only the last few are
     complete: bool = False
     error: InstanceError | None = None
     # An error, or nothing at all, that the owner either lets pass or keeps to itself.
@@ -159,6 +165,9 @@ class Exchange:
 
     def _begin_answer(self, head: ResponseHead) -> None:
         self.streams = head.streams
+        if self.keeps_bytes and head.streams and head.status == 200:
+            self._tail = deque(maxlen=_MOST_KEPT_READS)
+            self._look_at_reads = _FIRST_LOOK_READS
         fields = head.passed + self._extra_fields
         chunked = not self._decode and (head.chunked or head.ends_at_close)
         self._pending = self._downstream.start(head.status, fields, chunked=chunked)
@@ -174,8 +183,7 @@ class Exchange:
     def on_data(self, data: bytes) -> None:
         self.active = True
         self.events += data.count(b"data: ")
-        # A read may have 256 KB, and thousands of streams keep six of them.
-        self._tail.append(data if len(data) <= _TAIL_BYTES else data[-_TAIL_BYTES:])
+        self._tail.append(data if len(data) <= _TAIL_BYTES else self._of_long(data))
         if self._rechunk:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self.first_body_at_s is None:
@@ -195,6 +203,38 @@ class Exchange:
             self.congested = True
             if self.connection is not None:
                 self.connection.pause_reading()
+
+    def _of_long(self, data: bytes) -> bytes:
+        """What is kept of a read that may have 256 KB, of which thousands of streams keep six."""
+        if self._look_at_reads:
+            self._look_at_kept(len(data))
+        return data if self._look_at_reads else data[-_TAIL_BYTES:]
+
+    def look_at_kept(self) -> None:
+        """Let go of a stream that has become longer than what is kept of one; now and then."""
+        if 0 < self._look_at_reads <= len(self._tail):
+            self._look_at_kept(0)
+
+    def _look_at_kept(self, more_bytes: int) -> None:
+        tail = self._tail
+        self._look_at_reads = 2 * len(tail) or 1
+        if len(tail) == tail.maxlen or sum(map(len, tail)) + more_bytes > self.keeps_bytes:
+            self._tail = deque(self._last_reads(), maxlen=_TAIL_READS)
+            self._look_at_reads = 0
+
+    def _last_reads(self) -> list[bytes]:
+        tail = self._tail
+        return [tail[i] for i in range(max(-_TAIL_READS, -len(tail)), 0)]
+
+    def kept_reads(self) -> bytes | None:
+        """All of a stream's body so far, as it came; None: it was not kept."""
+        tail = self._tail
+        return b"".join(tail) if self._look_at_reads and len(tail) < _MOST_KEPT_READS else None
+
+    @property
+    def passes_framing(self) -> bool:
+        """Whether a body has its instance's framing."""
+        return not (self._decode or self._rechunk)
 
     def _hold(self, held: HeldAnswer, data: bytes) -> None:
         held.parts.append(data)
@@ -276,15 +316,25 @@ class Exchange:
         A stream gets an SSE error event where a chunk may begin, and never a ``[DONE]`` or a last
         chunk; anything else is cut, so that the client sees an incomplete body.
         """
-        downstream = self._downstream
-        if self.streams:
-            event = sse_error_event(error, self._path)
-            connection = self.connection
-            if self._decode:
-                downstream.write(event)
-            elif self._rechunk or (connection is not None and connection.passed_whole_chunks):
-                downstream.write(b"%x\r\n%b\r\n" % (len(event), event))
-        downstream.cut()
+        connection = self.connection
+        if self.streams and (
+            not self.passes_framing or (connection is not None and connection.passed_whole_chunks)
+        ):
+            self.write_on(sse_error_event(error, self._path))
+        self._downstream.cut()
+
+    def write_on(self, data: bytes) -> None:
+        """Write more of a stream whose instance is gone, where a chunk may begin."""
+        if not self._decode:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        pending, self._pending = self._pending, b""
+        self._write(pending + data)
+
+    def finish_on(self) -> None:
+        """End a stream whose instance is gone."""
+        if not self._decode:
+            self._write(_LAST_CHUNK)
+        self._downstream.finish()
 
     # Afterwards
 
@@ -303,7 +353,7 @@ class Exchange:
 
     def tail(self) -> bytes:
         """The last bytes of the body, framing and all."""
-        return b"".join(self._tail)[-_TAIL_BYTES:]
+        return b"".join(self._last_reads())[-_TAIL_BYTES:]
 
     def usage(self) -> Usage:
         """The tokens as the engine reported them, where it did."""
@@ -378,6 +428,7 @@ class Deadlines:
             if exchange.active:
                 exchange.active = False
                 exchange.last_active_s = now_s
+                exchange.look_at_kept()
             silent_s = now_s - exchange.last_active_s
             if now_s >= exchange.total_deadline_s:
                 exchange.fail(

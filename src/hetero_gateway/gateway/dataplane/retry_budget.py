@@ -23,6 +23,7 @@ class RetryBudget:
         self._window_start_s = time.monotonic()
         self._recent = 0.0  # of a window, before it began
         self._retries = 0
+        self._continued = 0
 
     def may_retry(self, error: InstanceError, attempts: int) -> bool:
         """Whether a request may be tried once more; if so it is counted."""
@@ -33,13 +34,32 @@ class RetryBudget:
             most = min(most, 2)
         if not error.failure.retryable or attempts >= most:
             return False
-        now_s = time.monotonic()
-        since_s = now_s - self._window_start_s
-        if since_s >= _WINDOW_S:
-            self._recent = self.requests * _WINDOW_S / since_s
-            self._window_start_s, self.requests, self._retries = now_s, 0, 0
+        self._roll()
         recent = self._recent + self.requests
         if self._retries >= config.budget_min + config.budget_ratio * recent:
             return False
         self._retries += 1
         return True
+
+    def may_continue(self, open_requests: int) -> bool:
+        """Whether a stream that broke off may be continued elsewhere; if so it is counted.
+
+        An instance that dies breaks all of its streams off at once, which were begun over minutes:
+        what bounds them is how many requests are open. Without retries there is none of this.
+        """
+        config = self.config
+        self._roll()
+        if not (config.budget_ratio or config.budget_min):
+            return False
+        if self._continued >= config.budget_min + open_requests:
+            return False
+        self._continued += 1
+        return True
+
+    def _roll(self) -> None:
+        now_s = time.monotonic()
+        since_s = now_s - self._window_start_s
+        if since_s >= _WINDOW_S:
+            self._recent = self.requests * _WINDOW_S / since_s
+            self._window_start_s, self.requests = now_s, 0
+            self._retries = self._continued = 0

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hetero_gateway.engines.vllm import names_an_address
 from hetero_gateway.gateway.admission.clients import Admission
+from hetero_gateway.gateway.dataplane.continuing import Continuations
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
 from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
@@ -85,6 +86,7 @@ class Rooms:
     ``open``: the requests that are not over; ``ended``: hears of those that are, and
     ``tracing`` has spans of them, if anybody wants that. ``fields``: which of a request's headers
     go on. ``priorities``: what engines are told of whom they serve first; None: nothing.
+    ``continuations``: of streams that break off; None: there are none.
     """
 
     hops: Hops
@@ -105,3 +107,4 @@ class Rooms:
     tracing: Tracing | None = None
     fields: RequestFields = field(default_factory=RequestFields)
     priorities: Priorities | None = None
+    continuations: Continuations | None = None

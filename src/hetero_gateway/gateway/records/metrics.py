@@ -72,6 +72,7 @@ _NO_MODELS = tuple(model for model, _ in _UNPLACED)
 _BLAMED = tuple(
     str(failure.value) for failure in Failure if failure.blame in (Blame.FAULT, Blame.SILENCE)
 )
+_CONTINUED = ("continued", "not_continuable", "no_budget")
 _RETRIED = tuple(str(failure.value) for failure in Failure if failure.retryable)
 _FAILURES = tuple(str(failure.value) for failure in Failure)
 _PHASES = ("idle", "head", "body", "closing")
@@ -177,6 +178,7 @@ class Metrics:
         self._unserved: dict[tuple[str, str], tuple[int, float]] = {}
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
+        self.streams_continued: Counter[str] = Counter()
         # By the name asked for, and the fallback that was asked.
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
@@ -346,6 +348,7 @@ class Metrics:
             yield single("prefix_index_memory_bytes", memory_bytes)
         # What came of requests, and of their attempts
         yield family("retries", _from_zero(_RETRIED, self.retries))
+        yield family("streams_continued", _from_zero(_CONTINUED, self.streams_continued))
         yield family("fallbacks", dict(self.fallbacks))
         yield family("responses", _from_zero((200,), self.statuses))
         yield family("class_requests", {(DEFAULT_CLASS, "completed"): 0} | self.classes)

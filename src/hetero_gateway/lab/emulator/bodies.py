@@ -129,6 +129,7 @@ class _ChatBody(_Sampling):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
+    continue_final_message: bool | None = False
 
 
 class _CompletionBody(_Sampling):
@@ -195,7 +196,13 @@ def chat_ask(body: Json, model: str) -> Ask:
     tool = _called_tool(chat)
     return Ask(
         top_logprobs=_top_logprobs((chat.top_logprobs or 0) if chat.logprobs else None),
-        prompts=(chat_tokens(role_texts(chat.messages, model), chat.tools),),
+        prompts=(
+            chat_tokens(
+                role_texts(chat.messages, model),
+                chat.tools,
+                continues=bool(chat.continue_final_message),
+            ),
+        ),
         max_tokens=limit,
         max_tokens_name=name,
         forced_text=_forced_text(chat, tool),

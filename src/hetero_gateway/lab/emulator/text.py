@@ -96,12 +96,15 @@ def id_tokens(ids: Iterable[int]) -> bytes:
     return b"".join(parts)
 
 
-def chat_tokens(messages: Messages, tools: Json = None) -> bytes:
-    """The tokens of a chat, as its template puts them."""
+def chat_tokens(messages: Messages, tools: Json = None, *, continues: bool = False) -> bytes:
+    """The tokens of a chat, as its template puts them; ``continues``: its last message goes on."""
     parts = [text_tokens(msgspec.json.encode(tools).decode())] if tools else []
     for role, text in messages:
         parts += (_header(role), text_tokens(text), _END)
-    parts.append(_header("assistant"))
+    if continues:
+        parts.pop()  # the end of the last one
+    else:
+        parts.append(_header("assistant"))
     return b"".join(parts)
 
 

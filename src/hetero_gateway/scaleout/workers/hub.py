@@ -99,6 +99,7 @@ class WorkerSession(RequestSession):
         metrics.client_timeouts.update(said.timeouts)
         metrics.client_refusals.update(said.refusals)
         metrics.statuses.update(said.statuses)
+        metrics.streams_continued.update(said.continued)
         metrics.overhead_s.add(said.overhead)
         metrics.round_trip_s.add(said.round_trip)
         self._hub.admission.usage.add(said.usage)

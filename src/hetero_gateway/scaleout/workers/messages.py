@@ -129,12 +129,15 @@ class Submit(_FromWorker, tag=3):
 
 
 class Resubmit(_FromWorker, tag=4):
-    """``model``: another one from now on, a fallback; "": the same."""
+    """``model``: another one from now on, a fallback; "": the same. ``told_tokens``: its answer
+    broke off after so many; None: nothing of it is told.
+    """
 
     key: int
     tried: list[InstanceId]
     failure: InstanceError | None
     model: str = ""
+    told_tokens: int | None = None
 
 
 class Leave(_FromWorker, tag=5):
@@ -204,6 +207,7 @@ class Settle(_FromWorker, tag=7):
 class PassOn(_FromWorker, tag=8):
     key: int
     answer: CountedAnswer
+    outcome: Outcome = Outcome.COMPLETED
 
 
 class Over(_FromWorker, tag=9):
@@ -227,6 +231,7 @@ class Counts(_FromWorker, tag=11):
     ``number``: rises, so that none is counted twice. ``connections``: now; ``pools``: open
     connections to each instance, now; ``series``: ``Metrics.take_series``'s; ``classes``: (class,
     outcome, number); ``refusals``, ``statuses``: by HTTP status; ``usage``: ``ClientUsage.take``'s.
+    ``continued``: streams that broke off, by result.
     """
 
     number: int
@@ -242,6 +247,7 @@ class Counts(_FromWorker, tag=11):
     overhead: Taken
     round_trip: Taken
     usage: list[tuple[int, str, str, tuple[int, int, int, int]]]
+    continued: dict[str, int] = {}
 
 
 class Made(_FromWorker, tag=12):

@@ -381,9 +381,15 @@ class RemoteDispatcher:
         self._close_place(place, seen)
         self._send(messages.Over(place.job.key, ""))
 
-    def pass_on(self, job: RemoteJob, place: Assignment, seen: ObservedResponse) -> None:
-        answer = self._counted(job, place, seen, COMPLETED, final=True)
-        self._send(messages.PassOn(job.key, answer))
+    def pass_on(
+        self,
+        job: RemoteJob,
+        place: Assignment,
+        seen: ObservedResponse,
+        outcome: Outcome = COMPLETED,
+    ) -> None:
+        answer = self._counted(job, place, seen, outcome, final=True)
+        self._send(messages.PassOn(job.key, answer, outcome))
 
     def note(self, job: RemoteJob | None, outcome: str) -> None:
         if job is None:
@@ -406,7 +412,8 @@ class RemoteDispatcher:
     def _ask(self, ask: _Ask) -> None:
         job, tried = ask.job, list(ask.tried)
         if job.session == self._session:
-            self._send(messages.Resubmit(job.key, tried, ask.failure, job.fallback))
+            again = messages.Resubmit(job.key, tried, ask.failure, job.fallback, job.told_tokens)
+            self._send(again)
         else:
             job.key = job.key or next(self._keys)
             job.session = self._session
@@ -663,6 +670,7 @@ class RemoteDispatcher:
             metrics.overhead_s.take(),
             metrics.round_trip_s.take(),
             self._admission.usage.take(),
+            _taken(metrics.streams_continued),
         )
         self._untold.append(counts)
         self._channel.send(counts)

@@ -218,6 +218,7 @@ class RequestSession:
         request = self._requests[said.key]
         if said.model:
             self.dispatcher.fall_back(request.job, said.model)
+        request.job.told_tokens = said.told_tokens
         request.submit(said.tried, said.failure)
 
     def _leave(self, request: _Request, said: Any) -> None:
@@ -269,7 +270,9 @@ class RequestSession:
         self._leave(request, said)
         if request.settled is not None:
             answer = said.answer
-            self.dispatcher.pass_on(request.job, request.settled, answer, answer.told())
+            self.dispatcher.pass_on(
+                request.job, request.settled, answer, said.outcome, answer.told()
+            )
 
     def _over(self, request: _Request, said: messages.Over) -> None:
         self._leave(request, said)

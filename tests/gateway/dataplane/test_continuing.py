@@ -1,0 +1,237 @@
+"""An instance that breaks off in mid-stream: the client has one stream, to its end."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.running import CHAT, eventually, rig
+from tests.fakes.vllm import FakeInstance
+
+DIES: dict[str, Any] = {"die": "after_events", "events": 2}
+GOES_ON = {"events": 3, "event_bytes": 2}
+
+
+def body(**more: object) -> dict[str, Any]:
+    message = {"role": "user", "content": "hello"}
+    options = {"include_usage": True}
+    return {"model": "m", "messages": [message], "stream": True, "stream_options": options} | more
+
+
+async def read(client: httpx.AsyncClient, **more: object) -> tuple[str, list[Any]]:
+    """(All that came, its events); "cut" is the last one of a response that is not complete."""
+    text, events = "", []
+    try:
+        async with client.stream("POST", CHAT, json=body(**more)) as response:
+            assert response.status_code == 200
+            async for part in response.aiter_text():
+                text += part
+    except httpx.RemoteProtocolError:
+        events = ["cut"]
+    lines = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return text, [line if line == "[DONE]" else json.loads(line) for line in lines] + events
+
+
+def texts(events: list[Any]) -> list[str]:
+    choices = [e["choices"][0] for e in events if isinstance(e, dict) and e.get("choices")]
+    return [choice["delta"]["content"] for choice in choices if choice["delta"].get("content")]
+
+
+async def test_the_client_sees_one_stream_with_the_true_sums() -> None:
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault, fakes[1].fault = DIES, GOES_ON
+        text, events = await read(client, max_tokens=20)
+        assert texts(events) == ["xxxx"] * 2 + ["xx"] * 3
+        assert events[-1] == "[DONE]"
+        assert ": continued by i1\n\n" in text
+        assert events[-2]["usage"] == {"prompt_tokens": 8, "completion_tokens": 5}
+        roles = [e for e in events[:-2] if "role" in e["choices"][0]["delta"]]
+        assert len(roles) == 1
+        asked = json.loads(fakes[1].bodies[0])
+        assert asked["messages"][1:] == [{"role": "assistant", "content": "xxxxxxxx"}]
+        assert asked["continue_final_message"] is True
+        assert asked["max_tokens"] == 18
+        await eventually(running.settled)
+        told = await running.metrics()
+        assert 'hetero_gateway_streams_continued_total{result="continued"} 1.0' in told
+        series = running.gateway.metrics.every_series["m", "i1"]
+        assert +series.outcomes == {"completed": 1}
+        assert (series.input_tokens, series.output_tokens) == (8, 5)
+        assert running.gateway.metrics.upstream_errors["i0", "reset"] == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_what_is_placed_is_the_rest_and_both_legs_are_settled(workers: int) -> None:
+    async with rig(2, workers=workers) as (running, client, fakes):
+        fakes[0].fault, fakes[1].fault = DIES, GOES_ON | {"delay_s": 0.05}
+        asked = asyncio.create_task(read(client))
+        await eventually(lambda: fakes[1].requests == 1)
+        states = running.gateway.fleet.scheduler.members.table
+        (rest,) = states["i1"].outstanding()
+        assert rest.request.predicted_output_tokens == 256 - 2
+        _, events = await asked
+        assert len(texts(events)) == 5
+        await eventually(running.settled)
+        continued = running.gateway.metrics.streams_continued
+        await eventually(lambda: continued["continued"] == 1)  # a worker says so once a second
+
+
+async def test_events_of_several_tokens_are_counted_by_the_engine_that_goes_on() -> None:
+    async with rig(2) as (_, client, fakes):
+        fakes[0].fault = DIES | {"event_bytes": 10}  # of 2 or 3 tokens
+        fakes[1].fault = GOES_ON
+        _, events = await read(client, max_tokens=20)
+        assert json.loads(fakes[1].bodies[0])["max_tokens"] == 15
+        assert events[-2]["usage"] == {"prompt_tokens": 5, "completion_tokens": 8}
+
+
+async def test_what_turns_out_to_be_all_of_its_tokens_is_not_continued() -> None:
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault = DIES | {"event_bytes": 10}
+        _, events = await read(client, max_tokens=5)
+        assert [len(fake.bodies) for fake in fakes] == [1, 0]
+        assert events[-1] == "cut"
+        await eventually(running.settled)
+
+
+async def test_an_instance_that_dies_ahead_of_the_first_token_costs_nothing() -> None:
+    async with rig(2) as (_, client, fakes):
+        fakes[0].fault = {"die": "after_head"}
+        _, events = await read(client)
+        assert len(texts(events)) == 3
+        assert events[-1] == "[DONE]"
+        assert "continue_final_message" not in json.loads(fakes[1].bodies[0])
+
+
+async def test_it_goes_on_a_second_time_if_something_came_of_the_first() -> None:
+    async with rig(3) as (running, client, fakes):
+        for fake in fakes:
+            fake.fault = DIES | {"events": 10}
+        task = asyncio.create_task(read(client))
+        await eventually(lambda: sum(fake.requests for fake in fakes) == 2)
+        for fake in fakes:
+            fake.fault = {"events": 10}  # for whom comes now
+        _, events = await task
+        assert len(texts(events)) == 30
+        assert events[-1] == "[DONE]"
+        assert running.gateway.metrics.streams_continued["continued"] == 2
+
+
+async def test_a_prompt_under_which_two_broke_off_is_not_given_to_a_third() -> None:
+    async with rig(3) as (running, client, fakes):
+        for fake in fakes:
+            fake.fault = DIES
+        _, events = await read(client)
+        assert sum(fake.requests for fake in fakes) == 2
+        assert events[-2:] == [{"error": events[-2]["error"]}, "cut"]
+        assert len(texts(events)) == 4
+        assert running.gateway.metrics.streams_continued == {"continued": 1, "not_continuable": 1}
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"status": 400, "body": '{"error": {"message": "context"}}'},
+        {"status": 500, "body": "{}"},
+        {"status": 429, "body": "{}"},
+        {"die": "before_head"},
+        {"end": "error", "events": 0},
+    ],
+)
+async def test_where_nobody_goes_on_the_stream_ends_with_an_error(second: dict[str, Any]) -> None:
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault, fakes[1].fault = DIES, second
+        _, events = await read(client)
+        assert len(texts(events)) == 2
+        assert set(events[-2]) == {"error"}
+        assert events[-1] == "cut"
+        await eventually(running.settled)
+        running.gateway.metrics.catch_up()
+        counts = [+series.outcomes for series in running.gateway.metrics.every_series.values()]
+        assert [each for each in counts if each] == [{"upstream_error": 1}]
+
+
+async def test_alone_it_ends_as_ever() -> None:
+    async with rig(1) as (running, client, fakes):
+        fakes[0].fault = DIES
+        _, events = await read(client)
+        assert len(texts(events)) == 2
+        assert set(events[-2]) == {"error"}
+        assert events[-1] == "cut"
+        running.gateway.metrics.catch_up()
+        series = running.gateway.metrics.every_series["m", "i0"]
+        assert +series.outcomes == {"upstream_error": 1}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"scheduler": {"continue_streams": "off"}},
+        {"server": {"max_kept_bytes": 0}},
+        {"retry": {"budget_ratio": 0, "budget_min": 0}},
+    ],
+)
+async def test_it_can_be_switched_off(sections: dict[str, Any]) -> None:
+    async with rig(2, **sections) as (_, client, fakes):
+        fakes[0].fault = DIES
+        _, events = await read(client)
+        assert len(texts(events)) == 2
+        assert events[-1] == "cut"
+        assert fakes[1].requests == 0
+
+
+@pytest.mark.parametrize("more", [{"seed": 3}, {"tools": [{"type": "function"}]}, {"odd": 1}])
+async def test_what_would_not_be_exact_ends_honestly(more: dict[str, Any]) -> None:
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault = DIES
+        _, events = await read(client, **more)
+        assert events[-1] == "cut"
+        assert running.gateway.metrics.streams_continued == {"not_continuable": 1}
+
+
+async def test_a_stream_that_became_too_long_is_not_kept() -> None:
+    async with rig(2, server={"max_kept_bytes": 20_000}, timeouts={"idle_s": 0.8}) as rigged:
+        running, client, fakes = rigged
+        fakes[0].fault = DIES | {"events": 300, "event_bytes": 100, "delay_s": 0.01}
+        task = asyncio.create_task(read(client))
+        await eventually(lambda: bool(running.gateway.deadlines.exchanges))
+        (exchange,) = running.gateway.deadlines.exchanges
+        _, events = await task
+        assert len(texts(events)) == 300
+        assert events[-1] == "cut"
+        assert exchange.kept_reads() is None
+        assert len(exchange._tail) == 6
+
+
+async def test_a_hung_stream_goes_on_when_it_has_been_silent_for_too_long() -> None:
+    async with rig(2, timeouts={"idle_s": 0.3}) as (_, client, fakes):
+        fakes[0].fault = DIES | {"events": 2, "delay_s": 3}
+        _, events = await read(client)
+        assert len(texts(events)) == 1 + 3
+        assert events[-1] == "[DONE]"
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing() -> None:
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault, fakes[1].fault = DIES, {"first_delay_s": 60}
+        task = asyncio.create_task(read(client))
+        await eventually(lambda: fakes[1].requests == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await eventually(running.settled)
+        assert fakes[1].open == 0
+
+
+async def test_a_reader_that_is_slow_holds_up_the_second_leg_too() -> None:
+    many = FakeInstance(), FakeInstance()
+    many[0].fault = DIES
+    many[1].fault = {"events": 400, "event_bytes": 20_000}
+    async with rig(many) as (running, client, _):
+        async with client.stream("POST", CHAT, json=body()) as response:
+            parts = response.aiter_bytes()
+            await anext(parts)
+            await eventually(lambda: any(e.congested for e in running.gateway.deadlines.exchanges))
+            size = sum([len(part) async for part in parts])
+        assert size > 400 * 20_000
