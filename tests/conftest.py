@@ -102,6 +102,7 @@ TOGETHER = {
     "tests/planner": "compiled",
     "tests/cli/reports/test_plan_table.py": "compiled",
     "tests/sim/compiled/test_loops.py::test_by_numba": "compiled",
+    "tests/sim/compiled/test_own_price.py": "compiled",
     "tests/sim/test_block_cache.py::test_the_compiled": "compiled",
     "tests/sim/test_cluster.py::test_compiled": "compiled",
     "tests/sim/test_fleet.py": "compiled",

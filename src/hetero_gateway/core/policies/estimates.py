@@ -29,8 +29,8 @@ of I and u are known; they are taken for sequences of the mean I and u.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from hetero_gateway.core.instances.dispatch import NO_PEERS
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
@@ -83,6 +83,35 @@ _MOST_BUSY: Final = 0.7
 # unit), the time to the first token, and one decode step. A bare tuple: one is made for each
 # candidate.
 Estimate = tuple[float, float, float, float, float, float, float, float, float]
+
+
+class Placement(NamedTuple):
+    """A request on one candidate, for a rule of one's own.
+
+    ``latency_s`` to ``step_s``: as in ``Estimate``. Tokens are those of each of its sequences.
+    ``waited_s``: since it arrived.
+    """
+
+    latency_s: float
+    delay_s: float
+    ttft_s: float
+    step_s: float
+    sequences: float
+    prompt_tokens: float
+    output_tokens: float
+    cached_tokens: float
+    waited_s: float
+    now_s: float
+
+
+# A rule of one's own: so many seconds a placement costs beside all else, below 0 for what speaks
+# for it. It asks state and member for fields alone, so that numba can compile it.
+Price = Callable[[InstanceState, Member, Placement], float]
+
+
+def no_price(state: InstanceState, member: Member, placement: Placement) -> float:
+    """The ``Price`` where there is none."""
+    return 0.0
 
 
 def seats(max_num_seqs: float) -> float:

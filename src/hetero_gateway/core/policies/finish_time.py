@@ -41,6 +41,8 @@ from hetero_gateway.core.policies.estimates import (
     MATCHED_SHARE,
     MOST_PATIENCE_S,
     Estimate,
+    Placement,
+    Price,
     cheapest,
     cost,
     estimate,
@@ -68,7 +70,8 @@ _ESTIMATES = (
     "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s", "ttft_s", "room",
 )  # fmt: skip
 _NAMES = (*COLUMNS, *_ESTIMATES)
-_NAMES_WITH_SLO = (*_NAMES, "slo_price_s")
+# What more it may report, and what that is called.
+_FURTHER = {"slo_price_s": "limits that would be missed", "own_price_s": "a rule of its own"}
 _NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
 
 __all__ = ["MOST_PATIENCE_S", "FinishTime", "drain_s", "idle_before_drain_s"]
@@ -86,17 +89,19 @@ class FinishTime(PlacesAtOnce):
     Args:
         options: ``objective`` "makespan" has the drain rule always, "latency" only when nothing
             has arrived for ``idle_before_drain_s``; and ``prefill_depth``.
+        own_price: a rule of one's own, where there are times at all.
     """
 
     name = "finish-time"
     queues = True
     samples = True
 
-    def __init__(self, options: PolicyOptions) -> None:
+    def __init__(self, options: PolicyOptions, own_price: Price | None = None) -> None:
         self.objective: Objective = options.objective
         self.prefill_depth = options.prefill_depth
         self._first_token_weight = options.first_token_weight
         self.slos = options.slos
+        self.own_price = own_price
 
     def would_choose(self, view: View, rng: Draws) -> Choice:
         choice = self.choose(view, rng, waits=True)
@@ -160,23 +165,28 @@ class FinishTime(PlacesAtOnce):
         if backlog.profiled:
             late_s = late_from_s(soonest_ttft_s, cached is not None)
             weight = 0.0 if cached is None else self._first_token_weight
+            further: list[list[float]] = []
             if self.slos is not None:
-                names, slo_prices = _NAMES_WITH_SLO, self._slo_prices(view, self.slos, found)
+                names = (*names, "slo_price_s")
+                further.append(self._slo_prices(view, self.slos, found))
+            if self.own_price is not None:
+                names = (*names, "own_price_s")
+                further.append(self._own_prices(view, self.own_price, found))
             for i, one in enumerate(found):
                 time_s, usage, load_s, in_flight, latency_s, delay_s, price, ttft_s, _ = one
                 price_s, late_price_s, cost_s = cost(
                     latency_s, delay_s, price, ttft_s, soonest_s, late_s, weight
                 )
-                if self.slos is not None:
-                    cost_s += slo_prices[i]
+                for prices in further:
+                    cost_s += prices[i]
                 latencies.append(latency_s)
                 costs.append(cost_s)
                 told += (
                     time_s, usage, load_s, in_flight, latency_s, delay_s, price_s, late_price_s,
                     cost_s, ttft_s, rooms[i],
                 )  # fmt: skip
-                if self.slos is not None:
-                    told.append(slo_prices[i])
+                for prices in further:
+                    told.append(prices[i])
         else:
             # As seconds they are wrong, but they let go of those whose first token nobody sees.
             names, latencies = _NAMES_OF_COUNTS, costs
@@ -217,6 +227,21 @@ class FinishTime(PlacesAtOnce):
             for state, member, one in zip(view.states, view.members, found, strict=True)
         ]  # fmt: skip
 
+    def _own_prices(self, view: View, own_price: Price, found: list[Estimate]) -> list[float]:
+        """What a rule of one's own adds to each candidate's cost, s."""
+        request, prefix, backlog = view.request, view.prefix, view.backlog
+        assert backlog is not None
+        n_r, prompt = float(request.sequences), float(request.prompt_tokens)
+        output, prices = float(request.predicted_output_tokens), []
+        for i, one in enumerate(found):
+            cached = 0.0 if prefix is None else prefix.cached_tokens[i]
+            placement = Placement(
+                one[4], one[5], one[7], one[8], n_r, prompt, output, cached, backlog.waited_s,
+                view.now_s,
+            )  # fmt: skip
+            prices.append(own_price(view.states[i], view.members[i], placement))
+        return prices
+
     # In words
 
     def because(self, decision: Decided) -> str:
@@ -241,11 +266,14 @@ class FinishTime(PlacesAtOnce):
         memory = _part(figures.at("memory_price_s", position), "scarce memory")
         cached = self._because_cached(decision)
         first = _part(figures.at("late_price_s", position), "its first token")
-        slo_s = figures.at("slo_price_s", position) if "slo_price_s" in figures else 0.0
-        missed = _part(slo_s, "limits that would be missed")
+        further = "".join(
+            _part(figures.at(name, position), what)
+            for name, what in _FURTHER.items()
+            if name in figures
+        )
         ours = (
             f"done in {mine_s} s{cached} and holding others up for {delay_s} s{memory}{first}"
-            f"{missed} costs {{}} s, the lowest"
+            f"{further} costs {{}} s, the lowest"
         )
         told = lowest(decision, costs, ours, "{} would cost {} s")
         if figures.by_speed:

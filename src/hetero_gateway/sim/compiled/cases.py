@@ -6,6 +6,7 @@ scheduler has no constants for, policies and predictors that are not built in, q
 
 import math
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
+from hetero_gateway.core.policies.estimates import no_price
 from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin
 from hetero_gateway.core.policies.slo import Slo
@@ -27,6 +29,7 @@ from hetero_gateway.core.scheduling.decider import MOST_CANDIDATES
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
+from hetero_gateway.sim.compiled.jit import with_function
 from hetero_gateway.sim.compiled.tables import (
     REQUEST,
     SLOT,
@@ -56,7 +59,7 @@ _PLAIN_RULES: dict[type[Any], int] = {
 }
 
 # All that ``FinishTime`` consists of. Whatever else it may get is a rule that is not known here.
-_FINISH_TIME = {"objective", "prefill_depth", "_first_token_weight", "slos"}
+_FINISH_TIME = {"name", "objective", "prefill_depth", "_first_token_weight", "slos", "own_price"}
 
 # Runs a workload to its end, given how to compile a loop.
 Run = Callable[[Callable[[Any], Any]], None]
@@ -102,10 +105,14 @@ def covered(
         if world is None:
             return None
 
+        loop = late_binding.run_all
+        if fresh.policy.own_price is not None:
+            loop = with_function(loop, no_price, fresh.policy.own_price)
+
         def run_late(compiled: Callable[[Any], Any]) -> None:
             # A slot for each that may be on an instance, so that the loop needs no more.
             engines = engines_of(fleet, world.p.there.size)
-            compiled(late_binding.run_all)(engines, world, slowdowns, fresh.rng)
+            compiled(loop)(engines, world, slowdowns, fresh.rng)
             _tell(requests, records)
 
         return run_late
@@ -160,6 +167,7 @@ def _world(
     if (
         type(policy) is not FinishTime
         or slo is None
+        or not isinstance(policy.own_price, FunctionType | None)
         or not vars(policy).keys() <= _FINISH_TIME
         or tokens > pool.smallest_capacity_tokens
     ):

@@ -31,6 +31,28 @@ def compiled(loop: FunctionType) -> Any:
 
 
 @functools.cache
+def with_function(caller: FunctionType, old: Any, new: Any) -> Any:
+    """A loop with one function in the place of another: a copy, where it or what it calls by name
+    calls that.
+    """
+    replaced = {old: new}
+    for called in _functions(caller):
+        if called not in replaced:
+            copy = with_function(called, old, new)
+            if copy is not called:
+                replaced[called] = copy
+    names = caller.__globals__
+    others = {
+        name: replaced[names[name]]
+        for name in caller.__code__.co_names
+        if isinstance(names.get(name), FunctionType) and names[name] in replaced
+    }
+    if not others:
+        return caller
+    return FunctionType(caller.__code__, {**names, **others}, caller.__name__)
+
+
+@functools.cache
 def _register(function: FunctionType) -> None:
     """Have numba compile it where a loop calls it."""
     from numba.extending import register_jitable
@@ -39,7 +61,7 @@ def _register(function: FunctionType) -> None:
 
 
 def _called(loop: FunctionType) -> set[FunctionType]:
-    """A loop, and all of the package that it calls, or that what it calls does."""
+    """A loop, and all that it calls, or that what it calls does."""
     found, left = {loop}, [loop]
     while left:
         new = {*_functions(left.pop())} - found
@@ -49,13 +71,15 @@ def _called(loop: FunctionType) -> set[FunctionType]:
 
 
 def _functions(caller: FunctionType) -> Iterator[FunctionType]:
-    """Those whose names are in its code, or behind the name of a module."""
+    """Those whose names are in its code, or behind the name of a module; not those that numba has
+    of its own.
+    """
     names = caller.__code__.co_names
     values = [caller.__globals__.get(name) for name in names]
     modules = [value for value in values if isinstance(value, ModuleType)]
     values += [getattr(module, name, None) for module in modules for name in names]
     for value in values:
-        if isinstance(value, FunctionType) and value.__module__.startswith("hetero_gateway."):
+        if isinstance(value, FunctionType) and not value.__module__.startswith("numpy"):
             yield value
 
 
@@ -69,6 +93,7 @@ def _digest(functions: Iterable[FunctionType]) -> str:
     parts = sorted(types)
     for function in sorted(functions, key=lambda f: (f.__module__, f.__qualname__)):
         _add_code(parts, function.__code__)
+        parts += [repr(cell.cell_contents) for cell in function.__closure__ or ()]
         constants = function.__globals__
         for name in function.__code__.co_names:
             if isinstance(constants.get(name), int | float | tuple):

@@ -21,10 +21,12 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies.estimates import (
     MOST_PATIENCE_S,
+    Placement,
     cheapest,
     cost,
     estimate,
     late_from_s,
+    no_price,
     request_time_s,
     room,
 )
@@ -342,6 +344,11 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
                 s, member, one[7], one[8], 1.0, prompt, output, now_s, waited_s, queue.slo
             )
             s.slo_price_s = VIOLATION_PRICE_S * missed
+        # A policy's own rule stands here in place of ``no_price`` (``jit.with_function``).
+        placement = Placement(
+            one[4], one[5], one[7], one[8], 1.0, prompt, output, 0.0, now_s - r.arrival_s, now_s
+        )
+        s.own_price_s = no_price(s, member, placement)
         soonest_s = min(soonest_s, one[4])
         soonest_ttft_s = min(soonest_ttft_s, one[7])
     late_s = late_from_s(soonest_ttft_s, False)
@@ -349,6 +356,7 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
         s.cost_s = cost(s.latency_s, s.delay_s, s.price, s.ttft_s, soonest_s, late_s, 0.0)[2]
         if queue.has_slo:
             s.cost_s += s.slo_price_s
+        s.cost_s += s.own_price_s
     latest_s = math.inf
     if queue.always_drains or ended:
         latest_s = _latest_s(queue, states, soonest_s)

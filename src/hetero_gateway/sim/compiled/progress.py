@@ -71,7 +71,7 @@ STATE = record(
         *fields("?", "doubted"),
     )),
     *fields("i8", "told_steps"),
-    *fields("f8", "told_s typical_s latency_s delay_s cost_s price ttft_s slo_price_s"),
+    *fields("f8", "told_s typical_s latency_s delay_s cost_s price ttft_s slo_price_s own_price_s"),
     *fields("?", "slot room"),
 )  # fmt: skip
 # Of ``Probes``; ``doubted``: how many are.
