@@ -8,7 +8,7 @@ import pytest
 
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.policies import PolicyOptions
-from hetero_gateway.core.policies.estimates import Placement
+from hetero_gateway.core.policies.estimates import Prospect
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.sim.fleet import can_compile
@@ -21,9 +21,9 @@ SLOWER = profile(Constants(6e-5, 1e-5, 1e-6, 8e-3, 8e-8, 9.5e-5, 4e-8, 1.1e-2))
 COST, PARTS = "cost_s", ("delay_s", "memory_price_s", "late_price_s")
 
 
-def crowded(state, member, placement: Placement) -> float:
+def crowded(state, member, prospect: Prospect) -> float:
     """Where several wait for their first token, latencies come out a fifth longer."""
-    return 0.2 * placement.latency_s if state.waiting > MANY_WAIT else 0.0
+    return 0.2 * prospect.latency_s if state.waiting > MANY_WAIT else 0.0
 
 
 def with_rule() -> FinishTime:

@@ -85,7 +85,7 @@ _MOST_BUSY: Final = 0.7
 Estimate = tuple[float, float, float, float, float, float, float, float, float]
 
 
-class Placement(NamedTuple):
+class Prospect(NamedTuple):
     """A request on one candidate, for a rule of one's own.
 
     ``latency_s`` to ``step_s``: as in ``Estimate``. Tokens are those of each of its sequences.
@@ -106,10 +106,10 @@ class Placement(NamedTuple):
 
 # A rule of one's own: so many seconds a placement costs beside all else, below 0 for what speaks
 # for it. It asks state and member for fields alone, so that numba can compile it.
-Price = Callable[[InstanceState, Member, Placement], float]
+Price = Callable[[InstanceState, Member, Prospect], float]
 
 
-def no_price(state: InstanceState, member: Member, placement: Placement) -> float:
+def no_price(state: InstanceState, member: Member, prospect: Prospect) -> float:
     """The ``Price`` where there is none."""
     return 0.0
 

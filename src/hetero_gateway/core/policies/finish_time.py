@@ -41,8 +41,8 @@ from hetero_gateway.core.policies.estimates import (
     MATCHED_SHARE,
     MOST_PATIENCE_S,
     Estimate,
-    Placement,
     Price,
+    Prospect,
     cheapest,
     cost,
     estimate,
@@ -235,11 +235,11 @@ class FinishTime(PlacesAtOnce):
         output, prices = float(request.predicted_output_tokens), []
         for i, one in enumerate(found):
             cached = 0.0 if prefix is None else prefix.cached_tokens[i]
-            placement = Placement(
+            prospect = Prospect(
                 one[4], one[5], one[7], one[8], n_r, prompt, output, cached, backlog.waited_s,
                 view.now_s,
             )  # fmt: skip
-            prices.append(own_price(view.states[i], view.members[i], placement))
+            prices.append(own_price(view.states[i], view.members[i], prospect))
         return prices
 
     # In words

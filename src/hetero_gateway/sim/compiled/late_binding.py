@@ -21,7 +21,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies.estimates import (
     MOST_PATIENCE_S,
-    Placement,
+    Prospect,
     cheapest,
     cost,
     estimate,
@@ -345,10 +345,10 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
             )
             s.slo_price_s = VIOLATION_PRICE_S * missed
         # A policy's own rule stands here in place of ``no_price`` (``jit.with_function``).
-        placement = Placement(
+        prospect = Prospect(
             one[4], one[5], one[7], one[8], 1.0, prompt, output, 0.0, now_s - r.arrival_s, now_s
         )
-        s.own_price_s = no_price(s, member, placement)
+        s.own_price_s = no_price(s, member, prospect)
         soonest_s = min(soonest_s, one[4])
         soonest_ttft_s = min(soonest_ttft_s, one[7])
     late_s = late_from_s(soonest_ttft_s, False)
