@@ -46,6 +46,10 @@ class FakeInstance(FakeServer):
         self.models_body: bytes | None = None  # in place of the list of its models
         self.api_key: str | None = None
         self.close_after_response = False
+        # Clear: it takes requests and answers none, as a process that is stopped.
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.health_delay_s = 0.0
         self.delay_s = 0.0  # between events, where the request says nothing of it
         self.fault: dict[str, Any] = {}  # what every request is to meet, as under ``fake``
         self.requests = 0
@@ -88,6 +92,9 @@ class FakeInstance(FakeServer):
         head, body = await read_request(reader)
         path = head.split(b" ")[1].decode()
         if head.startswith(b"GET "):
+            if path == "/health" and self.health_delay_s:
+                await asyncio.sleep(self.health_delay_s)
+            await self.runs.wait()
             _write_plain(writer, *self._get(path))
             await writer.drain()
             return True
@@ -128,6 +135,7 @@ class FakeInstance(FakeServer):
 
     async def _post(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         fake = request.get("fake", {}) | self.fault
+        await self.runs.wait()
         if fake.get("hang"):
             await asyncio.sleep(3600)
         if fake.get("die") == "before_head":
@@ -148,6 +156,7 @@ class FakeInstance(FakeServer):
             return await self._stream(request, fake, writer)
         else:
             await asyncio.sleep(fake.get("first_delay_s", 0))
+            await self.runs.wait()
             await self._plain(fake, writer)
         if "extra" in fake:
             writer.write(fake["extra"].encode())
@@ -197,6 +206,7 @@ class FakeInstance(FakeServer):
         head += fake.get("head", "").encode()
 
         async def write(data: bytes) -> None:
+            await self.runs.wait()
             if one_by_one:
                 for i in range(len(data)):
                     writer.write(data[i : i + 1])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero_gateway.core.instances.outcomes import (
+    SILENT,
     SILENT_REASONS,
     SLOW_START_S,
     BreakerState,
@@ -175,10 +176,11 @@ def test_a_good_health_speaks_for_a_trial_that_goes_on_and_for_nothing_else() ->
 
 
 def test_a_good_health_says_nothing_of_one_that_was_ejected_for_its_silence() -> None:
-    for reason in SILENT_REASONS:
+    for reason in SILENT_REASONS - {SILENT}:
         assert Failure(reason).blame is Blame.SILENCE
         outcomes = Outcomes(RULES)
         outcomes.eject(100.0, reason)
+        outcomes.advance(102.0)
         outcomes.sent(SomeRequest(), 102.0)
         assert not outcomes.vouched(110.0, 110.0)
         assert outcomes.breaker is BreakerState.HALF_OPEN
@@ -344,7 +346,8 @@ class AnyEvents(RuleBasedStateMachine):
             self.open.append(request := SomeRequest())
             self.outcomes.sent(request, self.now_s)
             if self.outcomes.breaker is BreakerState.HALF_OPEN:
-                assert self.outcomes.bar(self.now_s, len(self.open)) is not None
+                tried_s = self.now_s - self.outcomes.trials_since_s
+                assert len(self.outcomes.trials) <= 2 + math.log2(max(0.5, tried_s))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), how=st.sampled_from(["good", "failed", "busy", "gone"]))
@@ -368,8 +371,24 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule()
     def vouch(self) -> None:
+        self.outcomes.advance(self.now_s)
         tried = self.outcomes.breaker is BreakerState.HALF_OPEN and self.outcomes.trials
-        assert tried or not self.outcomes.vouched(self.now_s, self.now_s)
+        lifeless = self.outcomes.reason == SILENT
+        assert tried or lifeless or not self.outcomes.vouched(self.now_s, self.now_s)
+
+    @rule()
+    def fall_silent(self) -> None:
+        if not self.outcomes.shut:
+            self.outcomes.eject(self.now_s, SILENT)
+            self.shut_until_s = self.outcomes.until_s
+
+    @rule()
+    def hear(self) -> None:
+        ejected = self.outcomes.ejected and self.outcomes.reason == SILENT
+        assert self.outcomes.heard(self.now_s) is ejected
+        if ejected:
+            assert not self.outcomes.ejected
+            self.shut_until_s = -math.inf
 
     @precondition(lambda self: self.failures)
     @rule(data=st.data())

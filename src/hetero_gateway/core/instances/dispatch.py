@@ -5,6 +5,7 @@ Plain records: ``state.py`` makes and changes them, and says which changes there
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple, Protocol
 
 from hetero_gateway.core.instances.observation import FirstTokenRow
@@ -67,6 +68,7 @@ class Dispatch:
         predicted_s: when it was sent, s, and the time to its first token, s, as predicted, where
             nobody will see it.
         sent_s: when it was sent, as far as its progress is followed.
+        expected_s: how long after that its first token was to come, s; infinite: nobody knows.
         match_tokens: of the prompt of one sequence, what its instance should have cached.
         known_keys: keys of its prompt that its instance had before; None: none are known.
         before: when it was sent, s, and what was there: sequences waiting, what of their prompts
@@ -81,6 +83,7 @@ class Dispatch:
 
     __slots__ = (
         "before",
+        "expected_s",
         "first_token",
         "hit_tokens",
         "interval",
@@ -140,6 +143,7 @@ class Dispatch:
         self.joined = 0.0
         self.prefilled_s = 0.0
         self.sent_s = 0.0
+        self.expected_s = math.inf
         self.predicted_s: tuple[float, float] | None = None
         self.before: tuple[float, float, float, float, float] | None = None
         self.match_tokens = 0.0

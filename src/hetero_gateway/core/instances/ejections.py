@@ -17,7 +17,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
-from hetero_gateway.core.instances.outcomes import BreakerState, EjectionRules, Outcomes, Sent
+from hetero_gateway.core.instances.outcomes import (
+    SILENT,
+    BreakerState,
+    EjectionRules,
+    Outcomes,
+    Sent,
+)
 from hetero_gateway.core.types import InstanceId
 
 _MOST_SUSPECTS = 256
@@ -147,6 +153,18 @@ class Ejections:
         if outcomes.breaker is not BreakerState.HALF_OPEN and not self.may_eject(instance_id):
             return []
         outcomes.eject(now_s, reason)
+        return [instance_id]
+
+    def fell_silent(self, instance_id: InstanceId, now_s: float) -> list[InstanceId]:
+        """Nothing is heard of it any more."""
+        outcomes = self._by_id[instance_id]
+        outcomes.advance(now_s)
+        if not self.rules.enabled or outcomes.shut:
+            return []
+        half_open = outcomes.breaker is BreakerState.HALF_OPEN
+        if not (outcomes.trials if half_open else self.may_eject(instance_id)):
+            return []
+        outcomes.eject(now_s, SILENT)
         return [instance_id]
 
     # Panic

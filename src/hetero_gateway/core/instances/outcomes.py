@@ -17,8 +17,13 @@ probe of its health alone does not: an engine may answer that and fail all that 
                                                        one may be it
     good /health     –               –                 slow start, if a     –
                                                        trial goes on
-    its term ends    –               open: half-open;  –                    closed
+    its term ends    –               open: half-open,  –                    closed
+                                     if it lives;
                                      busy: slow start
+    silence          open            –                 of a trial: open     open
+    heard again      –               open for silence: –                    –
+                                     slow start, or
+                                     closed
     retracted        –               open: as before,  –                    –
                                      if too few are
                                      left
@@ -35,6 +40,11 @@ Half-open: one request tries it, and one more once the first has been under way 
 at once, so a trial that has not after 1.5 s, and a good /health that was asked for then, are proof
 enough, unless the instance was ejected for its silence; if the trial fails later, that is as if it
 had been half-open all the time.
+
+Silence (``silence.py``) ejects like one failure too many, but that says nothing of what the
+instance does with requests: once anything is heard of what it has, it is over, and if that was
+within two seconds, as if nothing had been. Where nothing is left there to be heard of, it is
+half-open when its term is over and its /health was good since, or 10 s later.
 
 What is no outcome: 4xx answers, clients that left, errors of the gateway's own. A time-out is one
 only if nothing good was heard of the instance since the request was sent: a long request says
@@ -71,7 +81,10 @@ _PROOF_S: Final = 1.5
 # An answer of no more tokens is whole about as soon as a stream begins.
 _QUICK_TOKENS: Final = 64.0
 # Of ejections for silence: that an instance answers /health says nothing against it.
-SILENT_REASONS: Final = frozenset(("first_byte_timeout", "idle_timeout"))
+SILENT: Final = "silent"
+SILENT_REASONS: Final = frozenset((SILENT, "first_byte_timeout", "idle_timeout"))
+# For so long an instance that was ejected for its silence is not tried without a sign of life.
+_LIFELESS_S: Final = 10.0
 
 
 class EjectionRules(NamedTuple):
@@ -221,7 +234,12 @@ class Outcomes:
     _run: int = 0  # failures in a row
     _run_began_s: float = 0.0
     _busy_run: int = 0
+    heard_s: float = -math.inf  # the last success, or bytes of a stream, as far as they are noted
     _good_s: float = -math.inf  # the last success
+    _ejected_s: float = -math.inf
+    # What silence put an end to: what it was, and until when.
+    _broken_off: tuple[BreakerState, float] | None = None
+    _alive_s: float = -math.inf  # when its /health was asked that was good
     _ended_s: float = -math.inf  # of the last ejection
     _grounds: _Grounds | None = None
     _since_s: float = 0.0  # half-open, or slow start: since when
@@ -247,7 +265,7 @@ class Outcomes:
     def succeeded(self, now_s: float, request: Sent | None = None) -> bool:
         """One was answered well, or began to stream. Returns whether it stands elsewhere now."""
         self.ring.add_good(now_s)
-        self._good_s = now_s
+        self._good_s = self.heard_s = now_s
         self._run = self._busy_run = 0
         if request not in self.trials:
             return False
@@ -259,9 +277,13 @@ class Outcomes:
 
     def vouched(self, asked_s: float, now_s: float) -> bool:
         """Its /health, asked at ``asked_s``, is good. Returns whether it stands elsewhere now."""
+        self._alive_s = asked_s
+        if self.breaker is BreakerState.OPEN and now_s >= self._ended_s:
+            self.until_s = now_s
+        was = self.breaker
         self.advance(now_s)
         if self.breaker is not BreakerState.HALF_OPEN or self.reason in SILENT_REASONS:
-            return False
+            return self.breaker is not was
         trials = self._on_trial()
         if not trials or asked_s < self._tried_s + _PROOF_S:
             return False
@@ -269,10 +291,30 @@ class Outcomes:
         self.trials = trials
         return True
 
+    def heard(self, now_s: float) -> bool:
+        """Bytes of its streams came. Returns whether it stands elsewhere now."""
+        self.heard_s = now_s
+        if not self.ejected or self.reason != SILENT:
+            return False
+        if now_s < self._ejected_s + self.rules.base_s and self._broken_off is not None:
+            # So short a pause is nothing that an instance has to recover from.
+            self._ended_s = now_s
+            self.trials = []
+            self._turn(*self._broken_off)
+        else:
+            self._recover(now_s)
+        self.ejections -= 1
+        return True
+
+    @property
+    def is_heard_again(self) -> bool:
+        """It was ejected for its silence, and answered since."""
+        return self.ejected and self.reason == SILENT and self.heard_s > self._ejected_s
+
     def answered(self, last_s: float, count: int) -> None:
         """So many were answered well within a moment, up to ``last_s``, none of them a trial."""
         self.ring.add_good(last_s, count)
-        self._good_s = max(self._good_s, last_s)
+        self._good_s = self.heard_s = max(self._good_s, last_s)
         self._run = self._busy_run = 0
 
     def failed(self, now_s: float, request: Sent | None = None) -> bool:
@@ -304,7 +346,11 @@ class Outcomes:
         trial = self.breaker is BreakerState.HALF_OPEN or self._trial_failed
         self._grounds = _Grounds(now_s, self._run, self.ring, trial=trial)
         self.ejections += 1
+        self._broken_off = None
+        if reason == SILENT and self.breaker in (BreakerState.CLOSED, BreakerState.SLOW_START):
+            self._broken_off = self.breaker, self.until_s
         self.reason = reason
+        self._ejected_s = now_s
         self.trials.clear()
         self._trial_failed = False
         self._ended_s = now_s + term_s
@@ -317,6 +363,8 @@ class Outcomes:
             self._run -= 1
         grounds = self._grounds
         if self.breaker is not BreakerState.OPEN or grounds is None or at_s > grounds.at_s:
+            return False
+        if self.reason == SILENT:
             return False
         grounds.run -= 1
         grounds.failed -= 1
@@ -395,6 +443,10 @@ class Outcomes:
             self.until_s = self._next_trial_s(now_s)
             return False
         if self.breaker is BreakerState.OPEN:
+            lifeless_s = self._ejected_s + _LIFELESS_S
+            if self.reason == SILENT and self._alive_s < self._ejected_s and now_s < lifeless_s:
+                self.until_s = lifeless_s
+                return False
             self._open_half(now_s)
         elif self.breaker is BreakerState.BUSY:
             self._begin_slow(now_s, None)
@@ -433,6 +485,11 @@ class Outcomes:
         self.trials.append(request)
         if self.breaker is BreakerState.HALF_OPEN:
             self.until_s = self._next_trial_s(now_s)
+
+    @property
+    def trials_since_s(self) -> float:
+        """When the first of its trials was sent; there must be one."""
+        return self._tried_s
 
     # Half-open
 

@@ -550,6 +550,8 @@ class Scheduler:
             tracked=queues or (self._observes and request.streams),
             alone=queues or state.in_flight == state.tracked,
         )
+        if choice.ttft_s is not None:
+            dispatch.expected_s = choice.ttft_s
         if self.restraints.by_id:
             self.restraints.sent(dispatch, now_s)
         if self.on_dispatch is not None:

@@ -243,7 +243,7 @@ class ContinuedExchange(Exchange):
             self.head_sent = True
             if self.first_body_at_s is None:
                 self.first_body_at_s = time.monotonic()
-            self._owner.stream_began(self)
+            self.owner.stream_began(self)
             # A comment, as server-sent events have them: the head has gone long ago.
             data = b": continued by %b\n\n%b" % (self.place.instance.id.encode(), data)
         self.events += data.count(b"data: ")
@@ -263,7 +263,7 @@ class ContinuedExchange(Exchange):
             self.complete = True
             self.body_bytes = sum(map(len, self._tail))
             self._broken.finish_on()
-            self._owner.ended(self)
+            self.owner.ended(self)
 
     def break_off(self, error: Refusal) -> None:
         self._broken.break_off(error)

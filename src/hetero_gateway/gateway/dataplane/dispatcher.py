@@ -128,6 +128,10 @@ class Dispatcher(Protocol[JobT, PlaceT]):
         """
         ...
 
+    def has_other(self, job: JobT, tried: Sequence[InstanceId]) -> bool:
+        """Whether an instance that was not tried could take a request that has a place."""
+        ...
+
     def stream_began(self, job: JobT, place: PlaceT, stream: ObservedResponse) -> None:
         """A good stream's first bytes are here."""
         ...

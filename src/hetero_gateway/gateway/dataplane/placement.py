@@ -67,6 +67,7 @@ from hetero_gateway.gateway.dataplane.waits import QueueWait, WakingWait
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.fleet.liveness import LivenessWatch
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.settings import Prepared, Settings
@@ -106,7 +107,9 @@ class Placement:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[QueueWait, None] = {}  # in the order in which they came
         self._recalibration: Recalibration | None = None
-        self._steps = StepWatch(fleet, self._look(recalibrate))
+        self.steps = StepWatch(fleet, self._look(recalibrate))
+        # Sees to it that instances which fall silent are known, while there are requests.
+        self.liveness: LivenessWatch | None = None
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
@@ -124,7 +127,7 @@ class Placement:
         def apply() -> None:
             self.queues = self._fleet.queues  # which has taken up the policy
             self.timeout_s = fresh.scheduler.queue.timeout_s
-            self._steps.on_look = self._look(fresh.scheduler.recalibrate)
+            self.steps.on_look = self._look(fresh.scheduler.recalibrate)
 
         return Prepared(apply)
 
@@ -147,7 +150,7 @@ class Placement:
     def idle(self) -> bool:
         """Nothing waits, nothing is watched and no timer runs."""
         timers = (self._soon, self._timer)
-        return not self._waiting and self._steps.idle and timers == (None, None)
+        return not self._waiting and self.steps.idle and timers == (None, None)
 
     def knows(self, model: str) -> bool:
         """Whether any instance, available or not, serves the model."""
@@ -168,7 +171,7 @@ class Placement:
         """Stop every timer, and refuse what still waits."""
         self._closed = True
         self._fleet.on_change = None
-        self._steps.close()
+        self.steps.close()
         for handle in (self._soon, self._timer):
             if handle is not None:
                 handle.cancel()
@@ -205,6 +208,8 @@ class Placement:
         ticket = scheduler.place(
             request, now_s, tuple(exclude), first=bool(exclude) if first is None else first
         )
+        if self.liveness is not None and not self.liveness.watches:
+            self.liveness.watch()
         if isinstance(ticket, Reject):
             if ticket.reason is RejectReason.QUEUE_FULL:
                 raise self._refused("queue_full", request.model, ticket.detail)
@@ -248,6 +253,14 @@ class Placement:
     def rest_of(self, request: Request, told_tokens: int) -> Request:
         """What is left to do of a request whose answer broke off, elsewhere."""
         return self._scheduler.residual.rest_of(request, told_tokens)
+
+    def can_take(self, request: Request, exclude: Sequence[InstanceId]) -> bool:
+        """Whether a second attempt has anywhere to go but there."""
+        judged = self._scheduler.members.judge(request, exclude)
+        if isinstance(judged, Reject):
+            return False
+        restraints = self._scheduler.restraints
+        return restraints.strictly(judged[1], request, time.monotonic()) is not None
 
     def begin(
         self,
@@ -342,7 +355,7 @@ class Placement:
 
     def observe_speed(self, parts: Parts, samples: Samples) -> None:
         """What another process saw of its streams in the last second."""
-        self._steps.take_in(parts, samples)
+        self.steps.take_in(parts, samples)
 
     def stream_began(self, dispatch: Dispatch, stream: ObservedResponse | None) -> None:
         """The first bytes of an answer are here, and its first token, if the core asks for it.
@@ -354,7 +367,7 @@ class Placement:
         now_s = time.monotonic()
         self._scheduler.first_token(dispatch, now_s)
         if stream is not None:
-            self._steps.add(stream, dispatch, now_s)
+            self.steps.add(stream, dispatch, now_s)
         self.pump_soon()
 
     def settle(
@@ -374,7 +387,7 @@ class Placement:
             unseen_tokens = usage.output_tokens
         self._scheduler.settle(dispatch, outcome, now_s, usage, unseen_tokens)
         if stream is not None and dispatch.request.streams:
-            self._steps.discard(stream, now_s)
+            self.steps.discard(stream, now_s)
         if self._scheduler.queued:
             self.pump_soon()
 
@@ -503,6 +516,9 @@ class LocalDispatcher:
                 wait.begin(owner, min(time.monotonic() + self.placement.timeout_s, deadline_s))
                 return wait
         return place
+
+    def has_other(self, job: Job, tried: Sequence[InstanceId]) -> bool:
+        return self.placement.can_take(job.request, tried)
 
     def note_place(self, job: Job, failure: InstanceError | None, place: Placed) -> None:
         """Count and remember a decision."""

@@ -57,6 +57,10 @@ class ExchangeOwner(Protocol):
         """A good stream's first bytes are here. Called at most once."""
         ...
 
+    def unheard(self, exchange: Exchange) -> None:
+        """Nothing of an answer is here, and nothing is heard of its instance."""
+        ...
+
     def ended(self, exchange: Exchange) -> None:
         """It is ``complete``, or it failed: ``error``."""
         ...
@@ -113,7 +117,7 @@ class Exchange:
     _path: str
     _extra_fields: bytes
     total_deadline_s: float
-    _owner: ExchangeOwner
+    owner: ExchangeOwner
     place: Place | OutsidePlace
     # Bound once: they are used for every chunk.
     _write: Callable[[bytes], None] = field(init=False)
@@ -173,7 +177,7 @@ class Exchange:
         self._pending = self._downstream.start(head.status, fields, chunked=chunked)
         self.head_sent = True
         if self.frees_body:
-            self._owner.answer_began(self)
+            self.owner.answer_began(self)
 
     def _flush_head(self) -> None:
         pending, self._pending = self._pending, b""
@@ -192,11 +196,11 @@ class Exchange:
                 return
             self.first_body_at_s = time.monotonic()
             if self._path == RESPONSES and self.status < 400:
-                self._owner.response_began(self, data)
+                self.owner.response_began(self, data)
             data = self._pending + data
             self._pending = b""
             if self.streams and self.status < 400:
-                self._owner.stream_began(self)
+                self.owner.stream_began(self)
         self._write(data)
         if self._flow.write_paused and not self.congested:
             # The client is slow: stop reading, so that the instance's socket fills in turn.
@@ -250,7 +254,7 @@ class Exchange:
             if self._pending or self._rechunk:
                 self._close_body()
             self._downstream.finish()
-        self._owner.ended(self)
+        self.owner.ended(self)
 
     def _close_body(self) -> None:
         self._flush_head()  # where there was no body
@@ -260,10 +264,10 @@ class Exchange:
     def on_error(self, error: InstanceError) -> None:
         if self.error is None and not self.complete:
             self.error = error
-            self._owner.ended(self)
+            self.owner.ended(self)
 
     def on_bug(self, error: Exception) -> None:
-        self._owner.broke(error)
+        self.owner.broke(error)
 
     # What the owner calls
 
@@ -421,6 +425,12 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()
 
+    def leave_silent(self) -> None:
+        """Have what has no byte of an answer leave the instances that are silent, at once."""
+        for exchange in list(self.exchanges):
+            if exchange.place.instance.silent and not exchange.head_sent:
+                exchange.owner.unheard(exchange)
+
     def _check(self) -> None:
         now_s = time.monotonic()
         config = self._config
@@ -438,6 +448,8 @@ class Deadlines:
                 if silent_s >= config.first_byte_s:
                     message = f"no answer in {config.first_byte_s:g} s"
                     exchange.fail(InstanceError(Failure.FIRST_BYTE_TIMEOUT, message))
+                elif exchange.place.instance.silent:
+                    exchange.owner.unheard(exchange)
             elif silent_s >= config.idle_s and not exchange.congested:
                 message = f"no bytes for {config.idle_s:g} s"
                 exchange.fail(InstanceError(Failure.IDLE_TIMEOUT, message))

@@ -25,8 +25,8 @@ class RetryBudget:
         self._retries = 0
         self._continued = 0
 
-    def may_retry(self, error: InstanceError, attempts: int) -> bool:
-        """Whether a request may be tried once more; if so it is counted."""
+    def may_retry(self, error: InstanceError, attempts: int, *, counts: bool = True) -> bool:
+        """Whether a request may be tried once more; if so it is counted, if it ``counts``."""
         config = self.config
         most = config.max_attempts
         if error.failure is Failure.SERVER_ERROR:
@@ -38,7 +38,7 @@ class RetryBudget:
         recent = self._recent + self.requests
         if self._retries >= config.budget_min + config.budget_ratio * recent:
             return False
-        self._retries += 1
+        self._retries += counts
         return True
 
     def may_continue(self, open_requests: int) -> bool:

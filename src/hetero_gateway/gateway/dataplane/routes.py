@@ -41,10 +41,11 @@ class Outside:
         id: by which headers, logs and metrics call it.
     """
 
-    __slots__ = ("api_key", "id", "pool")
+    __slots__ = ("api_key", "id", "pool", "silent")
 
     def __init__(self, pool: InstancePool, api_key: str | None) -> None:
         self.id = InstanceId(f"outside:{pool.host}")
+        self.silent = False  # nobody looks
         self.pool = pool
         self.api_key = api_key
 

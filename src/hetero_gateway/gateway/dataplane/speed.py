@@ -29,6 +29,8 @@ from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.instances import Fleet
 
 INTERVAL_S = 1.0
+# Another process's report of its streams, once a second, counts until the next is due, and late.
+REPORT_LASTS_S = 1.5
 # A shorter part of a stream says too little: a few steps, and the jitter of the network.
 _LEAST_S = 0.1
 # From this many events on, one more or less at either end does not matter to the tokens per event.
@@ -62,6 +64,7 @@ class _Stream:
     dispatch: Streaming
     events: int
     since_s: float | None
+    glanced: int = -1  # events at the last glance
 
 
 # By instance: (seconds, steps) of parts of streams.
@@ -97,6 +100,20 @@ class StreamWatch:
             if tokens is not None:
                 self._samples[instance_id] = events, tokens
         self._part(self._ended, begun, events, now_s)
+
+    def glance(self) -> tuple[set[InstanceId], set[InstanceId]]:
+        """The instances whose streams have got anything since the last glance, and those with
+        streams whose clients read.
+        """
+        heard: set[InstanceId] = set()
+        watched: set[InstanceId] = set()
+        for stream, last in self._streams.items():
+            if not stream.congested:
+                watched.add(last.dispatch.instance_id)
+            if stream.events != last.glanced:
+                last.glanced = stream.events
+                heard.add(last.dispatch.instance_id)
+        return heard, watched
 
     def look(self, now_s: float) -> tuple[Parts, Samples]:
         """What was seen since the last look, which is forgotten here."""
@@ -134,6 +151,10 @@ class StepWatch(StreamWatch):
         self.on_look = on_look
         self._loop = asyncio.get_running_loop()
         self._others: Parts = {}  # of other processes, since the last look
+        # When another process reported streams of an instance, and which of them went on since the
+        # last glance.
+        self.reported_s: dict[InstanceId, float] = {}
+        self._went_on: set[InstanceId] = set()
         self._tokens_per_event: dict[InstanceId, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -148,10 +169,26 @@ class StepWatch(StreamWatch):
 
     def take_in(self, parts: Parts, samples: Samples) -> None:
         """What another process saw of its streams in the last second."""
+        now_s = time.monotonic()
         for instance_id, seen in parts.items():
             self._others.setdefault(instance_id, []).extend(seen)
+            self.reported_s[instance_id] = now_s
+            if any(steps for _, steps in seen):
+                self._went_on.add(instance_id)
         self._learn(samples)
         self._arm()
+
+    def glance(self) -> tuple[set[InstanceId], set[InstanceId]]:
+        heard, watched = super().glance()
+        heard |= self._went_on
+        self._went_on.clear()
+        lately_s = time.monotonic() - REPORT_LASTS_S
+        for instance_id, reported_s in list(self.reported_s.items()):
+            if reported_s < lately_s:
+                del self.reported_s[instance_id]
+            else:
+                watched.add(instance_id)
+        return heard, watched
 
     def close(self) -> None:
         if self._timer is not None:

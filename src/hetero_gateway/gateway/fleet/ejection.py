@@ -19,7 +19,7 @@ from collections import deque
 from typing import NamedTuple
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
-from hetero_gateway.core.instances.outcomes import BreakerState
+from hetero_gateway.core.instances.outcomes import SILENT, BreakerState
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -133,6 +133,15 @@ class OutcomeWatch:
         if instance.outcomes.vouched(asked_s, now_s):
             self._apply([instance.id], now_s)
 
+    def fell_silent(self, instance: Instance, now_s: float) -> None:
+        """Nothing is heard of it any more; nothing changes where it is ejected already."""
+        self._apply(self._ejections.fell_silent(instance.id, now_s), now_s)
+
+    def heard(self, instance: Instance, now_s: float) -> None:
+        """Bytes of its streams came."""
+        if instance.outcomes.heard(now_s):
+            self._apply([instance.id], now_s)
+
     # What failed stays charged
 
     def _charge(self, instance: Instance, dispatch: Dispatch, now_s: float, until_s: float) -> None:
@@ -197,6 +206,8 @@ class OutcomeWatch:
         outcomes = instance.outcomes
         breaker = outcomes.breaker
         self._fleet.scheduler.restraints.heed(instance.id, outcomes)
+        if instance.silent and not outcomes.shut:
+            self._fleet.set_silent(instance, silent=False)
         before = self._breakers.get(instance.id, BreakerState.CLOSED)
         if breaker is BreakerState.CLOSED:
             self._breakers.pop(instance.id, None)
@@ -205,9 +216,10 @@ class OutcomeWatch:
         if breaker is BreakerState.OPEN:
             self._metrics.ejections[instance.id, outcomes.reason] += 1
             _log.warning(
-                "instance %s is ejected for %.3g s: its requests fail (%s)",
+                "instance %s is ejected for %.3g s: %s (%s)",
                 instance.id,
                 outcomes.until_s - now_s,
+                "nothing is heard of it" if outcomes.reason == SILENT else "its requests fail",
                 outcomes.reason,
             )
         elif breaker is not before:

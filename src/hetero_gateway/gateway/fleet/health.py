@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hetero_gateway.core.instances.silence import Health
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import (
     EngineMetrics,
@@ -197,6 +198,10 @@ class HealthMonitor:
         """A request met a failure: mark the instance down if that is certain, and probe it now."""
         if down:
             self._fleet.mark_down(instance, reason)
+        self.ask(instance)
+
+    def ask(self, instance: Instance) -> None:
+        """Probe it now, or half a second after the last probe."""
         if (probed := self._probed.get(instance.id)) is not None:
             probed.suspected = True
             probed.wake.set()
@@ -240,8 +245,12 @@ class HealthMonitor:
     async def _look(self, instance: Instance, probe: Probe) -> None:
         """Ask /health; one that was down is opened only with what it serves."""
         asked_s = time.monotonic()
+        if instance.health.asked_s is None:
+            instance.health = instance.health._replace(asked_s=asked_s)
+        unanswered = False
         try:
             answer = await probe.get(paths.HEALTH)
+            instance.health = Health(None, time.monotonic() - asked_s)
             problem = "" if answer.good else f"{paths.HEALTH} answered {answer.status}"
             if answer.status == LOOP_DETECTED:
                 problem += ": it is this gateway itself, or leads back to it"
@@ -252,8 +261,15 @@ class HealthMonitor:
         except InstanceError as error:
             if error.failure is Failure.LOCAL:
                 self._note_local(instance, error)
+                instance.health = instance.health._replace(asked_s=None)
                 return
             problem = f"{paths.HEALTH}: {error}"
+            unanswered = error.failure is Failure.TOTAL_TIMEOUT
+            if not unanswered:
+                instance.health = Health(None, math.inf)
+            elif instance.outcomes.heard_s >= asked_s:
+                instance.health = Health(None, math.inf)
+                return  # it serves meanwhile: what requests meet there decides
         if not problem:
             self._fleet.mark_up(instance)
             if self._fleet.on_good_health is not None:
@@ -262,7 +278,7 @@ class HealthMonitor:
         instance.failed_probes += 1
         instance.down_reason = problem
         if instance.failed_probes >= self._config.unhealthy_after:
-            self._fleet.mark_down(instance, problem)
+            self._fleet.mark_down(instance, problem, unanswered=unanswered)
 
     def _note_local(self, instance: Instance, error: InstanceError) -> None:
         """What says nothing of the instance. Of late probes one is logged in a while, as all

@@ -20,6 +20,7 @@ from typing import Any
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.ejections import Ejections
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
+from hetero_gateway.core.instances.silence import Health
 from hetero_gateway.core.policies import POLICY_NAMES, Policy, PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.disciplines import ClassRule, make_discipline
@@ -87,6 +88,11 @@ class Instance:
         self.adapters: set[str] = set()  # that were loaded through the gateway
         self.up = False
         self.failed_probes = 0
+        self.health = Health(None, math.inf)
+        # Nothing is heard of it: what has no byte of an answer had better go elsewhere.
+        self.silent = False
+        self.mute = False  # the same, though nobody else might take its place
+        self.unanswered = False  # its probes, since it was up; nothing else is against it
         self.down_reason = "not probed yet"
         self.scrape_problem = ""  # what was wrong with its models or metrics at the last look
         self.models: frozenset[str] = config.models
@@ -370,19 +376,42 @@ class Fleet:
 
     def mark_up(self, instance: Instance) -> None:
         instance.failed_probes = 0
+        instance.unanswered = instance.mute = False
         if not instance.up:
             instance.up = True
             instance.down_reason = ""
             _log.info("instance %s is up", instance.id)
             self.publish(instance)
 
-    def mark_down(self, instance: Instance, reason: str) -> None:
-        if instance.up:
+    def mark_down(self, instance: Instance, reason: str, *, unanswered: bool = False) -> None:
+        """``unanswered``: it is silent when it is probed, and that is all."""
+        instance.unanswered = unanswered and (instance.up or instance.unanswered)
+        if instance.up and not (unanswered and self._is_needed(instance)):
             instance.up = False
             _log.warning("instance %s is down: %s", instance.id, reason)
             self.publish(instance)
         instance.down_reason = reason
         instance.engine_kv_usage = None
+        for other in list(self.instances.values()):
+            if other.unanswered and not other.up and self._is_needed(other):
+                other.up = True
+                _log.warning("instance %s gets requests all the same: nobody else is up", other.id)
+                self.publish(other)
+
+    def _is_needed(self, instance: Instance) -> bool:
+        """Whether nobody whose probes are answered serves a model of it, and requests may have it
+        that are not known to hang there.
+        """
+        well = [i.models for i in self._live() if i is not instance and not i.unanswered]
+        return not instance.mute and any(
+            not any(model in models for models in well) for model in instance.models
+        )
+
+    def set_silent(self, instance: Instance, *, silent: bool) -> None:
+        """Whether what has no byte of an answer had better leave it; other processes hear of it."""
+        instance.silent = silent
+        if self.on_publish is not None:
+            self.on_publish()
 
     def tell_drift(self, instance_id: InstanceId) -> None:
         """Log, once, that an instance's profile has begun or ceased to drift."""

@@ -200,6 +200,7 @@ class Hub:
                     instance.weight,
                     instance.up and instance.awake and not instance.outcomes.ejected,
                     instance.draining,
+                    instance.silent,
                 )
             )
         for gone in self._configs.keys() - self._fleet.instances.keys():

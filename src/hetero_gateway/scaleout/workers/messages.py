@@ -299,6 +299,7 @@ class InstanceNow(_Record):
     weight: float
     available: bool
     draining: bool
+    silent: bool
 
 
 class Instances(_FromScheduler, tag=101):

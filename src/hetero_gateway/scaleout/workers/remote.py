@@ -149,6 +149,7 @@ class FleetMirror:
         instance.engine_kv_capacity_tokens = member.kv_capacity_tokens
         instance.weight = member.weight
         instance.up = member.available
+        instance.silent = member.silent
         instance.draining = member.draining
         fleet.publish(instance)
 
@@ -231,6 +232,7 @@ class RemoteDispatcher:
     def __post_init__(self) -> None:
         self.ready, self.gone = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self.has_other = self._local.has_other
         self._connected: Channel | None = None  # not greeted yet
         self._channel: Channel | None = None  # of the scheduler process; None: it is away
         self._own = OwnScheduler(self._local, self._admission, self._answered)

@@ -94,8 +94,9 @@ class Worker(Parts):
         self._relay = ControlRelay(self._control_path, lambda: self.remote.alone)
         self._stack.push_async_callback(self._relay.close)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self._begin_placing(recalibrate=False)
-        # Never started: probes are the scheduler process's.
+        # Probes are the scheduler process's: none of these is ever started.
+        self._begin_placing(lambda _: None, recalibrate=False)
+        self.fleet.on_publish = self.deadlines.leave_silent
         health = HealthMonitor(self.fleet, self.config.health, tasks)
         self.dataplane = DataPlane(self, health, None)
         self.remote = RemoteDispatcher(

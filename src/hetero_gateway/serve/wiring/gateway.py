@@ -31,6 +31,7 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import DISCIPLINE_FIELDS, Fleet, Instance
+from hetero_gateway.gateway.fleet.liveness import LivenessWatch
 from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
@@ -128,7 +129,8 @@ class Parts:
     def reload_soon(self, cause: str) -> None:
         """It was asked to read its configuration again."""
 
-    def _begin_placing(self, *, recalibrate: bool) -> None:
+    def _begin_placing(self, ask: Callable[[Instance], None], *, recalibrate: bool) -> None:
+        """``ask``: has an instance's /health asked now."""
         self.outcomes = OutcomeWatch(self.fleet, self.metrics)
         self._stack.callback(self.outcomes.close)
         self.deadlines = Deadlines(self.config.timeouts)
@@ -137,6 +139,10 @@ class Parts:
         queue = self.config.scheduler.queue
         self.placement = Placement(self.fleet, self.metrics, queue, recalibrate=recalibrate)
         self._stack.callback(self.placement.close)
+        watch = self.placement.liveness = LivenessWatch(
+            self.fleet, self.outcomes, self.placement.steps, ask, self.deadlines.leave_silent
+        )
+        self._stack.callback(watch.close)
 
     def _write_about_requests(self) -> None:
         traces: Tracing | None = None  # it is off, and nothing of it is imported
@@ -215,7 +221,7 @@ class Gateway(Parts):
         self._stack.callback(self.health.stop)
         self.engine_calls = EngineCalls(self.fleet, self.health)
         self._stack.callback(self.engine_calls.close)
-        self._begin_placing(recalibrate=self.config.scheduler.recalibrate)
+        self._begin_placing(self.health.ask, recalibrate=self.config.scheduler.recalibrate)
         if self.sharing is not None:
             self.sharing.on_change = self.placement.pump_soon
             await self.sharing.start(tasks)
