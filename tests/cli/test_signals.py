@@ -1,7 +1,9 @@
 """``serve`` as a process: SIGHUP reloads, SIGTERM drains, and a broken file ends nothing."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,57 @@ async def test_sighup_reloads_and_sigterm_drains(tmp_path, workers):
             assert await asyncio.to_thread(gateway.process.wait, 60) == 0
         finally:
             await client.aclose()
+            await asyncio.to_thread(gateway.stop, signal.SIGKILL)
+
+
+async def one_after_the_other(port: int, body: bytes) -> int:
+    """Requests on one connection until a response says that it is the last; how many there were.
+
+    Raises asyncio.IncompleteReadError, OSError: one had no answer.
+    """
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answered = 0
+    while True:
+        writer.write(head % (CHAT.encode(), len(body)) + body)
+        said = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = re.search(rb"content-length: (\d+)", said)
+        if length is not None:
+            await reader.readexactly(int(length[1]))
+        else:
+            while size := int(await reader.readline(), 16):
+                await reader.readexactly(size + 2)
+            await reader.readexactly(2)
+        answered += 1
+        if b"connection: close" in said:
+            writer.close()
+            return answered
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("clients", [16, 200])
+async def test_at_the_end_no_client_on_a_kept_connection_is_without_an_answer(
+    tmp_path, workers, clients
+):
+    path = tmp_path / "gateway.yaml"
+    bodies = [json.dumps(STREAM | {"stream": streams}).encode() for streams in (True, False)]
+    async with fake_instances(2) as fakes:
+        write(path, fakes, server={"shutdown_timeout_s": 60})
+        for fake in fakes:
+            fake.delay_s = 0.02
+        command = ("serve", "-c", str(path), "--port", "0", "--workers", str(workers))
+        gateway = await asyncio.to_thread(Process, *command)
+        try:
+            port = httpx.URL(await asyncio.to_thread(gateway.wait_ready)).port
+            asking = [
+                asyncio.ensure_future(one_after_the_other(port, bodies[i % 2]))
+                for i in range(clients)
+            ]
+            await until(lambda: sum(fake.requests for fake in fakes) > 3 * clients)
+            gateway.process.send_signal(signal.SIGTERM)
+            assert min(await asyncio.gather(*asking)) > 1
+            assert await asyncio.to_thread(gateway.process.wait, 60) == 0
+        finally:
             await asyncio.to_thread(gateway.stop, signal.SIGKILL)
 
 

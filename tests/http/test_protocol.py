@@ -454,14 +454,36 @@ async def test_a_request_on_its_way_as_the_end_begins_is_answered() -> None:
             served.writer.write(post())
             assert (await served.response())[0] == 200
             running.server.should_exit = True
-            assert await served.rest() == b""  # at once; the others may still say something
             new.writer.write(post())
             half.writer.write(post()[20:])
-            for client in (new, half):
+            served.writer.write(post())
+            for client in (new, half, served):
                 answer = await client.rest()
                 assert answer.startswith(b"HTTP/1.1 200 ")
                 assert b"connection: close" in answer
             assert await silent.rest() == b""
+        assert running.settled()
+
+
+async def test_where_a_head_could_not_say_that_it_was_the_last_the_next_one_does() -> None:
+    async with fake_instances(1) as fakes:
+        config = config_for(fakes, server={"port": 0, "shutdown_timeout_s": 20})
+        async with contextlib.AsyncExitStack() as clients, running_gateway(config) as running:
+            connect = lambda: clients.enter_async_context(connected(running))  # noqa: E731
+            streaming, quiet, waiting = [await connect() for _ in range(3)]
+            for client in (streaming, quiet):
+                client.writer.write(post({"events": 5, "delay_s": 0.2}, stream=True))
+                await client.reader.readuntil(b"data: ")  # its head has gone
+            waiting.writer.write(post({"first_delay_s": 0.5}))
+            await eventually(lambda: fakes[0].requests == 3)
+            running.server.should_exit = True
+            await streaming.reader.readuntil(b"0\r\n\r\n")
+            streaming.writer.write(post())
+            answer = await streaming.rest()
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"connection: close" in answer
+            assert b"connection: close" in await waiting.rest()  # whose head had not
+            assert (await quiet.rest()).endswith(b"0\r\n\r\n")
         assert running.settled()
 
 

@@ -21,8 +21,8 @@ A connection's phases (``clients.Phase``), events down; "–": cannot be or mean
     response's end    –                   –                   the rest is dropped HEAD where there
                                                                                   are bytes, or IDLE
     too slow          closed              408: CLOSING        408: CLOSING        –
-    server ends       closed; new ones    closed after        the last request    the last request
-                      after LAST_CALL_S   LAST_CALL_S
+    server ends       closed after        closed after        the last request; where its head has
+                      LAST_CALL_S         LAST_CALL_S         gone without saying so, the next one
     reads nothing     closed              closed              closed              closed
     connection lost   over                over                over                over
 
@@ -55,7 +55,7 @@ _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
 
 _LINE_ENDS = re.compile(rb"(?:\r\n)+")
 _BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
-# How long a new connection may still bring a request once the server ends.
+# How long a connection may still bring a request once the server ends.
 LAST_CALL_S = 0.5
 # Of what comes behind a request: more is left to the kernel.
 _MOST_KEPT_BYTES = 65536
@@ -208,6 +208,11 @@ class EngineCycle:
     def cut(self) -> None:
         self.keep_alive = False
         self.finish()
+
+
+def _has_begun(cycle: Any) -> bool:
+    """Whether the head of its response has gone, which cannot say any more that it is the last."""
+    return bool(cycle.started if type(cycle) is EngineCycle else cycle.response_started)
 
 
 class _CycleTransport:
@@ -496,6 +501,8 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         self.turn += 1
         if self.flow.read_paused:
             self.flow.resume_reading()
+        if self.watch.ending:
+            self._call_last()
         if self._buffer is None:
             self.phase = _IDLE
         else:
@@ -576,12 +583,16 @@ class EngineProtocol(HttpToolsProtocol, Watched):
     def shutdown(self) -> None:
         """The server ends: what has begun is answered, and what may be on its way here, too."""
         self.watch.ending = True
-        if self.phase is _HEAD or (self.phase is _IDLE and self.cycle is None):
-            # A new connection's first request was perhaps sent before anybody could know. One that
-            # has been served is closed at once, as everywhere: its client knows that this happens.
-            self.loop.call_later(LAST_CALL_S, self._close_unused, self.turn)
-        else:
+        cycle: Any = self.cycle
+        if self.phase is _HEAD or self.phase is _IDLE:
+            # A request was perhaps sent before anybody could know. Its answer says that it is the
+            # last one.
+            self._call_last()
+        elif cycle is None or cycle.response_complete or not _has_begun(cycle):
             super().shutdown()
+
+    def _call_last(self) -> None:
+        self.loop.call_later(LAST_CALL_S, self._close_unused, self.turn)
 
     def _close_unused(self, turn: int) -> None:
         if self.turn == turn:
