@@ -44,6 +44,7 @@ class FakeInstance(FakeServer):
         self.healthy = True
         self.metrics = NO_PREFIX_CACHE
         self.models_body: bytes | None = None  # in place of the list of its models
+        self.checks_models = False  # 404 for others
         self.api_key: str | None = None
         self.close_after_response = False
         # Clear: it takes requests and answers none, as a process that is stopped.
@@ -135,6 +136,10 @@ class FakeInstance(FakeServer):
 
     async def _post(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         fake = request.get("fake", {}) | self.fault
+        if self.checks_models and request.get("model") not in self.models:
+            text = f"The model `{request.get('model')}` does not exist."
+            error = {"message": text, "type": "NotFoundError", "param": "model", "code": 404}
+            fake = {"status": 404, "body": json.dumps({"error": error})}
         await self.runs.wait()
         if fake.get("hang"):
             await asyncio.sleep(3600)

@@ -68,6 +68,8 @@ class Failure(enum.Enum):
     SERVER_ERROR = "server_error", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
     # A stream that broke off elsewhere: its engine does not take the rest for a request.
     NOT_CONTINUED = "not_continued", 502, "upstream_error", False, Suspicion.NONE, Blame.NONE
+    # Its engine does not have the model (any more) that it was believed to have.
+    MODEL_GONE = "model_gone", 404, "model_not_found", True, Suspicion.NONE, Blame.NONE
     # 503 or 429.
     BUSY = "busy", 503, "upstream_busy", True, Suspicion.NONE, Blame.BUSY
 

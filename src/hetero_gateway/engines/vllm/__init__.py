@@ -14,6 +14,7 @@ from hetero_gateway.engines.vllm.answers import completion_counts_in as completi
 from hetero_gateway.engines.vllm.answers import deltas_in as deltas_in
 from hetero_gateway.engines.vllm.answers import failed_in_tail as failed_in_tail
 from hetero_gateway.engines.vllm.answers import is_model_name as is_model_name
+from hetero_gateway.engines.vllm.answers import lacks_model as lacks_model
 from hetero_gateway.engines.vllm.answers import least_tokens_of_bytes as least_tokens_of_bytes
 from hetero_gateway.engines.vllm.answers import least_tokens_of_events as least_tokens_of_events
 from hetero_gateway.engines.vllm.answers import read_listing as read_listing

@@ -114,6 +114,11 @@ def failed_in_tail(tail: bytes) -> bool:
     return tail.startswith(_FAILURES[1][1:]) or any(mark in tail for mark in _FAILURES)
 
 
+def lacks_model(body: bytes) -> bool:
+    """Whether a 404 is for the model that was asked for, and not for a path or a response."""
+    return b"The model" in body and b"does not exist" in body
+
+
 def tokens_of_events(path: str, events: int) -> int:
     """Output tokens of a whole stream that has no usage: one per event that may carry one.
 

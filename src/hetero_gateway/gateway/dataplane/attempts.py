@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
-from hetero_gateway.engines.vllm import Work, response_id_in
+from hetero_gateway.engines.vllm import Work, lacks_model, response_id_in
 from hetero_gateway.engines.vllm.continuations import NotContinuable
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import EVERYBODY, Client
@@ -550,6 +550,10 @@ class Attempts(RequestReader):
         if status in (429, 503):
             message = f"its engine is busy: it answered {status}"
             return InstanceError(Failure.BUSY, message, held.retry_after_s())
+        if status == 404:
+            if isinstance(exchange.place, OutsidePlace) or not lacks_model(b"".join(held.parts)):
+                return None
+            return InstanceError(Failure.MODEL_GONE, "its engine does not have the model")
         if status >= 500:
             return InstanceError(Failure.SERVER_ERROR, f"it answered {status}")
         if self._lacks_body(exchange):

@@ -228,6 +228,8 @@ class Recorder:
         if error is None:
             return
         self._metrics.upstream_errors[instance.id, error.reason] += 1
+        if error.failure is Failure.MODEL_GONE:
+            self._health.miss(instance, job.request.model)
         suspicion = error.failure.suspicion
         if suspicion is not Suspicion.NONE:
             self._health.suspect(instance, str(error), down=suspicion is Suspicion.DOWN)

@@ -29,7 +29,7 @@ from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import UpstreamConnection
 
 # Answers that are held back whole: another instance may have a better one. All others pass.
-_HELD_STATUSES = frozenset((429, 500, 502, 503))
+_HELD_STATUSES = frozenset((404, 429, 500, 502, 503))
 _MOST_HELD_BYTES = 65536
 _LAST_CHUNK = b"0\r\n\r\n"
 # What is longer is not empty, however it is framed.
@@ -159,7 +159,7 @@ class Exchange:
         self.active = True
         self._decode = not self._downstream.passes_framing
         self._rechunk = not self._decode and head.ends_at_close
-        if (head.status >= 429 or head.content_length == 0) and _is_held(head):
+        if (head.status >= 404 or head.content_length == 0) and _is_held(head):
             self.held = HeldAnswer(head)
         else:
             self._begin_answer(head)

@@ -200,6 +200,18 @@ class HealthMonitor:
             self._fleet.mark_down(instance, reason)
         self.ask(instance)
 
+    def miss(self, instance: Instance, model: str) -> None:
+        """Its engine has answered that it does not have a model: read its models now."""
+        if not instance.miss(model):
+            return
+        self._fleet.publish(instance)
+        _log.warning(
+            "instance %s does not have %r any more: its models are read", instance.id, model
+        )
+        if (probed := self._probed.get(instance.id)) is not None:
+            probed.scrapes, probed.scrape_now = 0, True
+            self.ask(instance)
+
     def ask(self, instance: Instance) -> None:
         """Probe it now, or half a second after the last probe."""
         if (probed := self._probed.get(instance.id)) is not None:

@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +50,11 @@ FILE, ADMIN = "file", "admin"
 # What can differ of an instance's configuration while it serves.
 ADJUSTABLE = ("model", "profile", "weight")
 
+
+# A model that an engine has not is not asked of it for so long, unless it lists it; and one that it
+# lists and has not, again and again, is looked for no sooner.
+_MISSING_S = 60.0
+_MISSED_AGAIN_S = 10.0
 
 # Models of an instance, their cards, and its longest context.
 _Served = tuple[frozenset[str], Mapping[str, ModelCard], int | None]
@@ -96,6 +102,9 @@ class Instance:
         self.down_reason = "not probed yet"
         self.scrape_problem = ""  # what was wrong with its models or metrics at the last look
         self.models: frozenset[str] = config.models
+        # When its engine said, of models that it was believed to have, that it has not; as long as
+        # no list of its models names them.
+        self.missed_s: dict[str, float] = {}
         self.listed: frozenset[str] = frozenset()  # by its own /v1/models
         self.lists_odd_names = False  # some that are left out
         self.max_model_len: int | None = None
@@ -117,6 +126,30 @@ class Instance:
         if config.models != self.config.models:
             self.models = config.models  # none: until its next scrape says
         self.config = config
+
+    def missing(self, listed: frozenset[str]) -> set[str]:
+        """The models that it lacks, though they are configured; it lists these.
+
+        What is configured may be served without being listed: it is tried again after a while.
+        """
+        since_s = time.monotonic() - _MISSING_S
+        return {m for m, at_s in self.missed_s.items() if m not in listed and at_s >= since_s}
+
+    def miss(self, model: str) -> bool:
+        """Its engine has said that it does not have a model. Returns whether that is news.
+
+        Nobody is sent here for it any more, once that is published, until its models were read
+        again. Where they name it all the same, that goes for a while.
+        """
+        now_s = time.monotonic()
+        said_s = self.missed_s.get(model, -math.inf)
+        if model not in self.models or now_s - said_s < _MISSED_AGAIN_S:
+            return False
+        self.missed_s = {
+            m: at_s for m, at_s in self.missed_s.items() if now_s - at_s < _MISSING_S
+        } | {model: now_s}
+        self.models -= {model}
+        return True
 
     def spec(self) -> InstanceSpec:
         """The instance as the scheduler sees it."""
@@ -336,6 +369,7 @@ class Fleet:
         configured = instance.config.models
         instance.adapters &= listed
         served = configured | instance.adapters if configured else listed
+        served -= instance.missing(listed)
         cards = {name: card for name, card in models.items() if name in served}
         # What has not changed stays the same object, which ``models`` compares at once.
         if (served, cards) != (instance.models, instance.cards):
