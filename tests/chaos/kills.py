@@ -43,6 +43,7 @@ class Seen:
     legs: Counter[int] = field(default_factory=Counter)
     kills: int = 0
     faults: list[str] = field(default_factory=list)
+    results: dict[str, float] = field(default_factory=dict)  # as the gateway counts them
 
 
 async def stream_once(http: httpx.AsyncClient, rng: random.Random, seen: Seen) -> None:
@@ -138,6 +139,7 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         seen.faults += left + gateway.alarms()
         told = (await gateway.metrics())["hetero_gateway_streams_continued_total"]
         total = sum(legs * number for legs, number in seen.legs.items()) - seen.streams
+        seen.results = {labels[0][1]: number for labels, number in told.items()}
         counted = told[(("result", "continued"),)]
         if counted < total:
             seen.faults.append(f"{counted:g} counted as continued, {total} were")
@@ -167,6 +169,7 @@ def main() -> int:
         "continued": seen.continued,
         "most_legs": max(seen.legs, default=0),
         "kills": seen.kills,
+        "results": seen.results,
         "violations": seen.faults[:50],
         "broken": len(seen.faults),
     }

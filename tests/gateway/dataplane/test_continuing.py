@@ -235,3 +235,57 @@ async def test_a_reader_that_is_slow_holds_up_the_second_leg_too() -> None:
             await eventually(lambda: any(e.congested for e in running.gateway.deadlines.exchanges))
             size = sum([len(part) async for part in parts])
         assert size > 400 * 20_000
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_at_the_deadline_of_a_drain_what_can_goes_on_elsewhere(workers: int) -> None:
+    async with rig(2, workers=workers) as (running, client, fakes):
+        fakes[0].fault = {"events": 40, "delay_s": 0.2}
+        fakes[1].fault = {"events": 5}
+        streams = [asyncio.create_task(read(client, **more)) for more in ({}, {"odd": 1})]
+        plain = asyncio.create_task(
+            client.post(CHAT, json=body(stream=False, stream_options=None, fake={"hang": True}))
+        )
+        await eventually(lambda: fakes[0].open == 3)
+        fakes[0].fault = {}
+        async with httpx.AsyncClient(base_url=running.url) as admin:
+            patched = await admin.patch(
+                "/admin/instances/i0", json={"draining": True, "deadline_s": 2}
+            )
+            assert patched.status_code == 200, patched.text
+            wrong = await admin.patch("/admin/instances/i0", json={"deadline_s": 2})
+            assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_instance")
+        text, events = await streams[0]
+        assert ": continued by i1\n\n" in text
+        assert 10 < len(texts(events)) < 30
+        assert events[-1] == "[DONE]"
+        await eventually(lambda: fakes[1].requests == 2)
+        plain.cancel()
+        _, stays = await streams[1]
+        assert len(texts(stays)) == 40  # nobody could go on with it, and it is let be
+
+
+async def test_alone_nothing_leaves_an_instance_that_drains() -> None:
+    async with rig(1) as (running, client, fakes):
+        fakes[0].fault = {"events": 20, "delay_s": 0.2}
+        stream = asyncio.create_task(read(client))
+        await eventually(lambda: fakes[0].open == 1)
+        async with httpx.AsyncClient(base_url=running.url) as admin:
+            await admin.patch("/admin/instances/i0", json={"draining": True, "deadline_s": 0})
+        _, events = await stream
+        assert len(texts(events)) == 20
+        assert events[-1] == "[DONE]"
+
+
+async def test_the_streams_of_an_instance_that_freezes_go_on_elsewhere() -> None:
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault = {"events": 200, "delay_s": 0.1}
+        fakes[1].fault = {"events": 5}
+        streams = [asyncio.create_task(read(client)) for _ in range(4)]
+        await eventually(lambda: fakes[0].open == 4)
+        await asyncio.sleep(2)
+        fakes[0].runs.clear()
+        for text, events in await asyncio.gather(*streams):
+            assert ": continued by i1\n\n" in text
+            assert events[-1] == "[DONE]"
+        assert running.gateway.metrics.streams_continued["continued"] == 4

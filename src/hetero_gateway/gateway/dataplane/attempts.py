@@ -387,16 +387,19 @@ class Attempts(RequestReader):
         """Whether it is the present one, and on an instance of ours."""
         return exchange is self._exchange and not isinstance(exchange.place, OutsidePlace)
 
-    def unheard(self, exchange: Exchange) -> None:
-        job, rooms = self._job, self._rooms
+    def leave_if(self, exchange: Exchange, error: InstanceError) -> None:
+        job, rooms, inbound = self._job, self._rooms, self._inbound
         if not self._is_here(exchange) or exchange.held is not None or job is None:
             return
-        error = InstanceError(Failure.SILENT, "nothing is heard of it")
         tried = [*self._tried, exchange.place.instance.id]
+        if exchange.head_sent:
+            may = rooms.continuations is not None and rooms.continuations.can_follow(
+                exchange, inbound, self._continuation
+            )
+        else:
+            may = rooms.budget.may_retry(error, len(tried), counts=False)
         # It stays where it is if nobody else could have it: it may be answered there yet.
-        if rooms.budget.may_retry(error, len(tried), counts=False) and rooms.dispatcher.has_other(
-            job, tried
-        ):
+        if may and rooms.dispatcher.has_other(job, tried):
             exchange.fail(error)
 
     def ended(self, exchange: Exchange) -> None:

@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # What ends a stream that might go on; the total time-out does not.
-_BREAKS = frozenset((Failure.RESET, Failure.PROTOCOL, Failure.IDLE_TIMEOUT, Failure.ENGINE))
+_BREAKS = frozenset(
+    (Failure.RESET, Failure.PROTOCOL, Failure.IDLE_TIMEOUT, Failure.ENGINE, Failure.SILENT,
+     Failure.MOVED)
+)  # fmt: skip
 # A prompt under which two instances broke off is not given to a third, unless the second one had
 # told so many tokens: what kills engines does so at once.
 _MOST_BREAKS = 2
@@ -145,6 +148,14 @@ class Continuations:
             error,
         )
         return result
+
+    def can_follow(self, exchange: Exchange, inbound: Inbound, before: Continuation | None) -> bool:
+        """Whether a stream that has not broken off could go on elsewhere, if it were to."""
+        try:
+            self._of(exchange, inbound, before)
+        except NotContinuable:
+            return False
+        return self._budget.may_continue(len(self._open), counts=False)
 
     def _of(
         self, exchange: Exchange, inbound: Inbound, before: Continuation | None

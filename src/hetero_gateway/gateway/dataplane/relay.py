@@ -40,6 +40,8 @@ _TAIL_BYTES = 8192
 # Of a stream that is kept whole: a read is an event or more, and of events without a text.
 _MOST_KEPT_READS = 4096
 _FIRST_LOOK_READS = 128
+# A stream is left on an instance that has fallen silent for so long: it may go on.
+_HUNG_S = 3.0
 
 
 class ExchangeOwner(Protocol):
@@ -57,8 +59,8 @@ class ExchangeOwner(Protocol):
         """A good stream's first bytes are here. Called at most once."""
         ...
 
-    def unheard(self, exchange: Exchange) -> None:
-        """Nothing of an answer is here, and nothing is heard of its instance."""
+    def leave_if(self, exchange: Exchange, error: InstanceError) -> None:
+        """Its instance is silent, or drains: have it fail with that if it can go on elsewhere."""
         ...
 
     def ended(self, exchange: Exchange) -> None:
@@ -381,6 +383,10 @@ def _is_held(head: ResponseHead) -> bool:
     return head.content_length is None or head.content_length <= _MOST_HELD_BYTES
 
 
+def _silent() -> InstanceError:
+    return InstanceError(Failure.SILENT, "nothing is heard of it")
+
+
 class Deadlines:
     """The time-outs of all exchanges, by one timer.
 
@@ -429,7 +435,7 @@ class Deadlines:
         """Have what has no byte of an answer leave the instances that are silent, at once."""
         for exchange in list(self.exchanges):
             if exchange.place.instance.silent and not exchange.head_sent:
-                exchange.owner.unheard(exchange)
+                exchange.owner.leave_if(exchange, _silent())
 
     def _check(self) -> None:
         now_s = time.monotonic()
@@ -449,9 +455,16 @@ class Deadlines:
                     message = f"no answer in {config.first_byte_s:g} s"
                     exchange.fail(InstanceError(Failure.FIRST_BYTE_TIMEOUT, message))
                 elif exchange.place.instance.silent:
-                    exchange.owner.unheard(exchange)
-            elif silent_s >= config.idle_s and not exchange.congested:
+                    exchange.owner.leave_if(exchange, _silent())
+            elif exchange.congested:
+                pass  # it is the client who is silent
+            elif silent_s >= config.idle_s:
                 message = f"no bytes for {config.idle_s:g} s"
                 exchange.fail(InstanceError(Failure.IDLE_TIMEOUT, message))
+            elif silent_s >= _HUNG_S and exchange.place.instance.silent:
+                exchange.owner.leave_if(exchange, _silent())
+            if now_s >= exchange.place.instance.leave_at_s:
+                moved = InstanceError(Failure.MOVED, "it drains, and its deadline is over")
+                exchange.owner.leave_if(exchange, moved)
         self.watches = bool(self.exchanges)
         self._timer = self._loop.call_later(self._tick_s, self._check) if self.watches else None

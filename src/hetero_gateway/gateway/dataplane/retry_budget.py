@@ -8,6 +8,8 @@ from hetero_gateway.files.gateway_config import RetryConfig
 from hetero_gateway.http.failures import Failure, InstanceError
 
 _WINDOW_S = 10.0
+# So often a stream may break off and go on in that time, on average over what is open.
+_MOST_EACH = 3
 
 
 class RetryBudget:
@@ -41,8 +43,9 @@ class RetryBudget:
         self._retries += counts
         return True
 
-    def may_continue(self, open_requests: int) -> bool:
-        """Whether a stream that broke off may be continued elsewhere; if so it is counted.
+    def may_continue(self, open_requests: int, *, counts: bool = True) -> bool:
+        """Whether a stream that broke off may be continued elsewhere; if so it is counted, if it
+        ``counts``.
 
         An instance that dies breaks all of its streams off at once, which were begun over minutes:
         what bounds them is how many requests are open. Without retries there is none of this.
@@ -51,9 +54,9 @@ class RetryBudget:
         self._roll()
         if not (config.budget_ratio or config.budget_min):
             return False
-        if self._continued >= config.budget_min + open_requests:
+        if self._continued >= config.budget_min + _MOST_EACH * open_requests:
             return False
-        self._continued += 1
+        self._continued += counts
         return True
 
     def _roll(self) -> None:

@@ -16,6 +16,7 @@ continues a response has no fallback. A body is rewritten in its ``model`` alone
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
 from typing import NamedTuple
@@ -41,11 +42,12 @@ class Outside:
         id: by which headers, logs and metrics call it.
     """
 
-    __slots__ = ("api_key", "id", "pool", "silent")
+    __slots__ = ("api_key", "id", "leave_at_s", "pool", "silent")
 
     def __init__(self, pool: InstancePool, api_key: str | None) -> None:
         self.id = InstanceId(f"outside:{pool.host}")
         self.silent = False  # nobody looks
+        self.leave_at_s = math.inf
         self.pool = pool
         self.api_key = api_key
 

@@ -97,6 +97,7 @@ class Instance:
         self.health = Health(None, math.inf)
         # Nothing is heard of it: what has no byte of an answer had better go elsewhere.
         self.silent = False
+        self.leave_at_s = math.inf  # monotonic: what is on it then goes elsewhere, if it can
         self.mute = False  # the same, though nobody else might take its place
         self.unanswered = False  # its probes, since it was up; nothing else is against it
         self.down_reason = "not probed yet"

@@ -201,6 +201,7 @@ class Hub:
                     instance.up and instance.awake and not instance.outcomes.ejected,
                     instance.draining,
                     instance.silent,
+                    instance.leave_at_s,
                 )
             )
         for gone in self._configs.keys() - self._fleet.instances.keys():

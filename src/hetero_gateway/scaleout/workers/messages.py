@@ -300,6 +300,7 @@ class InstanceNow(_Record):
     available: bool
     draining: bool
     silent: bool
+    leave_at_s: float
 
 
 class Instances(_FromScheduler, tag=101):

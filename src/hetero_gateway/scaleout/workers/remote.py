@@ -150,6 +150,7 @@ class FleetMirror:
         instance.weight = member.weight
         instance.up = member.available
         instance.silent = member.silent
+        instance.leave_at_s = member.leave_at_s
         instance.draining = member.draining
         fleet.publish(instance)
 

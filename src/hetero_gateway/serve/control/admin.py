@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ class InstancePatch(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     draining: bool | None = None
+    deadline_s: float | None = Field(None, ge=0, le=86400)
     weight: float | None = Field(None, ge=1e-3, le=1e3)
     recalibrated: bool | None = None
 
@@ -214,6 +216,8 @@ async def _addresses_of(base_url: str) -> list[str]:
 async def change_instance(request: Request, instance_id: str) -> Response:
     """Change ``draining`` or ``weight``, or bring the original profile back.
 
+    With ``draining`` true and ``deadline_s``, what has not ended by then goes on elsewhere, as far
+    as it can.
     ``recalibrated`` false restores the constants that the configuration names (or none) and keeps
     them; true lets them follow the traffic again, where ``scheduler.recalibrate`` is on.
     """
@@ -228,8 +232,12 @@ async def change_instance(request: Request, instance_id: str) -> Response:
         raise Refusal(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
     if patch.recalibrated is not None:
         gateway.fleet.set_recalibrated(instance, patch.recalibrated)
+    if patch.deadline_s is not None and not patch.draining:
+        raise Refusal(400, "invalid_instance", "deadline_s: only with draining true")
     if patch.draining is not None:
         instance.draining = patch.draining
+        after_s = math.inf if patch.deadline_s is None else patch.deadline_s
+        instance.leave_at_s = time.monotonic() + after_s
     if patch.weight is not None:
         instance.weight = patch.weight
     gateway.fleet.publish(instance)
