@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
-from hetero_gateway.engines.vllm import Work, lacks_model, response_id_in
+from hetero_gateway.engines.vllm import Work, response_id_in
 from hetero_gateway.engines.vllm.continuations import NotContinuable
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import EVERYBODY, Client
@@ -548,20 +548,13 @@ class Attempts(RequestReader):
 
     def _failure_of(self, exchange: Exchange) -> InstanceError | None:
         """What an answer that was held back means; None: that it is to pass."""
-        held, status = exchange.held, exchange.status
-        assert held is not None
-        if status in (429, 503):
-            message = f"its engine is busy: it answered {status}"
-            return InstanceError(Failure.BUSY, message, held.retry_after_s())
-        if status == 404:
-            if isinstance(exchange.place, OutsidePlace) or not lacks_model(b"".join(held.parts)):
-                return None
-            return InstanceError(Failure.MODEL_GONE, "its engine does not have the model")
-        if status >= 500:
-            return InstanceError(Failure.SERVER_ERROR, f"it answered {status}")
-        if self._lacks_body(exchange):
-            return InstanceError(Failure.EMPTY, "its answer is empty")
-        return None
+        assert exchange.held is not None
+        if exchange.status == 404 and isinstance(exchange.place, OutsidePlace):
+            return None
+        error = exchange.held.error()
+        if error is None and self._lacks_body(exchange):
+            error = InstanceError(Failure.EMPTY, "its answer is empty")
+        return error
 
     def _lacks_body(self, exchange: Exchange) -> bool:
         return exchange.empty and exchange.status == 200 and self._inbound.work is Work.GENERATE

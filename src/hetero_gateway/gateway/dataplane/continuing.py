@@ -242,7 +242,8 @@ class ContinuedExchange(Exchange):
     def on_data(self, data: bytes) -> None:
         self.active = True
         if self.held is not None:
-            return  # none of it is for the client
+            self.held.parts[:] = [data[:_TAIL_BYTES]]  # none of it is for the client
+            return
         try:
             data = self.splice.feed(data)
         except NotContinuable as error:
@@ -267,7 +268,8 @@ class ContinuedExchange(Exchange):
 
     def on_complete(self) -> None:
         if self.held is not None:
-            self.on_error(_why_not(self.held, self.status))
+            refused = f"it answered {self.status} to the rest of a stream"
+            self.on_error(self.held.error() or InstanceError(Failure.NOT_CONTINUED, refused))
         elif not self.splice.done:
             self.on_error(InstanceError(Failure.RESET, "its answer ended early"))
         else:
@@ -278,14 +280,3 @@ class ContinuedExchange(Exchange):
 
     def break_off(self, error: Refusal) -> None:
         self._broken.break_off(error)
-
-
-def _why_not(held: HeldAnswer, status: int) -> InstanceError:
-    """What an answer means that is not the rest of a stream."""
-    if status in (429, 503):
-        return InstanceError(
-            Failure.BUSY, f"its engine is busy: it answered {status}", held.retry_after_s()
-        )
-    if status >= 500:
-        return InstanceError(Failure.SERVER_ERROR, f"it answered {status}")
-    return InstanceError(Failure.NOT_CONTINUED, f"it answered {status} to the rest of a stream")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hetero_gateway.core.types import Usage
-from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, usage_in_tail
+from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, lacks_model, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.server_config import TimeoutsConfig
 from hetero_gateway.gateway.dataplane.dispatcher import Place
@@ -81,6 +81,18 @@ class HeldAnswer:
         self.head = head
         self.parts: list[bytes] = []
         self.size_bytes = 0
+
+    def error(self) -> InstanceError | None:
+        """What its status says of its engine; None: nothing, as the request is at fault."""
+        status = self.head.status
+        if status in (429, 503):
+            message = f"its engine is busy: it answered {status}"
+            return InstanceError(Failure.BUSY, message, self.retry_after_s())
+        if status >= 500:
+            return InstanceError(Failure.SERVER_ERROR, f"it answered {status}")
+        if status == 404 and lacks_model(b"".join(self.parts)):
+            return InstanceError(Failure.MODEL_GONE, "its engine does not have the model")
+        return None
 
     def retry_after_s(self) -> float | None:
         """When the engine wants to be asked again, if it says so in seconds."""
