@@ -46,7 +46,7 @@ from hetero_gateway.planner.plan import Layout, Machine, Plan, SystemFigures
 from hetero_gateway.planner.question import NoPlan, Question, Trials, reduced
 from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Mix, run_alone
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 MODEL, CONTEXT, AT_MOST, KINDS = "Llama-3-8B", 8192, 3, 3

@@ -63,7 +63,7 @@ from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held
 from hetero_gateway.planner.plan import Key
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.figures import request_times
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload
 
 # Profile, USD per hour (round figures to compare with, not offers), and how many there are.

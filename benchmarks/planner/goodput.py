@@ -41,7 +41,7 @@ from hetero_gateway.planner.question import NoPlan, Question
 from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.figures import within_slo
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import Workload, gamma_arrivals
 
 REFERENCE_SEED = 424_242

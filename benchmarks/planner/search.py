@@ -58,7 +58,8 @@ from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import EngineFleet, can_compile
+from hetero_gateway.sim.fleet import EngineFleet
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.kernel import GENERATION_TOTAL
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload

@@ -39,7 +39,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.cluster_config import load_cluster
 from hetero_gateway.files.trace import read_trace
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
 from hetero_gateway.sim.result import RunResult, summarise
 from hetero_gateway.sim.workload import Workload

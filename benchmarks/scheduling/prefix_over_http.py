@@ -59,7 +59,7 @@ from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import summarise
 from hetero_gateway.sim import result as simulated_result
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
 from hetero_gateway.sim.workload import Workload
 

@@ -44,7 +44,8 @@ import numpy as np
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request, Usage
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
-from hetero_gateway.sim.fleet import EngineFleet, jit
+from hetero_gateway.sim.fleet import EngineFleet
+from hetero_gateway.sim.jit import compiled
 from hetero_gateway.sim.prefixes import Prefixes
 
 BLOCK = DEFAULT_BLOCK_TOKENS
@@ -121,7 +122,7 @@ class PeerGateway:
         self._found = [0] * (self._prefixes.most_tokens // BLOCK + 1)
         if fleet.compiled:
             self._found = np.array(self._found)
-            self._look_up = jit(block_cache.look_up, allocates=False)
+            self._look_up = compiled(block_cache.look_up)
 
     @property
     def policy(self) -> Self:

@@ -41,7 +41,7 @@ from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.result import RunResult, summarise
 from hetero_gateway.sim.workload import Workload
 

@@ -35,10 +35,10 @@ from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import Workload
 
-GOALS_S = {"round-robin": 5.0, "capacity-weighted": 5.0, "min-max": 5.0, "finish-time": 15.0}
+GOALS_S = {"round-robin": 5.0, "capacity-weighted": 5.0, "min-max": 5.0, "finish-time": 7.0}
 LOAD = 0.9
 INSTANCES = 16
 REQUESTS = 1_000_000

@@ -11,7 +11,7 @@ from hetero_gateway.planner import question
 from hetero_gateway.planner.plan import InstanceType, MemoryEstimate
 from hetero_gateway.sim import alone
 from hetero_gateway.sim.cluster import Records, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
 
 # So short that simulations take little time.

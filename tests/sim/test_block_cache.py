@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import Engine, Sequence
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from tests.sim.closed_form import BOTH, Case, check, in_closed_form
 from tests.sim.naive import Job, NaiveEngine
 from tests.sim.test_fleet import EXACT, REAL

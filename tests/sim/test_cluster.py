@@ -15,7 +15,7 @@ from hetero_gateway.core.policies import POLICY_NAMES, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 from tests.core.builders import FAST_CONSTANTS, SLOW_CONSTANTS
 from tests.sim.builders import FAST, SLOW, instances, make_scheduler, random_workload

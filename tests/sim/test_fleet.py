@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.sim import kernel
-from hetero_gateway.sim.fleet import EngineFleet, can_compile
+from hetero_gateway.sim.fleet import EngineFleet
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.recorded import Placements, run_as_placed
 from tests.sim.closed_form import BOTH, NEVER_S, Case, check, in_closed_form
 from tests.sim.naive import Job

@@ -12,7 +12,7 @@ from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.prefixes import KnownText, Prefixes, Run
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 from tests.sim.builders import instances

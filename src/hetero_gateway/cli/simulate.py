@@ -31,7 +31,7 @@ from hetero_gateway.sim.experiment import (
     measure_bound,
     mix_moments,
 )
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.prefixes import Prefixes
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import TraceLengths, mean_rate_per_s

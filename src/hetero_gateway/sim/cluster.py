@@ -47,9 +47,10 @@ from hetero_gateway.core.types import (
     Usage,
 )
 from hetero_gateway.sim.compiled import cases
-from hetero_gateway.sim.compiled.jit import compiled as jit_loop
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS, DEFAULT_MAX_BATCHED_TOKENS, Scheduling
-from hetero_gateway.sim.fleet import EngineFleet, can_compile
+from hetero_gateway.sim.fleet import EngineFleet
+from hetero_gateway.sim.jit import can_compile
+from hetero_gateway.sim.jit import compiled as jit_loop
 from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Fault, FaultEvent, FaultKind, Workload, fault_events
 

@@ -5,16 +5,13 @@ kernel is compiled; otherwise they are lists and it runs as it is written. The r
 same.
 """
 
-import functools
-import importlib.util
 from collections.abc import Sequence
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.sim import block_cache, kernel
+from hetero_gateway.sim import block_cache, jit, kernel
 from hetero_gateway.sim.engine import (
     DEFAULT_MAX_BATCHED_TOKENS,
     Scheduling,
@@ -28,34 +25,9 @@ ENTRIES = (kernel.submit, kernel.change_slowdown, kernel.advance, kernel.decoded
 _LOGENTRIES = 4096
 
 
-def can_compile() -> bool:
-    """Whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
-
-
-# Without its counting of references, which would take half of the time: wherever a tuple of arrays
-# is taken apart, each of them is counted. What is compiled so can neither make an array nor return
-# one that it was not given; numba says so where it would. Nobody calls it through a wrapper.
-OPTIONS: Any = {"_nrt": False, "no_cfunc_wrapper": True}
-
-
-@functools.cache
 def compile_kernel() -> tuple[Any, ...]:
     """What a fleet calls of the kernel, compiled."""
-    from numba.extending import register_jitable
-
-    functions = [*vars(block_cache).values(), *vars(kernel).values()]
-    for function in dict.fromkeys(f for f in functions if isinstance(f, FunctionType)):
-        if function not in ENTRIES:
-            register_jitable(**OPTIONS)(function)
-    return tuple(jit(function) for function in ENTRIES)
-
-
-def jit(function: Any) -> Any:
-    """A function compiled; numba caches the result on disk."""
-    import numba
-
-    return numba.njit(cache=True, **OPTIONS)(function)
+    return tuple(jit.compiled(function) for function in ENTRIES)
 
 
 class EngineFleet:

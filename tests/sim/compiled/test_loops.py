@@ -22,7 +22,7 @@ from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim import cluster, fleet
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="numba is not installed")

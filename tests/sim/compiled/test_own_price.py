@@ -11,7 +11,7 @@ from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.estimates import Prospect
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.sim.fleet import can_compile
+from hetero_gateway.sim.jit import can_compile
 from tests.core.builders import profile, request, scheduler, spec, submitted
 from tests.sim.compiled import test_loops as loops
 

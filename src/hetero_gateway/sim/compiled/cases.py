@@ -29,7 +29,6 @@ from hetero_gateway.core.scheduling.decider import MOST_CANDIDATES
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
-from hetero_gateway.sim.compiled.jit import with_function
 from hetero_gateway.sim.compiled.tables import (
     REQUEST,
     SLOT,
@@ -42,6 +41,7 @@ from hetero_gateway.sim.compiled.tables import (
     with_room,
 )
 from hetero_gateway.sim.fleet import EngineFleet
+from hetero_gateway.sim.jit import with_function
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload, fault_events
 
 # Rules that look at nothing but what is on an instance; without sessions and prefixes, two more
@@ -241,6 +241,7 @@ def engines_of(fleet: EngineFleet, slots: int) -> EngineTables:
     slots_table = table(len(q), SLOT)
     slots_table["request"] = -1
     capacity = np.array(fleet.capacity_tokens, np.int64)
+    k = None if c is None else k
     return EngineTables(q, n, x, c, k, first, log, log_s, slots_table, free, capacity)
 
 

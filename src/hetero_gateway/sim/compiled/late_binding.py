@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.core.lengths.predictors import (
     FARTHEST,
     HISTORY,
@@ -268,7 +269,7 @@ def _remember(queue: Row, output_tokens: float) -> None:
     oldest = queue.seen % HISTORY
     at = queue.seen
     if queue.seen >= HISTORY:
-        at = np.searchsorted(ordered, lengths[oldest])
+        at = _up_to(ordered, HISTORY, lengths[oldest] - 1)  # they are whole numbers
     lengths[oldest] = output_tokens
     last = min(queue.seen, HISTORY - 1)
     # The hole moves to where the new one belongs.
@@ -303,16 +304,29 @@ def _refresh(queue: Row, states: Table) -> None:
 def renew_residual(queue: Row) -> None:
     """The table of residual lives, of the lengths that finished lately."""
     size = min(queue.seen, HISTORY)
-    ordered, prior = queue.ordered[:size], queue.prior_tokens
+    ordered, prior = queue.ordered, queue.prior_tokens
     farthest = FARTHEST * ordered[size * 9 // 10]
-    far = np.searchsorted(ordered, farthest, side="right")
+    far = _up_to(ordered, size, farthest)
     for stage in range(len(STAGE_MIDDLES)):
         middle = STAGE_MIDDLES[stage]
-        first = min(np.searchsorted(ordered, middle, side="right"), far)
+        first, tokens = min(_up_to(ordered, size, middle), far), 0.0
+        for at in range(first, far):
+            tokens += ordered[at]
         queue.residual[stage] = residual(
-            middle, size - first, size - far, ordered[first:far].sum(), farthest, prior,
-            PRIOR_REQUESTS,
-        )  # fmt: skip
+            middle, size - first, size - far, tokens, farthest, prior, PRIOR_REQUESTS
+        )
+
+
+def _up_to(ordered: FloatArray, size: int, value: float) -> int:
+    """How many of the first ones are ``value`` or less; they are in order."""
+    low, high = 0, size
+    while low < high:
+        middle = (low + high) // 2
+        if ordered[middle] <= value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.random.Generator) -> int:

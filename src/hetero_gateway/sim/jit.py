@@ -1,33 +1,79 @@
-"""Compiling a loop with all that it calls, and keeping the result.
+"""Compiling a function and all that it calls by numba (the extra ``fast``), and keeping the result.
 
-numba keeps compiled code on disk under the file and the byte code of the function that is asked
-for. What that calls may be of other files, and would stay as it was when they change: so its name
-has a digest of everything that is compiled into it.
+What is kept has the name of a function, and a digest of everything that is compiled into it. So it
+lies in the user's own cache (or ``NUMBA_CACHE_DIR``), where another checkout or environment of the
+same source finds it; numba's own place is beside the source, under the time of that one file.
 """
 
 import functools
+import importlib.util
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from hetero_gateway.sim import block_cache, kernel
-from hetero_gateway.sim.fleet import ENTRIES, OPTIONS, compile_kernel, jit
+# Without its counting of references, which would take half of the time: wherever a tuple of arrays
+# is taken apart, each of them is counted. What is compiled so can neither make an array nor return
+# one that it was not given; numba says so where it would. Nobody calls it through a wrapper.
+_OPTIONS: Any = {"_nrt": False, "no_cfunc_wrapper": True}
+
+
+def can_compile() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache
-def compiled(loop: FunctionType) -> Any:
-    """A loop of this package, compiled by numba."""
-    functions = _called(loop)
-    compile_kernel()
-    registered = {block_cache.__name__, kernel.__name__}
-    for function in functions:
-        if function.__module__ not in registered or function in ENTRIES:
-            _register(function)
-    name = f"{loop.__name__}_{_digest(functions)}"
-    code = loop.__code__.replace(co_name=name, co_qualname=name)
-    return jit(FunctionType(code, loop.__globals__, name))
+def compiled(function: FunctionType) -> Any:
+    """A function of plain numbers and arrays, compiled by numba as soon as it is called."""
+    import numba
+
+    functions = _called(function)
+    for called in functions - {function}:
+        _register(called)
+    name = f"{function.__name__}_{_digest(functions)}"
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    renamed = FunctionType(code, function.__globals__, name)
+    dispatcher = numba.njit(**_OPTIONS)(renamed)
+    dispatcher._cache = _kept()(renamed)
+    return dispatcher
+
+
+@functools.cache
+def _kept() -> Any:
+    """numba's own cache, in another place, and never out of date."""
+    caching: Any = import_module("numba.core.caching")
+    folders: Any = import_module("numba.misc.appdirs")
+
+    class Locator(caching._CacheLocator):  # type: ignore[misc]
+        def get_cache_path(self) -> str:
+            users_own = folders.AppDirs("hetero-gateway", appauthor=False).user_cache_dir
+            return str(caching.config.CACHE_DIR or users_own)
+
+        def get_source_stamp(self) -> str:
+            return ""
+
+        def get_disambiguator(self) -> str:
+            return ""
+
+        @classmethod
+        def from_function(cls, py_func: Any, py_file: str) -> Any:
+            locator = cls()
+            try:
+                locator.ensure_cache_path()
+            except OSError:
+                return None  # nobody may write there: it stays where numba has it
+            return locator
+
+    class Place(caching.CompileResultCacheImpl):  # type: ignore[misc]
+        _locator_classes = (Locator, *caching.CompileResultCacheImpl._locator_classes)
+
+    class Kept(caching.FunctionCache):  # type: ignore[misc]
+        _impl_class = Place
+
+    return Kept
 
 
 @functools.cache
@@ -57,7 +103,7 @@ def _register(function: FunctionType) -> None:
     """Have numba compile it where a loop calls it."""
     from numba.extending import register_jitable
 
-    register_jitable(**OPTIONS)(function)
+    register_jitable(**_OPTIONS)(function)
 
 
 def _called(loop: FunctionType) -> set[FunctionType]:
