@@ -16,7 +16,7 @@ from hetero_gateway import compiled
 MODULES = [
     f"hetero_gateway.{name}"
     for name in """
-        core.costs.cost_model core.histogram
+        core.costs.cost_model core.histogram core.request
         core.instances.concurrency core.instances.dispatch core.instances.outcomes
         core.instances.prefix_hits core.instances.sightings core.instances.speed
         core.instances.state core.instances.table core.lengths.predictors
@@ -27,7 +27,8 @@ MODULES = [
         core.scheduling.members core.scheduling.pool core.scheduling.probes
         core.scheduling.queue core.scheduling.restraints core.scheduling.scheduler
         core.scheduling.shedding
-        gateway.dataplane.placement gateway.dataplane.records gateway.records.history
+        gateway.dataplane.dispatcher gateway.dataplane.intake gateway.dataplane.placement
+        gateway.dataplane.records gateway.records.history
     """.split()
 ]
 SETUP = """\

@@ -28,7 +28,8 @@ import yaml
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hetero_gateway.core.types import Outcome, Reject, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Outcome, Reject
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.serve.app import App, create_app

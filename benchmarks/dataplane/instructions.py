@@ -275,6 +275,7 @@ async def count(
             parts["scheduler"] = SCHEDULER
         for name, methods in parts.items():
             whole = rig.made(requests)
+            gc.collect()
             callgrind.zero()
             with only(callgrind.toggle, is_schedulers, *methods):
                 await rig.ask(whole)

@@ -40,16 +40,10 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import (
-    InstanceId,
-    InstanceSpec,
-    Outcome,
-    Reject,
-    Request,
-    Usage,
-)
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Usage
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.planner.following import (
     Arrivals,

@@ -29,8 +29,9 @@ from benchmarks import compiled  # before what may be compiled
 from benchmarks.clusters import PROFILES, draw_lengths
 from benchmarks.tables import Column, report
 from hetero_gateway.core.policies import POLICY_NAMES, make_policy
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject
 from hetero_gateway.files.profile_file import builtin_profiles
 
 POLICIES = ("finish-time", "min-max")

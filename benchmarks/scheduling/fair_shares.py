@@ -38,10 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.disciplines import DisciplineName, make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import DEFAULT_CLASS, Reject, Request
+from hetero_gateway.core.types import DEFAULT_CLASS, Reject
 from hetero_gateway.files.client_keys import hash_of, new_key
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.files.trace import LoadRequest
@@ -83,7 +84,7 @@ class ByClient(Scheduler):
 
     def place(self, request: Request, now_s: float, *args: Any, **named: Any) -> Ticket | Reject:
         client = request.request_class
-        request = request._replace(client=client, request_class=DEFAULT_CLASS)
+        request = request.replace(client=client, request_class=DEFAULT_CLASS)
         return super().place(request, now_s, *args, **named)
 
 

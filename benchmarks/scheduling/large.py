@@ -51,8 +51,9 @@ from benchmarks.scheduling.decision import (
 )
 from benchmarks.tables import Column, report
 from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, Outcome, Request
+from hetero_gateway.core.types import InstanceId, Outcome
 from hetero_gateway.engines.vllm import paths
 from hetero_gateway.files.gateway_config import GatewayConfig, HealthConfig
 from hetero_gateway.gateway.dataplane.speed import StepWatch

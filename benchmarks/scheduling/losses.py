@@ -39,10 +39,11 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Usage
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.experiment import Experiment, Moments, measure_bound, mix_moments
@@ -191,9 +192,9 @@ class Front:
         at_once: bool = False,
     ) -> Ticket | Reject:
         if self._models is not None:
-            request = request._replace(model=self._models[owner])
+            request = request.replace(model=self._models[owner])
         if self._classes is not None:
-            request = request._replace(request_class=self._classes[owner])
+            request = request.replace(request_class=self._classes[owner])
         if self._idle <= 0:
             self._held.append((request, owner))
             return Ticket(request, now_s, (), owner, None)  # type: ignore[arg-type]

@@ -41,7 +41,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request, Usage
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Usage
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.fleet import EngineFleet

@@ -31,8 +31,9 @@ from benchmarks.clusters import PROFILES
 from benchmarks.scheduling.decision import POLICIES, SIZES, make_requests, policies, sizes
 from benchmarks.tables import Column, report
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject
 from hetero_gateway.files.profile_file import builtin_profiles
 
 GOALS_US = {("finish-time", 64): 150.0}

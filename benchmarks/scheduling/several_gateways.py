@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Request, Usage
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Usage
 
 # What is assumed of the others before they were heard: nothing; what we have ourselves; and after
 # it, that they get as much as we did since the last exchange.

@@ -45,9 +45,10 @@ from benchmarks.scheduling.several_gateways import Assumed, Replicas, ReplicaSch
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
 from hetero_gateway.core.sharing.message import pack, unpack
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate

@@ -42,7 +42,8 @@ from benchmarks.clusters import PROFILES
 from benchmarks.ports import free_port
 from benchmarks.tables import Column, report
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Outcome
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.scaleout.sharing.peers import make_sharing

@@ -15,10 +15,11 @@ from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
 from hetero_gateway.core.policies.base import Backlog
 from hetero_gateway.core.policies.member import Member
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject
 
 # Two unequal machines: SLOW needs three to five times as long and holds an eighth of the tokens.
 FAST_CONSTANTS = Constants(5.5e-5, 1e-5, 1e-6, 7.2e-3, 7.5e-8, 8.7e-5, 3.5e-8, 1.01e-2)

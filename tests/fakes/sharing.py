@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.types import Outcome, Reject, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Outcome, Reject
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing

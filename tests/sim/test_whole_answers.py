@@ -35,7 +35,7 @@ class Picker(Scheduler):
         self.members.observe_steps = lambda *_: False  # type: ignore[method-assign]
 
     def place(self, request: Any, *args: Any, **more: Any) -> Any:
-        return super().place(request._replace(streams=self._first_bytes), *args, **more)
+        return super().place(request.replace(streams=self._first_bytes), *args, **more)
 
     def pump(self, now_s: float) -> list[Ticket]:
         placed = super().pump(now_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 
@@ -13,19 +12,17 @@ Taken = tuple[list[int], float] | None
 class Histogram:
     """Counts by bucket, and the sum of what was observed.
 
-    The counts stand side by side as plain numbers: as objects, each would be somewhere else in
-    memory, and several histograms count every request.
-
     ``note``: have a value counted by the next ``count_noted``, which whoever notes calls now and
-    then, and before ``counts`` and ``sum`` are read.
+    then, and before ``counts`` and ``sum`` are read. ``zeros``: so many of 0 are noted, too.
     """
 
-    __slots__ = ("bounds", "counts", "note", "noted", "sum")
+    __slots__ = ("bounds", "counts", "note", "noted", "sum", "zeros")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = array("q", bytes(8 * (len(bounds) + 1)))
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self.zeros = 0
         self.noted: list[float] = []
         self.note = self.noted.append  # bound once: it costs no call of a Python function
 
@@ -43,8 +40,8 @@ class Histogram:
         self.count_noted()
         if not any(self.counts):
             return None
-        taken = self.counts.tolist(), self.sum
-        self.counts, self.sum = array("q", bytes(8 * len(self.counts))), 0.0
+        taken = self.counts, self.sum
+        self.counts, self.sum = [0] * len(self.counts), 0.0
         return taken
 
     def add(self, taken: Taken) -> None:
@@ -52,7 +49,7 @@ class Histogram:
         if taken is None:
             return
         counts, total = taken
-        self.counts = array("q", (a + b for a, b in zip(self.counts, counts, strict=True)))
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
         self.sum += total
 
     def buckets(self) -> list[tuple[str, float]]:
@@ -68,9 +65,13 @@ class Histogram:
 
 def count_noted(histograms: Iterable[Histogram]) -> None:
     """Count the values that were noted in some histograms."""
+    bin_of = bisect_left
     for histogram in histograms:
         bounds, counts = histogram.bounds, histogram.counts
         for value in histogram.noted:
-            counts[bisect_left(bounds, value)] += 1
+            counts[bin_of(bounds, value)] += 1
             histogram.sum += value
         histogram.noted.clear()
+        if histogram.zeros:
+            counts[bin_of(bounds, 0.0)] += histogram.zeros
+            histogram.zeros = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, Protocol
+from typing import Final, NamedTuple, NewType, Protocol
 
 from hetero_gateway.core.costs.profile import Profile
 
@@ -13,11 +13,11 @@ InstanceId = NewType("InstanceId", str)
 
 # Far above what any engine holds, and so low that no product of them overflows a float: with more
 # than that, the arithmetic of everybody's placement could break.
-MOST_TOKENS = 2**40
-MOST_SEQUENCES = 2**31
+MOST_TOKENS: Final = 2**40
+MOST_SEQUENCES: Final = 2**31
 # The class of a request that nobody has put into another one.
-DEFAULT_CLASS = "interactive"
-BATCH_CLASS = "batch"
+DEFAULT_CLASS: Final = "interactive"
+BATCH_CLASS: Final = "batch"
 
 
 class PrefixKeys(NamedTuple):
@@ -32,60 +32,6 @@ class PrefixKeys(NamedTuple):
     hashes: tuple[int, ...]
     ends: tuple[int, ...]
     text_bytes: int
-
-
-class Request(NamedTuple):
-    """What the scheduler needs to know of a request.
-
-    A tuple because one is made for every request, and a frozen dataclass costs three times as much.
-
-    Args:
-        model: the name that the client asked for.
-        prompt_tokens: I_r, tokens of one sequence's prompt (estimated, at least 1).
-        predicted_output_tokens: Õ_r, predicted output tokens of one sequence (0 for embeddings).
-        sequences: how many sequences the engine will run: prompts × ``n``.
-        streams: whether its first token will be seen when it is made.
-        client: whose it is: as whom it counts where clients have shares; "" where nobody asks.
-        priority: a higher one goes first, for queue disciplines that look at it.
-        prefix: keys of its prompt's beginnings, for what knows of prefix caches; None: not wanted.
-        only: the one instance that can take it (what it continues lives there); None: any.
-        certain_tokens: of one sequence, what it needs whatever the estimates say: it is refused for
-            no more than these; None: for all of its tokens, as where nothing is estimated.
-        session: which conversation or user it belongs to, as a hash of 64 bits; None: not known.
-        request_class: which class of a queue of classes it stands in, by name.
-    """
-
-    model: str
-    prompt_tokens: int
-    predicted_output_tokens: float
-    sequences: int = 1
-    streams: bool = True
-    client: str = ""
-    priority: int = 0
-    prefix: PrefixKeys | None = None
-    only: InstanceId | None = None
-    certain_tokens: int | None = None
-    session: int | None = None
-    request_class: str = DEFAULT_CLASS
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the request will hold in the KV cache when it is finished."""
-        return self.sequences * (self.prompt_tokens + round(self.predicted_output_tokens))
-
-    def what_is_wrong(self) -> str:
-        """Which number is negative, not finite or absurd; "" where none is."""
-        for name, low, high in (
-            ("prompt_tokens", 0, MOST_TOKENS),
-            ("predicted_output_tokens", 0, MOST_TOKENS),
-            ("sequences", 1, MOST_SEQUENCES),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                # A number of many digits cannot be printed, and would help nobody.
-                shown = value if -MOST_TOKENS <= value <= MOST_TOKENS else "out of all bounds"
-                return f"a request's {name} must be within {low} and {high}, and is {shown}"
-        return ""
 
 
 class Draws(Protocol):

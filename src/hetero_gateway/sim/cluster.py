@@ -35,6 +35,7 @@ from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import (
@@ -43,7 +44,6 @@ from hetero_gateway.core.types import (
     Outcome,
     PrefixKeys,
     Reject,
-    Request,
     Usage,
 )
 from hetero_gateway.sim.compiled import cases
@@ -276,7 +276,7 @@ class _Run:
             predicted = self._predictions[request]
         asked = Request(self._model, prompt_tokens, predicted, prefix=self._keys(request))
         if self._classes:
-            asked = asked._replace(request_class=self._classes[request])
+            asked = asked.replace(request_class=self._classes[request])
         ticket = self._scheduler.place(
             asked, self._now_s, owner=request, first=first, at_once=False
         )

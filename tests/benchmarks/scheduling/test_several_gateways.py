@@ -8,7 +8,8 @@ from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import ConstantPredictor
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.types import InstanceId, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
 from hetero_gateway.sim.workload import Workload
 from tests.core.builders import FAST, SLOW

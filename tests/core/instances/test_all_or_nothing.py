@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.types import MOST_SEQUENCES, MOST_TOKENS, InstanceId, Outcome, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import MOST_SEQUENCES, MOST_TOKENS, InstanceId, Outcome
 from tests.core.builders import attributes, fast_instance, request, scheduler, spec
 
 ABSURD = (math.nan, math.inf, -math.inf, -1, 1e308, 10**310, "many")
@@ -52,7 +53,7 @@ def faulty_dispatch(state: InstanceState, name: str, value: Any, now_s: float) -
     if name in charge:
         charge[name] = value
     else:
-        body = body._replace(**{name: value})
+        body = body.replace(**{name: value})
     state.dispatch(body, charge["workload"], now_s, charge["kv_tokens"], charge["prefill_tokens"])
 
 
@@ -110,7 +111,7 @@ FIELDS = ("prompt_tokens", "predicted_output_tokens", "sequences")
 def test_a_request_of_absurd_numbers_says_which_one(name: str, value: Any) -> None:
     asked = scheduler(spec("a"))
     with pytest.raises(ValueError, match=f"a request's {name} must be within"):
-        asked.place(request()._replace(**{name: value}), 0.0)
+        asked.place(request().replace(**{name: value}), 0.0)
     assert asked.queued == asked.members.table[InstanceId("a")].in_flight == 0
 
 

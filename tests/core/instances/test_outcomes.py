@@ -17,7 +17,8 @@ from hetero_gateway.core.instances.outcomes import (
     Outcomes,
     is_quick,
 )
-from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Outcome
 from hetero_gateway.http.failures import Blame, Failure
 
 RULES = EjectionRules()

@@ -18,8 +18,9 @@ from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow, merged
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request, Usage
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Usage
 
 C = Constants(1.2e-4, 2e-3, 0.0, 8e-3, 1e-7, 3e-4, 0.0, 1.2e-2, 6e-9)
 PROFILE = Profile("GPU", "m", 1, C, 400_000, 64)

@@ -15,7 +15,7 @@ from hetero_gateway.core.instances.silence import (
     next_step_s,
 )
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.request import Request
 from tests.core.builders import fast_instance
 
 WELL = Health(None, 0.01)

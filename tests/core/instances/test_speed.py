@@ -87,7 +87,7 @@ def test_a_low_factor_is_never_doubted() -> None:
 @pytest.mark.parametrize("together", [1, 8])
 def test_plain_requests_teach_how_fast_an_instance_is(factor: float, together: int) -> None:
     s = scheduler(spec("a"), policy="finish-time")
-    body = request(output_tokens=100.0)._replace(streams=False)
+    body = request(output_tokens=100.0).replace(streams=False)
     c, now_s = FAST_CONSTANTS, 0.0
     for _ in range(30):
         tickets = [s.place(body, now_s) for _ in range(together)]
@@ -113,7 +113,7 @@ TOO_LARGE = pytest.mark.interpreted("what is compiled refuses an int that is too
 @pytest.mark.parametrize("told", [10**18, pytest.param(10**310, marks=TOO_LARGE)])
 def test_an_absurd_length_that_an_engine_tells_is_hardly_believed(told: int) -> None:
     s = scheduler(spec("a"), policy="finish-time")
-    ticket = s.place(request()._replace(streams=False), 0.0)
+    ticket = s.place(request().replace(streams=False), 0.0)
     ticket.dispatch.state.observe_answer(ticket.dispatch, told, 1.0)  # type: ignore[union-attr, arg-type]
     assert 0.2 < state(s, "a").speed <= 1.0
 

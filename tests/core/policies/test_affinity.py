@@ -49,14 +49,14 @@ def test_prefix_affinity_follows_a_conversation_and_explains_itself() -> None:
     seen = set()
     for i in range(20):
         text += [b"%d " % i * 100]
-        turn = request(1000 + 30 * i)._replace(prefix=keys_of(text, 0))
+        turn = request(1000 + 30 * i).replace(prefix=keys_of(text, 0))
         decision = chosen(s.choose(turn))
         seen.add(decision.instance_id)
         dispatch = s.dispatch(decision)
         s.settle(dispatch, Outcome.COMPLETED)
     assert len(seen) == 1
     assert "most of the prompt" in because(decision)
-    fresh = request()._replace(prefix=keys_of([b"y" * 5000], 0))
+    fresh = request().replace(prefix=keys_of([b"y" * 5000], 0))
     assert "half of the prompt" in because(chosen(s.choose(fresh)))
 
 
@@ -65,7 +65,7 @@ def because(decision: Decision) -> str:
 
 
 def session(view: View, number: int | None, seed: int = 0) -> int:
-    view.request = request()._replace(session=number)
+    view.request = request().replace(session=number)
     choice = make_policy("session").choose(view, np.random.default_rng(seed))
     return choice.position
 
@@ -110,6 +110,6 @@ def test_without_a_session_the_fewest_per_capacity_gets_it() -> None:
 
 def test_session_explains_itself() -> None:
     s = scheduler(spec("a"), spec("b"), policy="session")
-    assert "order of this session" in because(chosen(s.choose(request()._replace(session=7))))
+    assert "order of this session" in because(chosen(s.choose(request().replace(session=7))))
     assert "no session" in because(chosen(s.choose(request())))
-    assert chosen(s.choose(request()._replace(session=7))).instance_id in ("a", "b")
+    assert chosen(s.choose(request().replace(session=7))).instance_id in ("a", "b")

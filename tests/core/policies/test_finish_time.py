@@ -12,9 +12,16 @@ from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.finish_time import FinishTime, _part, idle_before_drain_s
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, Outcome, PrefixKeys, Reject, RejectReason, Request
+from hetero_gateway.core.types import (
+    InstanceId,
+    Outcome,
+    PrefixKeys,
+    Reject,
+    RejectReason,
+)
 from tests.core import builders
 from tests.core.builders import (
     FAST,
@@ -114,7 +121,7 @@ def test_what_fills_a_cache_alone_is_taken_by_one_that_is_empty() -> None:
 def test_cached_prompts_are_left_to_the_engine_s_memory() -> None:
     s = finish_time(spec("a", profile(kv_capacity_tokens=10_000)))
     keys = PrefixKeys((1, 2, 3), (4000, 8000, 12_000), 12_000)
-    body = request(3000, 10.0)._replace(prefix=keys)
+    body = request(3000, 10.0).replace(prefix=keys)
     # Those that run share what is cached: four prompts of 3000 take far less than 12 000 tokens.
     assert [t.dispatch is not None for t in (s.place(body, 0.0) for _ in range(4))] == [True] * 4  # type: ignore[union-attr]
 
@@ -185,7 +192,7 @@ def test_a_wake_up_is_always_to_come() -> None:
     assert s.queued == 1
     following_s = s.next_wakeup_s()
     assert following_s > drain_s
-    s.place(request()._replace(streams=False), drain_s + 1, at_once=False)
+    s.place(request().replace(streams=False), drain_s + 1, at_once=False)
     s.pump(drain_s + 1)
     following_s = s.next_wakeup_s()
     assert following_s > drain_s + 1
@@ -235,7 +242,7 @@ def test_models_on_one_instance_share_its_room_by_arrival() -> None:
 def test_a_request_that_does_not_stream_leaves_its_place_when_its_prefill_is_predicted() -> None:
     s = finish_time(spec("a"))
     for _ in range(DEPTH + 1):
-        s.place(request()._replace(streams=False), 0.0, at_once=False)
+        s.place(request().replace(streams=False), 0.0, at_once=False)
     assert len(s.pump(0.0)) == DEPTH
     while s.queued:
         wake_s = s.next_wakeup_s()
@@ -374,7 +381,7 @@ def test_an_unprofiled_engine_that_tells_its_capacity_refuses_what_does_not_fit(
 def test_an_estimate_that_waits_is_made_to_fit_who_is_left() -> None:
     s = finish_time(spec("small", max_model_len=1024), spec("large", max_model_len=4096))
     place(s, 60)
-    asked = request(3000, 10.0)._replace(certain_tokens=0)
+    asked = request(3000, 10.0).replace(certain_tokens=0)
     tickets = [s.place(asked, 0.0, at_once=False) for _ in range(3)]
     assert all(isinstance(ticket, Ticket) for ticket in tickets)
     s.remove(InstanceId("large"))
@@ -500,11 +507,11 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
     s = finish_time(spec("a"), spec("b", SLOW), options=options)
     keys = PrefixKeys((1, 2, 3, 4), (1000, 2000, 3000, 4000), 4000)
     beginning = PrefixKeys(keys.hashes[:3], keys.ends[:3], 3000)
-    first = s.place(request(750, 10.0)._replace(prefix=beginning, only=InstanceId("a")), 0.0)
+    first = s.place(request(750, 10.0).replace(prefix=beginning, only=InstanceId("a")), 0.0)
     s.settle(first.dispatch, Outcome.COMPLETED, 0.0)
     place(s, 5)
     waiting = {name: state(s, name).waiting for name in "ab"}
-    ticket = s.place(request(1000, 100.0)._replace(prefix=keys), 0.0)
+    ticket = s.place(request(1000, 100.0).replace(prefix=keys), 0.0)
     assert ticket.decision is not None
     decision = ticket.decision
     lengths = (750 + 5 * 512) / 6, (10 + 5 * 256) / 6
@@ -538,7 +545,7 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
 
 def test_prompts_that_keep_coming_make_an_answer_longer() -> None:
     s = finish_time(spec("a"), spec("b"))
-    one = s.place(request(8000, 10.0)._replace(only=InstanceId("a")), 0.0)
+    one = s.place(request(8000, 10.0).replace(only=InstanceId("a")), 0.0)
     s.settle(one.dispatch, Outcome.COMPLETED, 0.5)
 
     def latency_s(now_s: float) -> tuple[float, float]:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.slo import Slo, Slos, violations
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome
 from tests.core.builders import SLOW, placed, request, scheduler, spec, state, view_of
 
 TIGHT = Slo(1.0, 0.05)
@@ -25,7 +26,7 @@ def test_a_class_goes_before_a_model_and_both_before_the_rest() -> None:
     slos = Slos(Slo(1.0, 0.1), {"m": Slo(2.0, 0.2)}, {"batch": Slo()})
     assert slos.of(request(model="other")) == Slo(1.0, 0.1)
     assert slos.of(request(model="m")) == Slo(2.0, 0.2)
-    assert slos.of(request(model="m")._replace(request_class="batch")) == Slo(math.inf, math.inf)
+    assert slos.of(request(model="m").replace(request_class="batch")) == Slo(math.inf, math.inf)
     assert slos.everyones() is None
     assert Slos(TIGHT).everyones() == TIGHT
 
@@ -57,7 +58,7 @@ def test_what_is_missed_is_never_less_than_nothing(there, ttft_s, tpot_s, waited
         ticket = placed(s, request(200))
         if ticket.dispatch is not None:
             s.first_token(ticket.dispatch, 0.01)
-    body = request(300, 40.0)._replace(sequences=sequences)
+    body = request(300, 40.0).replace(sequences=sequences)
     assert expected(s, body, Slo(ttft_s, tpot_s), waited_s, 0.5) >= 0
 
 
@@ -104,12 +105,12 @@ def test_a_machine_whose_streams_would_be_too_slow_is_avoided() -> None:
         s = with_limits(slo, spec("a"), spec("b"))
         # One has computed prompts all the time: its streams stand still half of it.
         for _ in range(12):
-            one = placed(s, request(7000, 400.0)._replace(only=InstanceId("a")))
+            one = placed(s, request(7000, 400.0).replace(only=InstanceId("a")))
             if one.dispatch is not None:
                 s.first_token(one.dispatch, 0.1)
                 s.settle(one.dispatch, Outcome.COMPLETED, 0.2)
         # At the other a prompt stands in front.
-        placed(s, request(3000, 100.0)._replace(only=InstanceId("b")), 0.3)
+        placed(s, request(3000, 100.0).replace(only=InstanceId("b")), 0.3)
         return placed(s, request(200, 15.0), 0.5).decision.instance_id  # type: ignore[union-attr]
 
     assert chosen_of(None) == "a"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.instances.concurrency import Concurrency
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
-from hetero_gateway.core.types import InstanceId, Outcome, Request
+from hetero_gateway.core.types import InstanceId, Outcome
 from tests.core.builders import scheduler, spec
 
 

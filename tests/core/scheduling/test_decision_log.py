@@ -23,7 +23,7 @@ def test_a_logged_decision_is_explained_like_the_decision(name: str, instances: 
         assert (logged.unix_s, logged.request_id) == (1e9 + 19 - i, f"r{19 - i}")
         assert logged.decision.explain() == decision.explain()
         assert logged.decision.reason(waited_s=logged.waited_s) == decision.reason(waited_s=0.5)
-        assert logged.decision.request == decision.request
+        assert repr(logged.decision.request) == repr(decision.request)
         assert logged.decision.choice.latency_s == decision.choice.latency_s
 
 

@@ -37,7 +37,7 @@ def full(discipline: QueueDiscipline) -> Scheduler:
 
 
 def submitted(s: Scheduler, now_s: float, *, first: bool = False, **changes: object) -> Ticket:
-    asked = request()._replace(**changes)  # type: ignore[arg-type]
+    asked = request().replace(**changes)  # type: ignore[arg-type]
     return builders.submitted(s, asked, now_s, first=first)
 
 

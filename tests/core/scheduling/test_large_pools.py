@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.instances.speed import UNSEEN_S
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling import members
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -18,7 +19,6 @@ from hetero_gateway.core.types import (
     Outcome,
     Reject,
     RejectReason,
-    Request,
 )
 from tests.core.builders import FAST, FAST_CONSTANTS, eject, profile, request, scheduler, spec
 

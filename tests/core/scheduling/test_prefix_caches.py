@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
 from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import CachedPrefix, InstanceId, Outcome, PrefixKeys, Request
+from hetero_gateway.core.types import CachedPrefix, InstanceId, Outcome, PrefixKeys
 from tests.core.builders import (
     SLOW,
     chosen,
@@ -35,7 +36,7 @@ def text(name: int, pieces: int, *, piece_bytes: int = 1000) -> PrefixKeys:
 
 def asking(name: int, pieces: int, output_tokens: float = 100.0) -> Request:
     """A prompt of 250 tokens a piece, of 4 bytes each."""
-    return request(250 * pieces, output_tokens)._replace(prefix=text(name, pieces))
+    return request(250 * pieces, output_tokens).replace(prefix=text(name, pieces))
 
 
 def two(policy: str = "finish-time", **options: object) -> Scheduler:
@@ -113,7 +114,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_a_faster_instance_is_worth_more_than_a_short_match() -> None:
     s = scheduler(spec("slow", SLOW), spec("fast"), policy="finish-time")
-    sent = placed(s, asking(1, 1)._replace(only=InstanceId("slow")))
+    sent = placed(s, asking(1, 1).replace(only=InstanceId("slow")))
     assert finish(s, sent) == "slow"
     assert finish(s, placed(s, asking(1, 2))) == "fast"
 
@@ -197,9 +198,9 @@ def test_a_new_weight_forgets_nothing() -> None:
 def test_an_instance_without_a_cache_is_taken_for_what_it_is() -> None:
     s = scheduler(spec("slow", SLOW), spec("fast"), policy="finish-time")
     caches(s).switch(InstanceId("fast"), on=False)
-    slow = placed(s, asking(1, 30)._replace(only=InstanceId("slow")))
+    slow = placed(s, asking(1, 30).replace(only=InstanceId("slow")))
     assert finish(s, slow) == "slow"
-    fast = placed(s, asking(1, 30)._replace(only=InstanceId("fast")))
+    fast = placed(s, asking(1, 30).replace(only=InstanceId("fast")))
     assert fast.dispatch.prefill_tokens == 7500.0
     finish(s, fast)
     told = cached_of(s, asking(1, 30))["fast"]
@@ -223,7 +224,7 @@ def test_counters_teach_where_answers_do_not_say() -> None:
 def test_the_index_is_as_large_as_the_caches_by_the_bytes_of_a_token() -> None:
     s = scheduler(spec("a", profile(kv_capacity_tokens=10_000)), policy="min-max")
     for i in range(400):
-        body = request(100, 10.0)._replace(prefix=text(i, 2, piece_bytes=100))
+        body = request(100, 10.0).replace(prefix=text(i, 2, piece_bytes=100))
         finish(s, placed(s, body))
     used, room = caches(s).index.bytes_on(A)
     assert room == pytest.approx(2 * 10_000, rel=0.15)
@@ -252,10 +253,10 @@ def test_without_keys_or_without_the_index_all_is_as_before(bodies):
     every = [scheduler(*specs, policy=policy, prefix_cache=on) for on in (False, True, True)]
     for i, (name, pieces, output) in enumerate(bodies):
         body = asking(name, pieces, output)
-        fresh = body._replace(prefix=text(1000 + i, pieces))
+        fresh = body.replace(prefix=text(1000 + i, pieces))
         tickets = [
             s.place(b, 0.1 * i, at_once=False)
-            for s, b in zip(every, (body, body._replace(prefix=None), fresh), strict=True)
+            for s, b in zip(every, (body, body.replace(prefix=None), fresh), strict=True)
         ]
         for s in every:
             s.pump(0.1 * i)
@@ -337,7 +338,7 @@ def test_what_several_have_in_common_is_held_once() -> None:
 def test_a_cache_that_many_share_is_not_full() -> None:
     """Sixty prompts of 2500 tokens are twice what it holds, but 2250 of each are the same."""
     s = scheduler(spec("a", profile(kv_capacity_tokens=75_000)), policy="finish-time")
-    alike = [request(2500, 100.0)._replace(prefix=PrefixKeys((1, 100 + i), (9000, 10_000), 10_000))
+    alike = [request(2500, 100.0).replace(prefix=PrefixKeys((1, 100 + i), (9000, 10_000), 10_000))
              for i in range(60)]  # fmt: skip
     tickets = [placed(s, body) for body in alike]
     for ticket in tickets:

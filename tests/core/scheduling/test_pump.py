@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.policies.base import Choice
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, Request
+from hetero_gateway.core.types import InstanceId, Outcome, Reject
 from tests.core.builders import (
     SLOW,
     Changed,

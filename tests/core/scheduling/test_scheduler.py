@@ -17,6 +17,7 @@ from hetero_gateway.core.policies import (
     make_policy,
 )
 from hetero_gateway.core.policies.base import Choice
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import (
     InstanceId,
@@ -24,7 +25,6 @@ from hetero_gateway.core.types import (
     Outcome,
     Reject,
     RejectReason,
-    Request,
 )
 from tests.core.builders import (
     FAST,
@@ -223,7 +223,7 @@ def test_an_estimated_length_goes_to_the_largest_instance_and_is_never_refused()
     small = spec("small", profile(kv_capacity_tokens=2000), max_model_len=1024)
     s = scheduler(small, spec("large", profile(kv_capacity_tokens=9000), max_model_len=4096))
     for prompt, output in ((5000, 256.0), (10**12, 1.0), (4095, 10_000.0), (1, 10**9), (4096, 0.0)):
-        asked = request(prompt, float(output))._replace(certain_tokens=0)
+        asked = request(prompt, float(output)).replace(certain_tokens=0)
         for decide in (s.choose, s.explain):
             decision = decide(asked)
             assert decision.instance_id == "large"
@@ -235,24 +235,24 @@ def test_an_estimated_length_goes_to_the_largest_instance_and_is_never_refused()
 
 def test_an_exact_prompt_is_refused_for_itself_and_not_for_a_predicted_output() -> None:
     s = scheduler(spec("a", profile(kv_capacity_tokens=1000), max_model_len=None))
-    fits = s.choose(request(900, 400.0)._replace(certain_tokens=901))
+    fits = s.choose(request(900, 400.0).replace(certain_tokens=901))
     assert fits.request.prompt_tokens == 900
     assert fits.request.predicted_output_tokens == 100
-    too_long = s.choose(request(1000, 1.0)._replace(certain_tokens=1001))
+    too_long = s.choose(request(1000, 1.0).replace(certain_tokens=1001))
     assert rejected(too_long).reason is RejectReason.FITS_NO_INSTANCE
 
 
 def test_an_estimate_is_not_tried_on_a_smaller_instance_than_the_largest() -> None:
     # Its engine would answer that the prompt is too long, which may be wrong.
     s = scheduler(spec("small", max_model_len=1024), spec("large", max_model_len=4096))
-    asked = request(5000)._replace(certain_tokens=0)
+    asked = request(5000).replace(certain_tokens=0)
     refusal = rejected(s.choose(asked, [InstanceId("large")]))
     assert refusal.reason is RejectReason.NO_AVAILABLE_INSTANCE
 
 
 def test_what_continues_on_one_instance_is_made_to_fit_that_one() -> None:
     s = scheduler(spec("small", max_model_len=1024), spec("large", max_model_len=4096))
-    decision = s.choose(request(5000)._replace(certain_tokens=0, only=InstanceId("small")))
+    decision = s.choose(request(5000).replace(certain_tokens=0, only=InstanceId("small")))
     assert decision.instance_id == "small"
     assert decision.request.prompt_tokens == 1023
 

@@ -10,11 +10,12 @@ import pytest
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions
 from hetero_gateway.core.policies.slo import Slo, Slos
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits
-from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Request
+from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason
 from hetero_gateway.sim.cluster import SimulatedInstance, simulate
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths, Workload, gamma_arrivals
 from tests.core.builders import SLOW, profile, scheduler, spec

@@ -43,6 +43,12 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":2}}
         (b'"usage":{"prompt_tokens":1,"completion_tokens":1}}\n"usage":{"prompt_tokens":2,'
          b'"completion_tokens":3}}', (2, 3, None)),
         (b'"usage":null', (None, None, None)),
+        (b'"usage":null,"x":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1}',
+         (1, 1, None)),
+        (b'"usage":{"prompt_tokens":1,"prompt_tokens":2,"completion_tokens":3}', (1, 3, None)),
+        (b'"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":-1}', (1, None, None)),
+        (b'"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1},"cached_tokens":7',
+         (1, 1, 7)),
         (b'{"content":"\\"usage\\":{\\"prompt_tokens\\":9}"}', (None, None, None)),
         (b'"usage":{"prompt_tokens":%b,"completion_tokens":3}' % (b"9" * 5000), (None, 3, None)),
         (b"", (None, None, None)),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from hetero_gateway.gateway.dataplane import intake
+from hetero_gateway.gateway.dataplane import reading
 from tests.fakes.running import CHAT, eventually, rig
 
 FINE = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -51,7 +51,7 @@ async def test_while_a_long_body_is_read_the_event_loop_has_its_turns(
 ) -> None:
     turns = 0
     between: list[int] = []  # turns of the event loop, from one step to the next
-    advance = intake.advance
+    advance = reading.advance
 
     def counted(*args: object) -> object:
         between.append(turns)
@@ -63,9 +63,9 @@ async def test_while_a_long_body_is_read_the_event_loop_has_its_turns(
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(intake, "advance", counted)
+    monkeypatch.setattr(reading, "advance", counted)
     # One step at a time, however fast the machine is.
-    monkeypatch.setattr(intake, "_STEP_S", 0.0)
+    monkeypatch.setattr(reading, "_STEP_S", 0.0)
     async with rig() as (running, client, _):
         task = asyncio.ensure_future(turn())
         await client.post(CHAT, content=BOMBS[bomb])

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from hetero_gateway.core.policies.base import Choice, View
-from hetero_gateway.core.types import Draws, InstanceId, PrefixKeys, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Draws, InstanceId, PrefixKeys
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from tests.core.builders import Changed
 from tests.fakes.running import CHAT, RunningGateway, eventually, rig

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from hetero_gateway.core.types import Outcome, Reject, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Outcome, Reject
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.dispatcher import Placed
 from hetero_gateway.gateway.dataplane.placement import Placement

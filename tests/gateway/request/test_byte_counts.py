@@ -10,8 +10,8 @@ import threading
 import msgspec
 import pytest
 
-from hetero_gateway.gateway.dataplane import intake
-from hetero_gateway.gateway.dataplane.intake import LongBodies
+from hetero_gateway.gateway.dataplane import reading as body_reading
+from hetero_gateway.gateway.dataplane.reading import LongBodies
 from hetero_gateway.gateway.request import byte_counts, byte_scans
 from hetero_gateway.gateway.request.addresses import address
 from hetero_gateway.gateway.request.byte_counts import LEAST_SCANNED_BYTES
@@ -48,7 +48,7 @@ async def test_what_counts_in_long_bodies_is_loaded_by_the_first_and_not_on_the_
     body = json.dumps({"model": "m", "prompt": "a\\b " * LEAST_SCANNED_BYTES}).encode()
     monkeypatch.delitem(sys.modules, byte_scans.__name__)
     threads: list[int] = []
-    monkeypatch.setattr(intake, "load_scans", lambda: threads.append(threading.get_ident()))
+    monkeypatch.setattr(body_reading, "load_scans", lambda: threads.append(threading.get_ident()))
     bodies = LongBodies()
     waiting = [parse_in_steps(body, b"") for _ in range(2)]
     assert [bodies.begin(steps, len(body)) for steps in waiting] == [None, None]

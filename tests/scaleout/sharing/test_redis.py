@@ -13,8 +13,9 @@ import redis
 
 from benchmarks.clusters import PROFILES
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.sharing.exchange import Mode
-from hetero_gateway.core.types import Outcome, Reject, Request
+from hetero_gateway.core.types import Outcome, Reject
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from tests.fakes import certificates

@@ -10,7 +10,9 @@ import httpx
 import msgspec
 import pytest
 
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel, FrameReader, frame
@@ -535,25 +537,24 @@ async def test_what_cannot_be_sent_costs_its_own_request() -> None:
     ids=["tokens", "several", "text", "prompts"],
 )
 @pytest.mark.parametrize("policy", ["finish-time", "session"])
-async def test_a_request_is_described_as_in_one_process(request_body, policy):
-    seen = []
+async def test_a_request_is_described_as_in_one_process(request_body, policy, monkeypatch):
+    seen, submit = [], LocalDispatcher.submit
     for workers in (1, 2):
         scheduler = {"policy": policy}
         async with rig(workers=workers, scheduler=scheduler) as (running, client, fakes):
             client.headers["x-session-id"] = "a"
             asked: list[Request] = []
-            submit = running.gateway.placement.submit
 
-            def spy(request: Request, *args: Any, **options: Any) -> Any:
-                asked.append(request)  # noqa: B023
-                return submit(request, *args, **options)  # noqa: B023
+            def spy(self: LocalDispatcher, job: Job, *args: Any, **options: Any) -> Any:
+                asked.append(job.request)  # noqa: B023
+                return submit(self, job, *args, **options)
 
-            running.gateway.placement.submit = spy  # type: ignore[method-assign]
+            monkeypatch.setattr(LocalDispatcher, "submit", spy)
             assert (await post(client, running, request_body)).status_code == 200
             await eventually(running.settled)
             (request,) = asked
             assert (request.session is not None) == (policy == "session")
             # Their hashes begin with a secret of each gateway's.
             lengths = None if request.prefix is None else request.prefix[1:]
-            seen.append((request._replace(prefix=None), lengths, fakes[0].bodies))
+            seen.append((repr(request.replace(prefix=None)), lengths, fakes[0].bodies))
     assert seen[0] == seen[1]

@@ -12,9 +12,10 @@ import pytest
 
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
 from hetero_gateway.core.policies.base import PlacesAtOnce, number
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec
 from tests.fakes.reloads import from_file
 from tests.fakes.running import CHAT, FAST, eventually, faked, rig
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -275,7 +276,8 @@ def test_a_policy_that_says_nothing_gets_no_invented_reason() -> None:
     class SomeNewOne(PlacesAtOnce):
         name = "some-new-one"
 
-    decision = decision_of("min-max")._replace(policy=SomeNewOne())
+    decision = decision_of("min-max")
+    decision.policy = SomeNewOne()
     assert decision.reason() == f"{decision.instance_id} got it: policy some-new-one chose it; " + (
         f"its load would be {number(decision.choice.charge)}."
     )

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from hetero_gateway.core.policies.slo import Slo
-from hetero_gateway.core.types import InstanceId, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.config_changes import differences
 from hetero_gateway.files.gateway_config import load_gateway_config

@@ -6,11 +6,12 @@ Plain records: ``state.py`` makes and changes them, and says which changes there
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from hetero_gateway.core.instances.observation import FirstTokenRow
 from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits
-from hetero_gateway.core.types import InstanceId, Outcome, Request, Usage
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import InstanceId, Outcome, Usage
 
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
 # two keeps floats exact.
@@ -21,31 +22,35 @@ _MOST_WORKLOAD_S: Final = 1e100
 _MOST_TOKENS: Final = 2.0**80
 
 
-class Holder(Protocol):
+class Holder:
     """Whose dispatch it is: an ``InstanceState``, as far as who has the dispatch asks it."""
+
+    __slots__ = ("in_flight", "instance_id", "prefix", "shared_tokens")
 
     instance_id: InstanceId
     in_flight: int
     shared_tokens: float
-
-    @property
-    def prefix(self) -> PrefixHits: ...
+    prefix: PrefixHits
 
     def first_token(self, entry: Dispatch, now_s: float, *, seen: bool = True) -> bool:
         """It streams."""
+        raise NotImplementedError
 
     def made_tokens(self, entry: Dispatch, now_s: float) -> float:
         """How many tokens one that is outstanding has made by now."""
+        raise NotImplementedError
 
     def observe_answer(
         self, entry: Dispatch, output_tokens: float, now_s: float, usage: Usage | None = None
     ) -> None:
         """A request whose tokens nobody saw is complete."""
+        raise NotImplementedError
 
     def settle(
         self, entry: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
     ) -> bool:
         """It is over."""
+        raise NotImplementedError
 
 
 class Dispatch:

@@ -61,7 +61,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from hetero_gateway.core.types import Outcome, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Outcome
 
 # Seconds that the ring holds, in parts of one second.
 WINDOW_PARTS: Final = 10

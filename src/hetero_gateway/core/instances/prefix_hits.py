@@ -35,7 +35,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from hetero_gateway.core.instances.observation import StepRow
-from hetero_gateway.core.types import Request, Usage
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Usage
 
 # Of the counters: long against a scrape, so that a prompt whose tokens are counted in one interval
 # and whose first token comes in the next does no harm; short against a change of traffic.

@@ -65,7 +65,7 @@ from typing import Final
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.concurrency import NO_LIMIT, PATIENCE, PATIENCE_S, Concurrency
-from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, PeerLoad
+from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, Holder, PeerLoad
 from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.instances.prefix_hits import Interval, reported_hits
 from hetero_gateway.core.instances.sightings import Sightings
@@ -77,7 +77,8 @@ from hetero_gateway.core.instances.speed import (
     weigh,
 )
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
-from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Request, Usage
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Usage
 
 _STAGES = len(STAGE_TOKENS)
 
@@ -94,7 +95,7 @@ PREFILL_OVER_S: Final = 10.0
 _MOST_BEGUN_S: Final = 2.0
 
 
-class InstanceState:
+class InstanceState(Holder):
     """The sums of one instance.
 
     Args:
@@ -123,8 +124,6 @@ class InstanceState:
         "context",
         "estimate",
         "heard_s",
-        "in_flight",
-        "instance_id",
         "interval",
         "kv_tokens",
         "load_s",
@@ -134,12 +133,10 @@ class InstanceState:
         "owed_s",
         "peers",
         "prefilled_s",
-        "prefix",
         "read_s",
         "recent_prefill",
         "recent_prefill_s",
         "seats",
-        "shared_tokens",
         "slot",
         "speed",
         "stages",

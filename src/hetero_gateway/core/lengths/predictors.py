@@ -17,18 +17,16 @@ entry, which is also what is known of a model that was never seen.
 from __future__ import annotations
 
 import copy
-from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.request import Request
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +112,7 @@ class ResidualLives:
         """
         left = request.predicted_output_tokens - told_tokens
         certain = request.certain_tokens
-        return request._replace(
+        return request.replace(
             prompt_tokens=request.prompt_tokens + told_tokens,
             predicted_output_tokens=left if left >= 1 else self.after(request.model, told_tokens),
             certain_tokens=None if certain is None else certain + told_tokens,
@@ -182,14 +180,15 @@ def residual(
 
 
 class _Reports:
-    """The last reports of one model, as plain numbers. ``unseen``: since the model's ratio was
+    """The last reports of one model. ``unseen``: since the model's ratio was
     worked out.
     """
 
     __slots__ = ("oldest", "ratios", "sizes_bytes", "unseen")
 
     def __init__(self) -> None:
-        self.ratios, self.sizes_bytes = array("d"), array("d")
+        self.ratios: list[float] = []
+        self.sizes_bytes: list[float] = []
         self.oldest = 0  # its place, once all are taken
         self.unseen = 0
 
@@ -258,8 +257,8 @@ class BytesPerToken:
             if model == OTHER_MODELS:
                 self._ratio_of_others = ratio
 
-    def _work_out(self, ratios: array[float], sizes_bytes: array[float]) -> float:
-        known, known_bytes = ratios.tolist(), sizes_bytes.tolist()
+    def _work_out(self, ratios: list[float], sizes_bytes: list[float]) -> float:
+        known, known_bytes = ratios.copy(), sizes_bytes.copy()
         prior_bytes = 0.0
         if len(known) < self._HISTORY:
             # As one report more, until there are enough.
@@ -311,11 +310,8 @@ def _no_text(body: bytes) -> str:
     return ""
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class LengthFeatures:
     """What is known of a request before it is answered.
-
-    Not frozen: one is made for every request, and a frozen one costs four times as much.
 
     Attributes:
         model: the name that the request asks for.
@@ -327,13 +323,32 @@ class LengthFeatures:
         memo: for the predictor's own use: ``observe`` gets the object that ``predict`` got.
     """
 
-    model: str
-    prompt_tokens: int
-    max_output_tokens: int | None = None
-    body: bytes = b""
-    _read_text: Callable[[bytes], str] = _no_text
-    beginning: int | None = None
-    memo: Any = None
+    __slots__ = (
+        "_read_text",
+        "beginning",
+        "body",
+        "max_output_tokens",
+        "memo",
+        "model",
+        "prompt_tokens",
+    )
+
+    def __init__(
+        self,
+        model: str,
+        prompt_tokens: int,
+        max_output_tokens: int | None = None,
+        body: bytes = b"",
+        read_text: Callable[[bytes], str] = _no_text,
+        beginning: int | None = None,
+    ) -> None:
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+        self.max_output_tokens = max_output_tokens
+        self.body = body
+        self._read_text = read_text
+        self.beginning = beginning
+        self.memo: Any = None
 
     def prompt_text(self) -> str:
         """The prompt's text, decoded now: what the hot path never does. "" where there is none."""

@@ -22,7 +22,8 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.policies.slo import Slos
-from hetero_gateway.core.types import Draws, InstanceId, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Draws, InstanceId
 
 Objective = Literal["latency", "makespan"]
 # The predictors of output lengths that a policy may want by default.

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import busy
 from hetero_gateway.core.policies.member import Member
-from hetero_gateway.core.types import Request
+from hetero_gateway.core.request import Request
 
 # More than what a long prompt costs the streams of a fast machine (some 15 s in sum): long prompts
 # gather on slow machines otherwise, whose streams then stand still half of the time. 10 leaves them

@@ -48,7 +48,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
@@ -122,6 +122,8 @@ _UNIT_BYTES: Final = 32
 _EVICTED_SHARE: Final = 32
 # An int of 60 bits.
 _KEY_BYTES: Final = 32
+# Keys that are only looked up: as ints, each look makes a new object of one where this is compiled.
+_Hashes = tuple[Any, ...]
 
 
 class _Member:
@@ -209,13 +211,14 @@ class PrefixIndex:
         """
         member = self._members[instance_id]
         sizes, masks, bit = member.sizes, self._masks, member.bit
-        hashes, ends = keys.hashes, keys.ends
-        known = 0
+        hashes: _Hashes = keys.hashes
+        ends, known = keys.ends, 0
         for i in range(len(hashes) - 1, -1, -1):
             key = hashes[i]
-            size = sizes.pop(key, 0)
+            size = sizes.get(key, 0)
             if size:
                 known += 1
+                del sizes[key]
             else:
                 size = (ends[i] - ends[i - 1] if i else ends[0]) // _UNIT_BYTES or 1
                 member.used += size
@@ -258,8 +261,9 @@ class PrefixIndex:
         """
         member = self._members[instance_id]
         running = member.running
+        hashes: _Hashes = keys.hashes
         shared = 0
-        for i, key in enumerate(keys.hashes):
+        for i, key in enumerate(hashes):
             count = running.get(key, 0)
             running[key] = count + 1
             if count:
@@ -272,8 +276,9 @@ class PrefixIndex:
         """It is over; returns as ``begin``. KeyError: unknown, or it had not begun."""
         member = self._members[instance_id]
         running = member.running
+        hashes: _Hashes = keys.hashes
         shared = 0
-        for i, key in enumerate(keys.hashes):
+        for i, key in enumerate(hashes):
             count = running[key]
             if count > 1:
                 running[key] = count - 1
@@ -318,7 +323,8 @@ class PrefixIndex:
         A mask has the bit ``1 << slot`` of each instance; every instance that has any of the text
         is in exactly one.
         """
-        hashes, get = keys.hashes, self._masks.get
+        hashes: _Hashes = keys.hashes
+        get = self._masks.get
         if not hashes:
             return []
         low, here = 0, get(hashes[0], 0)
@@ -347,7 +353,7 @@ class PrefixIndex:
             low, here = high, beyond
         return result
 
-    def _probe(self, hashes: tuple[int, ...], low: int, last: int, here: int) -> tuple[int, int]:
+    def _probe(self, hashes: _Hashes, low: int, last: int, here: int) -> tuple[int, int]:
         """Where the galloping went past the end: (the first key that not all have, who has it)."""
         if low == last:
             return last + 1, 0

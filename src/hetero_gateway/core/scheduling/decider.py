@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from hetero_gateway.core.lengths.predictors import ResidualLives
 from hetero_gateway.core.policies import Policy, View
 from hetero_gateway.core.policies.base import Backlog, Choice
 from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
-from hetero_gateway.core.types import Draws, InstanceId, Request
+from hetero_gateway.core.types import Draws, InstanceId
 
 # Of more candidates than this, a policy that ``samples`` is shown the fastest, those that have just
 # become free, and so many that are drawn: what it costs to look at one is the same for all, and the
@@ -25,9 +25,6 @@ _MOST_FREED: Final = 8
 # Where none of a sample can take a request, all are looked at, no oftener than this: some have room
 # that no event tells of.
 _LOOKS_AT_ALL_EVERY_S: Final = 0.1
-
-# A NamedTuple's own constructor is a function in Python.
-_new_decision: Callable[[type[Decision], tuple[Any, ...]], Decision] = tuple.__new__
 
 
 class Views:
@@ -243,18 +240,15 @@ class Decider:
 
     def _decision(self, view: View, choice: Choice, eligible: Eligible) -> Decision:
         position = choice.position
-        return _new_decision(
-            Decision,
-            (
-                view.ids[position],
-                view.request,
-                choice,
-                view.prefill_tokens[position],
-                view.kv_tokens,
-                view.ids,
-                view.theta,
-                self.policy,
-                eligible.excluded,
-                view.prefix,
-            ),
+        return Decision(
+            view.ids[position],
+            view.request,
+            choice,
+            view.prefill_tokens[position],
+            view.kv_tokens,
+            view.ids,
+            view.theta,
+            self.policy,
+            eligible.excluded,
+            view.prefix,
         )

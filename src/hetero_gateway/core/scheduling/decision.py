@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.policies.base import Choice, Policy, Prefix, number
-from hetero_gateway.core.types import CachedPrefix, Candidate, InstanceId, InstanceSpec, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import CachedPrefix, Candidate, InstanceId, InstanceSpec
 
 # Shorter waits in the gateway are not worth a word.
 _NO_WAIT_S: Final = 0.01
@@ -19,7 +20,7 @@ _ESTIMATES = (
 )  # fmt: skip
 
 
-class Decision(NamedTuple):
+class Decision:
     """Where a request goes. The reason is kept as the figures it was made from; see ``explain``.
 
     ``prefill_tokens`` and ``kv_tokens``: what the instance is charged, as in ``View``.
@@ -27,16 +28,42 @@ class Decision(NamedTuple):
     ``prefix``: what of the prompt each candidate is thought to have cached; None: nothing.
     """
 
-    instance_id: InstanceId
-    request: Request
-    choice: Choice
-    prefill_tokens: float
-    kv_tokens: int
-    ids: tuple[InstanceId, ...]
-    theta: float
-    policy: Policy
-    excluded: tuple[tuple[InstanceSpec, str], ...]
-    prefix: Prefix | None = None
+    __slots__ = (
+        "choice",
+        "excluded",
+        "ids",
+        "instance_id",
+        "kv_tokens",
+        "policy",
+        "prefill_tokens",
+        "prefix",
+        "request",
+        "theta",
+    )
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        request: Request,
+        choice: Choice,
+        prefill_tokens: float,
+        kv_tokens: int,
+        ids: tuple[InstanceId, ...],
+        theta: float,
+        policy: Policy,
+        excluded: tuple[tuple[InstanceSpec, str], ...],
+        prefix: Prefix | None = None,
+    ) -> None:
+        self.instance_id = instance_id
+        self.request = request
+        self.choice = choice
+        self.prefill_tokens = prefill_tokens
+        self.kv_tokens = kv_tokens
+        self.ids = ids
+        self.theta = theta
+        self.policy = policy
+        self.excluded = excluded
+        self.prefix = prefix
 
     @property
     def waits(self) -> bool:

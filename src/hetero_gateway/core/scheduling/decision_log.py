@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from hetero_gateway.core.policies.base import Choice, Prefix
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision import Decision
-from hetero_gateway.core.types import Request
 
 
 class LoggedDecision(NamedTuple):

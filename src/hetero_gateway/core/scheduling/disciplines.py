@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.discipline_settings import (
     DEFAULT_PATIENCE_S,
     DEFAULT_RESERVE,
@@ -34,7 +35,7 @@ from hetero_gateway.core.scheduling.discipline_settings import (
 )
 from hetero_gateway.core.scheduling.pool import Pool
 from hetero_gateway.core.scheduling.queue import QueueDiscipline, Ticket, Turn
-from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Request, Usage
+from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Usage
 
 # A retry has waited its turn before.
 _RETRY = -math.inf

@@ -19,8 +19,9 @@ from hetero_gateway.core.instances.snapshot import InstanceSnapshot, snapshot_of
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.nearest import nearest_names
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.pool import Eligible, Pool, stand_in, typical_constants
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason, Request
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason
 
 # Models that an error names.
 _MOST_NAMED: Final = 5

@@ -19,6 +19,7 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import KV_ROOM, holds, seats
 from hetero_gateway.core.policies.estimates import request_time_s as member_request_time_s
 from hetero_gateway.core.policies.member import Member
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import (
     MOST_SEQUENCES,
     MOST_TOKENS,
@@ -26,7 +27,6 @@ from hetero_gateway.core.types import (
     InstanceSpec,
     Reject,
     RejectReason,
-    Request,
 )
 
 UNLIMITED_TOKENS: Final = 2**40  # the KV capacity of an instance whose capacity nobody knows
@@ -239,7 +239,7 @@ class Pool:
             return None
         output = request.predicted_output_tokens
         prompt = max(1, min(request.prompt_tokens, int(room) - (output > 0)))
-        return request._replace(
+        return request.replace(
             prompt_tokens=prompt,
             predicted_output_tokens=min(output, max(0.0, float(int(room) - prompt))),
         )

@@ -19,9 +19,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
-from hetero_gateway.core.types import InstanceId, Reject, Request
+from hetero_gateway.core.types import InstanceId, Reject
 
 # What is typical of a model's requests changes over minutes, not from one to the next.
 MEAN_OVER_REQUESTS: Final = 1000

@@ -20,8 +20,9 @@ from hetero_gateway.core.instances.outcomes import (
     Outcomes,
     is_quick,
 )
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.pool import Eligible
-from hetero_gateway.core.types import InstanceId, Reject, RejectReason, Request
+from hetero_gateway.core.types import InstanceId, Reject, RejectReason
 
 _MOST_NAMED: Final = 5
 

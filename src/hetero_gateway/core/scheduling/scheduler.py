@@ -33,6 +33,7 @@ from hetero_gateway.core.instances.dispatch import NO_PEERS, Dispatch
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, drain_s, idle_before_drain_s
 from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decider import Decider, Views
 from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
@@ -50,7 +51,6 @@ from hetero_gateway.core.types import (
     Outcome,
     Reject,
     RejectReason,
-    Request,
     Usage,
 )
 

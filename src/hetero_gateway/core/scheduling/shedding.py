@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from hetero_gateway.core.policies.slo import Slos
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import ModelQueue
-from hetero_gateway.core.types import BATCH_CLASS, Request
+from hetero_gateway.core.types import BATCH_CLASS
 
 # Predictions are of seats that get free by chance: who is let in is to be within the limit.
 MARGIN: Final = 0.75

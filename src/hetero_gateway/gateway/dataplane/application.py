@@ -27,10 +27,11 @@ from hetero_gateway.gateway.dataplane.access_log import AccessLog
 from hetero_gateway.gateway.dataplane.attempts import Attempts
 from hetero_gateway.gateway.dataplane.continuing import continuations_of
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take, Tracing
-from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
+from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher, Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
 from hetero_gateway.gateway.dataplane.priorities import priorities_of
+from hetero_gateway.gateway.dataplane.reading import LongBodies
 from hetero_gateway.gateway.dataplane.recording import (
     RecordingDispatcher,
     RecordingRecorder,

@@ -65,7 +65,8 @@ from hetero_gateway.gateway.dataplane.continuing import (
 )
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
-from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
+from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.reading import RequestReader
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace

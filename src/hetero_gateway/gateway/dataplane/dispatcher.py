@@ -10,7 +10,9 @@ them waits: what is not known at once is reported to the request's ``Owner`` in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
+
+from mypy_extensions import mypyc_attr
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.scheduling.decision import Decision
@@ -35,14 +37,24 @@ class Place(Protocol):
     def waited_s(self) -> float: ...
 
 
-class Placed(NamedTuple):
+class Placed:
     """A request on its instance. ``waited_s``: in the queue; ``placed_s``: monotonic."""
 
-    instance: Instance
-    decision: Decision
-    dispatch: Dispatch
-    placed_s: float
-    waited_s: float
+    __slots__ = ("decision", "dispatch", "instance", "placed_s", "waited_s")
+
+    def __init__(
+        self,
+        instance: Instance,
+        decision: Decision,
+        dispatch: Dispatch,
+        placed_s: float,
+        waited_s: float,
+    ) -> None:
+        self.instance = instance
+        self.decision = decision
+        self.dispatch = dispatch
+        self.placed_s = placed_s
+        self.waited_s = waited_s
 
 
 JobT = TypeVar("JobT", bound=Job)
@@ -67,6 +79,7 @@ class Owner(Protocol[PlaceT_contra]):
         ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Waiting:
     """A request that has no place yet."""
 

@@ -2,19 +2,18 @@
 
 Nothing is chosen or sent here. ``read`` looks at the body once; ``describe`` turns what it says
 into lengths, exact or estimated. Between the two a tokenizer may count the prompt, where the
-configuration names one: the only step that may take a while, so that its driver can await it.
+configuration names one: the only step that may take a while, so that its driver can await it
+(``reading``).
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Protocol
 from urllib.parse import parse_qs
+
+from mypy_extensions import mypyc_attr
 
 from hetero_gateway.core.lengths.predictors import (
     BytesPerToken,
@@ -24,7 +23,8 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.limits.accounts import Charge, LimitStanding
 from hetero_gateway.core.prefixes.keys import namespace, seed_of
-from hetero_gateway.core.types import InstanceId, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
@@ -35,8 +35,7 @@ from hetero_gateway.gateway.dataplane.answers import no_previous_response, no_re
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
-from hetero_gateway.gateway.request.byte_counts import lacks_scans, load_scans
+from hetero_gateway.gateway.request.body_fields import BodyReaders
 from hetero_gateway.gateway.request.forms import check_one_type
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
@@ -47,13 +46,11 @@ from hetero_gateway.gateway.request.openai import (
     with_model,
 )
 from hetero_gateway.gateway.request.tokenizer import Tokenizer
-from hetero_gateway.gateway.turns import Steps, advance
+from hetero_gateway.gateway.turns import Steps
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.heads import Inbound
 
 _MOST_QUERY_FIELDS = 64
-# How long the reading of a body may hold the event loop at a time.
-_STEP_S = 0.001
 # Of each end of a long body, once it is not needed any more.
 _LEFT_BYTES = 1024
 # What makes a client's request id unlike any other, and how long one is at most.
@@ -65,7 +62,7 @@ _GENERATE, _LIGHT, _PREFILL = Work.GENERATE, Work.LIGHT, Work.PREFILL
 _NO_SESSION = (b"", b"null", b'""')
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@mypyc_attr(allow_interpreted_subclasses=True)  # those of workers
 class Job:
     """A request that is understood: what is asked, by whom, and how long it is thought to be.
 
@@ -78,17 +75,41 @@ class Job:
     the rest. None: it did not.
     """
 
-    inbound: Inbound
-    client: Client
-    parsed: ParsedRequest
-    request: Request
-    features: LengthFeatures | None
-    response: Response | None = None
-    charge: Charge | None = None
-    standing: LimitStanding | None = None
-    fell_back: bool = False
-    waits: bool = True
-    told_tokens: int | None = None
+    __slots__ = (
+        "charge",
+        "client",
+        "features",
+        "fell_back",
+        "inbound",
+        "parsed",
+        "request",
+        "response",
+        "standing",
+        "told_tokens",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        inbound: Inbound,
+        client: Client,
+        parsed: ParsedRequest,
+        request: Request,
+        features: LengthFeatures | None,
+        *,
+        waits: bool = True,
+    ) -> None:
+        self.inbound = inbound
+        self.client = client
+        self.parsed = parsed
+        self.request = request
+        self.features = features
+        self.response: Response | None = None
+        self.charge: Charge | None = None
+        self.standing: LimitStanding | None = None
+        self.fell_back = False
+        self.waits = waits
+        self.told_tokens: int | None = None
 
     def estimated_tokens(self) -> int:
         """All of its prompts' and outputs' tokens, as its client is charged for them at first."""
@@ -107,38 +128,6 @@ def shorten_body(inbound: Inbound, job: Job | None) -> None:
     inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
     if job is not None and job.features is not None:
         job.features.body = inbound.body
-
-
-class LongBodies:
-    """Reads long bodies in steps, with turns of the event loop between them.
-
-    One at a time, so that all of them together hold it for no longer than one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self._loads = False
-
-    def begin(self, steps: Steps[ParsedRequest], size_bytes: int) -> ParsedRequest | None:
-        """The first step; None: there are more. Raises Refusal."""
-        if self._loads or lacks_scans(size_bytes):
-            self._loads = True
-            return None
-        return advance(steps, _STEP_S)
-
-    async def finish(
-        self, steps: Steps[ParsedRequest], over: Callable[[], bool]
-    ) -> ParsedRequest | None:
-        """The others; None: nobody wants it any more. Raises Refusal."""
-        parsed = None
-        async with self._lock:
-            if self._loads:
-                await asyncio.to_thread(load_scans)
-                self._loads = False
-            while parsed is None and not over():
-                await asyncio.sleep(0)
-                parsed = advance(steps, _STEP_S)
-        return parsed
 
 
 class Intake:
@@ -430,8 +419,8 @@ class Intake:
         """It goes on from a response: what is in front of it, and where that is, if it is known."""
         before = self._previous(parsed)
         if before is None:
-            return request._replace(prefix=None)
-        return request._replace(
+            return request.replace(prefix=None)
+        return request.replace(
             prompt_tokens=request.prompt_tokens + before.tokens,
             prefix=before.prompt_after(parsed.prefix, parsed.head),
             only=before.instance_id,
@@ -467,96 +456,3 @@ class Intake:
             owner=job.client.name,
         )
         self.responses.note(response, time.monotonic())
-
-
-class ReadingRooms(Protocol):
-    """What reading a body needs of what every request passes through."""
-
-    @property
-    def intake(self) -> Intake: ...
-
-    @property
-    def reading(self) -> LongBodies: ...
-
-
-class RequestReader:
-    """A request until it is described; whoever drives one is derived from it.
-
-    Done at once where it can be; a task exists only while a long body is read in steps, or a
-    tokenizer counts. ``Attempts`` and the picker's streams are each this and what follows.
-    """
-
-    __slots__ = ("_client", "_task")
-
-    _client: Client | None  # whose it is, once its head was let in
-    _task: asyncio.Task[None] | None
-
-    # What follows, and what it may come to
-
-    def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
-        """The body is understood; ``counted``: tokens. May raise Refusal."""
-        raise NotImplementedError
-
-    def _refuse(self, refusal: Refusal) -> None:
-        """Answer it with an error."""
-        raise NotImplementedError
-
-    def broke(self, error: Exception) -> None:
-        """The boundary of a request: a bug costs the one that met it."""
-        raise NotImplementedError
-
-    def _is_over(self) -> bool:
-        """Nobody wants an answer any more."""
-        raise NotImplementedError
-
-    # Reading
-
-    def _read(self, rooms: ReadingRooms, inbound: Inbound) -> None:
-        """The body is here: understand the request, at once if that can be. Raises Refusal."""
-        inbound.received_s = time.monotonic()
-        if len(inbound.body) < LEAST_BYTES:
-            parsed = rooms.intake.read(inbound, self._client)
-        else:
-            steps = rooms.intake.read_in_steps(inbound, self._client)
-            first = rooms.reading.begin(steps, len(inbound.body))
-            if first is None:
-                self._start(self._read_on(rooms, inbound, steps))
-                return
-            parsed = first
-        intake = rooms.intake
-        if intake.tokenizer is not None and intake.counts(inbound, parsed):
-            self._start(self._count(rooms, inbound, parsed))
-        else:
-            self._describe(parsed, None)
-
-    async def _read_on(
-        self, rooms: ReadingRooms, inbound: Inbound, steps: Steps[ParsedRequest]
-    ) -> None:
-        """Read the rest of a long body, while the event loop has its turns."""
-        parsed = await rooms.reading.finish(steps, self._is_over)
-        if parsed is None or self._is_over():
-            return
-        if rooms.intake.counts(inbound, parsed):
-            await self._count(rooms, inbound, parsed)
-        else:
-            self._describe(parsed, None)
-
-    async def _count(self, rooms: ReadingRooms, inbound: Inbound, parsed: ParsedRequest) -> None:
-        counted = await rooms.intake.count(inbound)
-        if not self._is_over():
-            self._describe(parsed, counted)
-
-    # What has to wait
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""
-        self._task = asyncio.get_running_loop().create_task(self._guarded(work))
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Refusal as refusal:
-            if not self._is_over():
-                self._refuse(refusal)
-        except Exception as error:
-            self.broke(error)

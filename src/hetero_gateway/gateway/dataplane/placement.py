@@ -27,6 +27,7 @@ from mypy_extensions import mypyc_attr
 
 from hetero_gateway.core.histogram import count_noted
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import (
@@ -36,7 +37,6 @@ from hetero_gateway.core.types import (
     PrefixKeys,
     Reject,
     RejectReason,
-    Request,
     Usage,
 )
 from hetero_gateway.engines.vllm import REALTIME
@@ -236,7 +236,7 @@ class Placement:
         assert decision is not None
         assert dispatch is not None
         if self.queues:
-            self._metrics.queue_wait_s.note(0.0)
+            self._metrics.queue_wait_s.zeros += 1
         return Placed(self._fleet.instances[decision.instance_id], decision, dispatch, now_s, 0.0)
 
     def _place_now(
@@ -582,7 +582,7 @@ class LocalDispatcher:
         job.parsed.asked = job.parsed.asked or request.model
         self._metrics.fallbacks[job.parsed.asked, model] += 1
         job.parsed.model = model = sys.intern(model)
-        job.request = request._replace(model=model)
+        job.request = request.replace(model=model)
         job.fell_back = True
         if job.features is not None:
             job.features.model = model

@@ -127,13 +127,14 @@ class RecordingRecorder(Recorder):
 
     def learn_from(self, attempt: SettledAttempt, told: AnswerTokens | None) -> None:
         super().learn_from(attempt, told)
-        job, placed, exchange, outcome, now_s, _ = attempt
+        job, placed, exchange = attempt.job, attempt.placed, attempt.seen
+        outcome, now_s = attempt.outcome, attempt.ended_s
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
             return  # removed meanwhile: nobody says any more what it was
         self._describe(instance)
         request, parsed = placed.decision.request, job.parsed
-        told_prompt, out = told or (None, 0)
+        told_prompt, out = (None, 0) if told is None else (told.prompt, told.output)
         cached = None if told is None else exchange.usage().cached_tokens
         prompt = request.prompt_tokens
         if told_prompt:

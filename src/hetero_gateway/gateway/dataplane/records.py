@@ -18,7 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -76,29 +76,43 @@ _BYTES_OF_AN_ID = 8
 OUTSIDE = "outside"
 
 
-class AnswerTokens(NamedTuple):
+class AnswerTokens:
     """Tokens of an answer, as far as what its engine said can be true; None: it did not say."""
 
-    prompt: int | None
-    output: int
+    __slots__ = ("output", "prompt")
+
+    def __init__(self, prompt: int | None, output: int) -> None:
+        self.prompt = prompt
+        self.output = output
 
 
 # In place of those of an answer that is counted here, and has yet to be read for it.
 UNREAD: Final = AnswerTokens(None, -1)
 
 
-class SettledAttempt(NamedTuple):
+class SettledAttempt:
     """An attempt that is over, for as long as it waits to be counted.
 
     ``usage``: as the answer stated it; None: it is still to be read.
     """
 
-    job: Job
-    placed: Placed
-    seen: ObservedResponse
-    outcome: Outcome
-    ended_s: float
-    usage: Usage | None = None
+    __slots__ = ("ended_s", "job", "outcome", "placed", "seen", "usage")
+
+    def __init__(
+        self,
+        job: Job,
+        placed: Placed,
+        seen: ObservedResponse,
+        outcome: Outcome,
+        ended_s: float,
+        usage: Usage | None = None,
+    ) -> None:
+        self.job = job
+        self.placed = placed
+        self.seen = seen
+        self.outcome = outcome
+        self.ended_s = ended_s
+        self.usage = usage
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -148,8 +162,14 @@ class Recorder:
         later, self._later = self._later, []
         for attempt in later:
             try:
-                job, placed, exchange, outcome, now_s, usage = attempt
-                told = self.count_seen(job, placed.instance, exchange, outcome, now_s, usage)
+                told = self.count_seen(
+                    attempt.job,
+                    attempt.placed.instance,
+                    attempt.seen,
+                    attempt.outcome,
+                    attempt.ended_s,
+                    attempt.usage,
+                )
                 self.learn_from(attempt, told)
             except Exception:
                 # The boundary of a request: the others are counted all the same.
@@ -288,7 +308,7 @@ class Recorder:
         self._noted.add(series.duration)
         if told is None:
             return None
-        told_prompt, output = told
+        told_prompt, output = told.prompt, told.output
         series.input_tokens += told_prompt or request.prompt_tokens * parsed.prompt_count
         series.output_tokens += output
         if parsed.stream:
@@ -328,7 +348,7 @@ class Recorder:
             told: what is believed of the answer, and of its ``usage``.
         """
         prompt = cached = 0
-        told_prompt, output = told or (None, 0)
+        told_prompt, output = (None, 0) if told is None else (told.prompt, told.output)
         if job.inbound.work is not _LIGHT and (told is not None or outcome in _COSTS_A_PROMPT):
             prompt = told_prompt or job.request.prompt_tokens * job.parsed.prompt_count
             if told is not None and usage.cached_tokens:
@@ -339,9 +359,10 @@ class Recorder:
 
     def learn_from(self, attempt: SettledAttempt, told: AnswerTokens | None) -> None:
         """Settle with a request's client, and learn from its last answer, which was counted."""
-        job, placed, exchange, outcome, now_s, usage = attempt
+        job, placed, exchange = attempt.job, attempt.placed, attempt.seen
+        outcome, now_s = attempt.outcome, attempt.ended_s
         if job.client.name:
-            self._bill(job, told, usage or exchange.usage(), outcome, now_s)
+            self._bill(job, told, attempt.usage or exchange.usage(), outcome, now_s)
         instance = placed.instance
         if (
             told is None
@@ -350,7 +371,7 @@ class Recorder:
         ):
             return
         request, parsed, metrics = job.request, job.parsed, self._metrics
-        told_prompt, output = told
+        told_prompt, output = told.prompt, told.output
         if request.prefix is not None:
             dispatch = placed.dispatch
             prefix = dispatch.state.prefix

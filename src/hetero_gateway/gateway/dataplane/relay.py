@@ -42,6 +42,8 @@ _MOST_KEPT_READS = 4096
 _FIRST_LOOK_READS = 128
 # A stream is left on an instance that has fallen silent for so long: it may go on.
 _HUNG_S = 3.0
+# A NamedTuple's own constructor is a function in Python.
+_new_usage: Callable[[type[Usage], tuple[int | None, ...]], Usage] = tuple.__new__
 
 
 class ExchangeOwner(Protocol):
@@ -379,7 +381,7 @@ class Exchange:
         if usage is None:
             tail = self._tail
             last = tail[0] if len(tail) == 1 else self.tail()
-            usage = Usage(*usage_in_tail(last))
+            usage = _new_usage(Usage, usage_in_tail(last))
             if self.complete:
                 self._usage = usage
         return usage

@@ -14,8 +14,9 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.continuing import Continuations
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
-from hetero_gateway.gateway.dataplane.intake import Intake, LongBodies
+from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.priorities import Priorities
+from hetero_gateway.gateway.dataplane.reading import LongBodies
 from hetero_gateway.gateway.dataplane.relay import Deadlines
 from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
 from hetero_gateway.gateway.records.metrics import Metrics

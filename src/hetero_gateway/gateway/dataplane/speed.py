@@ -23,7 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero_gateway.core.types import InstanceId, Outcome, Request
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import InstanceId, Outcome
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.instances import Fleet

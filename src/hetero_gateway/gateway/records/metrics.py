@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,7 +115,7 @@ _OF_REQUESTS = (
 class Series:
     """What is counted per model and instance."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: defaultdict[str, int] = field(default_factory=partial(defaultdict, int))
     duration: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS_S))
     ttft: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS_S))
     tpot: Histogram = field(default_factory=partial(Histogram, TPOT_BOUNDS_S))
@@ -172,11 +172,11 @@ class Metrics:
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
-        # By (model, instance).
+        # By (model, instance). What counts each request is no Counter, whose look-ups are Python's.
         self.every_series: dict[tuple[str, str], Series] = {}
         # (requests, since when there were as many) of series whose model is not served.
         self._unserved: dict[tuple[str, str], tuple[int, float]] = {}
-        self.decisions: Counter[str] = Counter()
+        self.decisions: defaultdict[str, int] = defaultdict(int)
         self.retries: Counter[str] = Counter()
         self.streams_continued: Counter[str] = Counter()
         # By the name asked for, and the fallback that was asked.
@@ -185,9 +185,9 @@ class Metrics:
         self.ejections: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
         # By what clients got: an HTTP status; 499: they left before an answer.
-        self.statuses: Counter[int] = Counter()
+        self.statuses: defaultdict[int, int] = defaultdict(int)
         # Requests that reached an instance, by (class, outcome).
-        self.classes: Counter[tuple[str, str]] = Counter()
+        self.classes: defaultdict[tuple[str, str], int] = defaultdict(int)
         # Set and counted by the server, where there is one.
         self.client_connections: Callable[[], int] = lambda: 0
         # The processes that serve clients, where it is not this one.
@@ -270,7 +270,7 @@ class Metrics:
         for key, series in self.every_series.items():
             if key[0] in _NO_MODELS or served(*key):
                 continue
-            requests = series.outcomes.total()
+            requests = sum(series.outcomes.values())
             before, since_s = known.get(key, (-1, now_s))
             self._unserved[key] = (requests, since_s if requests == before else now_s)
         by_age = sorted(self._unserved, key=lambda key: self._unserved[key][1])
@@ -436,7 +436,7 @@ def _request_rows(entries: Iterable[tuple[tuple[str, str], Series]]) -> Iterator
         yield "output_tokens", key, series.output_tokens
 
 
-def _from_zero(keys: Iterable[Any], values: Counter[Any]) -> dict[tuple[str], int]:
+def _from_zero(keys: Iterable[Any], values: dict[Any, int]) -> dict[tuple[str], int]:
     """By one label: what was counted, and 0 of what is always there."""
     return {(str(key),): number for key, number in (dict.fromkeys(keys, 0) | values).items()}
 

@@ -38,8 +38,9 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
 from hetero_gateway.gateway.dataplane.dispatcher import Placed, Waiting
-from hetero_gateway.gateway.dataplane.intake import Job, RequestReader, shorten_body
+from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
 from hetero_gateway.gateway.dataplane.observed import ReportedResponse
+from hetero_gateway.gateway.dataplane.reading import RequestReader
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.bodies import BodyBuffer
 from hetero_gateway.http.failures import Failure, InstanceError
@@ -260,7 +261,7 @@ class Stream(RequestReader):
         job = self._job = self._resources.dispatcher.describe(inbound, client, parsed, counted)
         if job.request.streams and not self._call.peer.reports:
             # Its first token is not seen: a stream's head comes before it, and its body never.
-            job.request = job.request._replace(streams=False)
+            job.request = job.request.replace(streams=False)
         self._place(job)
 
     # Placing
@@ -317,7 +318,7 @@ class Stream(RequestReader):
         ):
             # The length is an estimate: when half of it fits, the engine is to judge.
             self._halved = True
-            job.request = job.request._replace(prompt_tokens=-(-prompt_tokens // 2))
+            job.request = job.request.replace(prompt_tokens=-(-prompt_tokens // 2))
             self._place(job)
             return
         ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
@@ -437,7 +438,7 @@ class Stream(RequestReader):
         served = resources.endpoints.instance_at(endpoint)
         if served is None:
             return  # it is none of ours
-        request = job.request._replace(streams=False, only=served)
+        request = job.request.replace(streams=False, only=served)
         try:
             moved = resources.dispatcher.placement.submit(request, (), waits=False)
         except Refusal:

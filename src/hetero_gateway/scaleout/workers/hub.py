@@ -98,7 +98,8 @@ class WorkerSession(RequestSession):
                 metrics.client_disconnects[instance_id] += number
         metrics.client_timeouts.update(said.timeouts)
         metrics.client_refusals.update(said.refusals)
-        metrics.statuses.update(said.statuses)
+        for status, number in said.statuses.items():
+            metrics.statuses[status] += number
         metrics.streams_continued.update(said.continued)
         metrics.overhead_s.add(said.overhead)
         metrics.round_trip_s.add(said.round_trip)

@@ -12,13 +12,13 @@ import itertools
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from hetero_gateway import __version__
 from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import (
     COMPLETED,
     DEFAULT_CLASS,
@@ -26,7 +26,6 @@ from hetero_gateway.core.types import (
     Outcome,
     Reject,
     RejectReason,
-    Request,
 )
 from hetero_gateway.engines.vllm import ModelCard, Work
 from hetero_gateway.errors import ConfigError, Refusal
@@ -63,15 +62,24 @@ _Key = TypeVar("_Key")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class RemoteJob(Job):
-    """A request that is described elsewhere. ``request`` is known once it is placed."""
+    """A request that is described elsewhere. ``request`` is known once it is placed.
 
-    counted: int | None = None
-    deadline_s: float = 0.0
-    fallback: str = ""  # the model that it is for now, which has yet to be said
-    key: int = 0
-    session: int = 0  # in which whoever answers knows it; 0: in none
+    ``fallback``: the model that it is for now, which has yet to be said; ``session``: in which
+    whoever answers knows it; 0: in none.
+    """
+
+    __slots__ = ("counted", "deadline_s", "fallback", "key", "session")
+
+    def __init__(
+        self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
+    ) -> None:
+        super().__init__(inbound, client, parsed, _UNKNOWN, None)
+        self.counted = counted
+        self.deadline_s = 0.0
+        self.fallback = ""
+        self.key = 0
+        self.session = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -284,7 +292,7 @@ class RemoteDispatcher:
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
     ) -> RemoteJob:
-        return RemoteJob(inbound, client, parsed, _UNKNOWN, None, counted=counted)
+        return RemoteJob(inbound, client, parsed, counted)
 
     def submit(
         self,
@@ -357,7 +365,7 @@ class RemoteDispatcher:
             seen.empty,
             *usage,
             messages.mark_of(job.inbound.body),
-            *(told or (None, None)),
+            *((None, None) if told is None else (told.prompt, told.output)),
         )
 
     def fall_back(self, job: RemoteJob, model: str) -> None:
@@ -679,7 +687,7 @@ class RemoteDispatcher:
         self._channel.send(counts)
 
 
-def _taken(counter: Counter[_Key]) -> dict[_Key, int]:
+def _taken(counter: dict[_Key, int]) -> dict[_Key, int]:
     taken = dict(counter)
     counter.clear()
     return taken

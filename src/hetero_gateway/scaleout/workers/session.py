@@ -189,7 +189,7 @@ class RequestSession:
             self._requests[carried.key] = request
             if not carried.instance:
                 continue
-            job.request = job.request._replace(
+            job.request = job.request.replace(
                 prompt_tokens=carried.prompt_tokens,
                 predicted_output_tokens=carried.predicted_output_tokens,
                 sequences=carried.sequences,

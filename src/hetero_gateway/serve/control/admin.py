@@ -22,9 +22,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
+from hetero_gateway.core.request import Request as CoreRequest
 from hetero_gateway.core.scheduling.decision_log import LoggedDecision
 from hetero_gateway.core.types import InstanceId, Reject
-from hetero_gateway.core.types import Request as CoreRequest
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable
 from hetero_gateway.files.link_local import is_link_local

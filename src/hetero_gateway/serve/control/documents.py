@@ -138,7 +138,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "learnt_max_num_seqs": seen.learnt_max_num_seqs,
         "waiting_first_token": seen.waiting_first_token,
         "connections": gateway.connections_to(instance),
-        "requests": gateway.metrics.decisions[instance.id],
+        "requests": gateway.metrics.decisions.get(instance.id, 0),
     }
 
 
