@@ -90,25 +90,29 @@ def record(log: Row, log_s: Times, now_s: float, slot: int, kind: int) -> None:
 
 def link(q: Rows, slot: int, before: int) -> None:
     """Insert a sequence before another one; before the head is at the end."""
-    previous = q[before][PREVIOUS]
-    q[slot][NEXT] = before
-    q[slot][PREVIOUS] = previous
+    ahead = q[before]
+    s = q[slot]
+    previous = ahead[PREVIOUS]
+    s[NEXT] = before
+    s[PREVIOUS] = previous
     q[previous][NEXT] = slot
-    q[before][PREVIOUS] = slot
+    ahead[PREVIOUS] = slot
 
 
 def unlink(q: Rows, slot: int) -> None:
-    q[q[slot][PREVIOUS]][NEXT] = q[slot][NEXT]
-    q[q[slot][NEXT]][PREVIOUS] = q[slot][PREVIOUS]
+    s = q[slot]
+    q[s[PREVIOUS]][NEXT] = s[NEXT]
+    q[s[NEXT]][PREVIOUS] = s[PREVIOUS]
 
 
 # -- the heap of decoding sequences, by the epoch that emits their last token
 
 
 def finishes_before(q: Rows, one: int, other: int) -> bool:
-    if q[one][LAST_EPOCH] != q[other][LAST_EPOCH]:
-        return q[one][LAST_EPOCH] < q[other][LAST_EPOCH]
-    return q[one][JOIN] < q[other][JOIN]
+    a, b = q[one], q[other]
+    if a[LAST_EPOCH] != b[LAST_EPOCH]:
+        return a[LAST_EPOCH] < b[LAST_EPOCH]
+    return a[JOIN] < b[JOIN]
 
 
 def sift(q: Rows, n: Row, size: int, at: int, slot: int) -> None:
@@ -149,31 +153,33 @@ def prefill_tokens(q: Rows, slot: int) -> int:
 def join_decoding(q: Rows, n: Row, slot: int) -> None:
     size = n[NUM_DECODING]
     cached = prefill_tokens(q, slot)
+    s = q[slot]
     n[JOINS] += 1
-    q[slot][STATE] = DECODING
-    q[slot][JOIN] = n[JOINS]
-    q[slot][OFFSET] = cached - n[EPOCH]
-    q[slot][LAST_EPOCH] = n[EPOCH] + q[slot][OUTPUT] - q[slot][GENERATED]
+    s[STATE] = DECODING
+    s[JOIN] = n[JOINS]
+    s[OFFSET] = cached - n[EPOCH]
+    s[LAST_EPOCH] = n[EPOCH] + s[OUTPUT] - s[GENERATED]
     link(q, slot, n[HEAD_DECODING])
     sift(q, n, size + 1, size, slot)
     n[NUM_DECODING] = size + 1
     n[CACHED] += cached
     # The residue of the epochs in which it needs a new block.
-    n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] += 1
+    n[PHASES_AT + (1 - s[OFFSET]) % n[BLOCK_TOKENS]] += 1
 
 
 def leave_decoding(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
     """Take a sequence out of the batch, remember how far it came, and free its blocks."""
     unlink(q, slot)
+    s = q[slot]
     size = n[NUM_DECODING] - 1
     n[NUM_DECODING] = size
-    at = q[slot][HEAP_AT]
+    at = s[HEAP_AT]
     if at < size:
         sift(q, n, size, at, n[PHASES_AT + n[BLOCK_TOKENS] + size])
-    cached = q[slot][OFFSET] + n[EPOCH]
-    q[slot][GENERATED] = cached - q[slot][PROMPT]
+    cached = s[OFFSET] + n[EPOCH]
+    s[GENERATED] = cached - s[PROMPT]
     n[CACHED] -= cached
-    n[PHASES_AT + (1 - q[slot][OFFSET]) % n[BLOCK_TOKENS]] -= 1
+    n[PHASES_AT + (1 - s[OFFSET]) % n[BLOCK_TOKENS]] -= 1
     # All but the newest token have KV; within a decode step there is room for that one too.
     growing = n[STEPS] > 0 and n[STEP_DECODES] > 0
     tokens = cached if growing else cached - 1
@@ -278,20 +284,21 @@ def admit(q: Rows, n: Row, c: Kept, k: Rows) -> int:
 
 def begin_with_hits(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
     """Share the blocks that the look-up found, and take the others."""
-    hits, count = q[slot][HITS], blocks(n, prefill_tokens(q, slot))
+    s = q[slot]
+    hits, count = s[HITS], blocks(n, prefill_tokens(q, slot))
     held = k[2 * slot + 1]
     n[FREE_BLOCKS] -= count - hits + count_free(c, held, hits)
     share(c, held, hits)
     for i in range(hits, count):
         held[i] = take(c, n[BUCKET_MASK], n[TOTAL_BLOCKS])
-    q[slot][HELD] = count
-    q[slot][KEPT] = hits
-    q[slot][COMPUTED] = hits * n[BLOCK_TOKENS]
+    s[HELD] = count
+    s[KEPT] = hits
+    s[COMPUTED] = hits * n[BLOCK_TOKENS]
     # vLLM keeps the look-ups of evicted sequences apart.
-    if q[slot][PREEMPTIONS] == 0:
-        q[slot][CACHED_TOKENS] = q[slot][COMPUTED]
-        n[QUERIES_TOTAL] += q[slot][PROMPT]
-        n[HITS_TOTAL] += q[slot][COMPUTED]
+    if s[PREEMPTIONS] == 0:
+        s[CACHED_TOKENS] = s[COMPUTED]
+        n[QUERIES_TOTAL] += s[PROMPT]
+        n[HITS_TOTAL] += s[COMPUTED]
 
 
 def take_chunk(q: Rows, n: Row, c: Kept, k: Rows, slot: int, tokens: int) -> None:
@@ -424,9 +431,10 @@ def attended_pairs(q: Rows, n: Row) -> float:
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
     while slot != head:
-        chunk = q[slot][CHUNK]
-        pairs += chunk * (q[slot][COMPUTED] + chunk / 2)
-        slot = q[slot][NEXT]
+        s = q[slot]
+        chunk = s[CHUNK]
+        pairs += chunk * (s[COMPUTED] + chunk / 2)
+        slot = s[NEXT]
     return pairs
 
 
@@ -511,10 +519,11 @@ def end_chunks(q: Rows, n: Row, c: Kept, k: Rows, log: Row, log_s: Times, now_s:
     head = n[HEAD_PREFILLING]
     slot = q[head][NEXT]
     while slot != head:
-        following = q[slot][NEXT]
-        q[slot][COMPUTED] += q[slot][CHUNK]
-        q[slot][CHUNK] = 0
-        if q[slot][COMPUTED] == prefill_tokens(q, slot):
+        s = q[slot]
+        following = s[NEXT]
+        s[COMPUTED] += s[CHUNK]
+        s[CHUNK] = 0
+        if s[COMPUTED] == prefill_tokens(q, slot):
             end_prefill(q, n, c, k, log, log_s, now_s, slot)
         slot = following
 
@@ -524,20 +533,21 @@ def end_prefill(
 ) -> None:
     """A prefill is over and emits a token: the first, or after an eviction the next."""
     unlink(q, slot)
+    s = q[slot]
     n[NUM_PREFILLING] -= 1
-    if q[slot][GENERATED] == 0:
-        n[PROMPT_TOTAL] += q[slot][PROMPT]
+    if s[GENERATED] == 0:
+        n[PROMPT_TOTAL] += s[PROMPT]
         record(log, log_s, now_s, slot, FIRST)
     else:
         record(log, log_s, now_s, slot, RESUMED)
     n[GENERATION_TOTAL] += 1
     tokens = prefill_tokens(q, slot)
-    q[slot][GENERATED] += 1
-    if q[slot][GENERATED] < q[slot][OUTPUT]:
+    s[GENERATED] += 1
+    if s[GENERATED] < s[OUTPUT]:
         join_decoding(q, n, slot)
         return
     free(q, n, c, k, slot, tokens)
-    q[slot][STATE] = DONE
+    s[STATE] = DONE
     record(log, log_s, now_s, slot, FINISHED)
 
 
@@ -572,23 +582,25 @@ def submit(
     keys: int, now_s: float,
 ) -> None:  # fmt: skip
     """Give instance i a new sequence; the step that begins at ``now_s`` or next sees it."""
-    q[slot][PROMPT] = prompt
-    q[slot][OUTPUT] = output
-    q[slot][GENERATED] = 0
-    q[slot][CHUNK] = 0
-    q[slot][PREEMPTIONS] = 0
-    q[slot][KEYS] = keys
-    q[slot][HITS] = 0
-    q[slot][CACHED_TOKENS] = 0
-    enqueue(q, n[i], slot)
-    if n[i][STEPS] > 0:
+    s = q[slot]
+    instance = n[i]
+    s[PROMPT] = prompt
+    s[OUTPUT] = output
+    s[GENERATED] = 0
+    s[CHUNK] = 0
+    s[PREEMPTIONS] = 0
+    s[KEYS] = keys
+    s[HITS] = 0
+    s[CACHED_TOKENS] = 0
+    enqueue(q, instance, slot)
+    if instance[STEPS] > 0:
         # Behind others it changes nothing: what they lack comes free at the end of the run at best.
-        if n[i][NUM_WAITING] > 1:
+        if instance[NUM_WAITING] > 1:
             return
-        cut_run(n[i], x[i], now_s)
+        cut_run(instance, x[i], now_s)
     elif x[i][NEXT_S] > now_s:
         x[i][NEXT_S] = now_s
-        n[i][PHASE] = BEGIN
+        instance[PHASE] = BEGIN
     rank(n, x, first, i)
 
 
