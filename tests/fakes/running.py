@@ -112,7 +112,8 @@ class RunningGateway:
     async def counted(self) -> None:
         """Wait until every request is over, and its workers' counts have come in."""
         await eventually(self.settled)
-        await eventually(lambda: all(worker.remote.has_told for worker in self.workers))
+        parts = self.workers
+        await eventually(lambda: not any(w.metrics.every_series or w.remote._untold for w in parts))
         self.gateway.metrics.catch_up()
 
     async def metrics(self) -> str:

@@ -272,11 +272,6 @@ class RemoteDispatcher:
         """Nothing is asked or outstanding."""
         return not self._asked and not self._open and not self._streams
 
-    @property
-    def has_told(self) -> bool:
-        """All that was counted has been passed on, and has come in."""
-        return not (self._telling or self._untold or self._metrics.every_series)
-
     def close(self) -> None:
         """Report what there is to report, and end."""
         self._timer.cancel()
