@@ -92,6 +92,9 @@ class LivenessWatch:
             instance_id = instance.id
             state = states[instance_id]
             heard_s = max(self._heard_s.get(instance_id, now_s), instance.outcomes.heard_s)
+            if instance_id not in streaming:
+                # Where a proxy relays them, first tokens are all that is heard of streams.
+                heard_s = max(heard_s, state.heard_s)
             dead = instance.silent or instance.health.asked_s is not None
             if instance_id in heard or instance.outcomes.is_heard_again:
                 self._outcomes.heard(instance, now_s)
