@@ -139,6 +139,8 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         seen.faults += left + gateway.alarms()
         told = (await gateway.metrics())["hetero_gateway_streams_continued_total"]
         total = sum(legs * number for legs, number in seen.legs.items()) - seen.streams
+        log = gateway.log.read_text("utf-8", "replace").splitlines()
+        seen.faults += [line for line in log if "cannot be continued" in line]
         seen.results = {labels[0][1]: number for labels, number in told.items()}
         counted = told[(("result", "continued"),)]
         if counted < total:

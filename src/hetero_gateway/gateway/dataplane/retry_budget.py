@@ -9,7 +9,7 @@ from hetero_gateway.http.failures import Failure, InstanceError
 
 _WINDOW_S = 10.0
 # So often a stream may break off and go on in that time, on average over what is open.
-_MOST_EACH = 3
+_MOST_EACH = 6
 
 
 class RetryBudget:
