@@ -12,6 +12,7 @@ import httpx
 import pytest
 import yaml
 
+from hetero_gateway.http.protocol import NEXT_CALL_S
 from tests.fakes.processes import Process, until
 from tests.fakes.vllm import FakeInstance, fake_instances
 
@@ -83,14 +84,21 @@ async def test_sighup_reloads_and_sigterm_drains(tmp_path, workers):
 async def one_after_the_other(port: int, body: bytes) -> int:
     """Requests on one connection until a response says that it is the last; how many there were.
 
-    Raises asyncio.IncompleteReadError, OSError: one had no answer.
+    Raises asyncio.IncompleteReadError, OSError: one had no answer, though it came in time.
     """
+    loop = asyncio.get_running_loop()
     head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answered = 0
+    answered, answered_s = 0, loop.time()
     while True:
+        waited_s = loop.time() - answered_s
         writer.write(head % (CHAT.encode(), len(body)) + body)
-        said = (await reader.readuntil(b"\r\n\r\n")).lower()
+        try:
+            said = (await reader.readuntil(b"\r\n\r\n")).lower()
+        except (OSError, asyncio.IncompleteReadError):
+            if waited_s < NEXT_CALL_S:
+                raise
+            return answered  # on a busy machine
         length = re.search(rb"content-length: (\d+)", said)
         if length is not None:
             await reader.readexactly(int(length[1]))
@@ -98,7 +106,7 @@ async def one_after_the_other(port: int, body: bytes) -> int:
             while size := int(await reader.readline(), 16):
                 await reader.readexactly(size + 2)
             await reader.readexactly(2)
-        answered += 1
+        answered, answered_s = answered + 1, loop.time()
         if b"connection: close" in said:
             writer.close()
             return answered

@@ -139,8 +139,10 @@ def test_a_killed_instance_hurts_only_its_own_streams(tmp_path: Path) -> None:
                 change = {"draining": draining}
                 httpx.patch(f"{gateway.url}/admin/instances/fast", json=change, timeout=60)
                 streams += [
-                    client.chat.completions.create(**long, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
-                    for _ in range(3)
+                    client.chat.completions.create(
+                        **long, seed=seed, extra_body={"ignore_eos": True}
+                    )  # type: ignore[call-overload]
+                    for seed in (None, None, 7)
                 ]
             httpx.patch(f"{gateway.url}/admin/instances/fast", json={"draining": False}, timeout=60)
             victims = [
@@ -148,9 +150,13 @@ def test_a_killed_instance_hurts_only_its_own_streams(tmp_path: Path) -> None:
             ]
             assert 0 < len(victims) < len(streams)
             instances["fast"].process.kill()
-            for stream in victims:
-                with pytest.raises(openai.APIError, match="fast"):
-                    list(stream)
+            for stream in victims[:-1]:  # they go on elsewhere
+                for _ in range(500):
+                    assert next(stream).choices[0].delta.content is not None
+            told = httpx.get(f"{gateway.url}/metrics", timeout=60).text
+            assert 'streams_continued_total{result="continued"} 2.0' in told
+            with pytest.raises(openai.APIError, match="fast"):
+                list(victims[-1])  # whose draws begin anew elsewhere
             for _ in range(10):
                 answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3)
                 assert answer.choices

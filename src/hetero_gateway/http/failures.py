@@ -58,7 +58,7 @@ class Failure(enum.Enum):
         "idle_timeout", 504, "upstream_timeout", False, Suspicion.NONE, Blame.SILENCE
     )  # fmt: skip
     # Nothing is heard of the instance, which is ejected for that already.
-    SILENT = "silent", 504, "upstream_timeout", True, Suspicion.NONE, Blame.NONE
+    SILENT = "silent", 502, "upstream_error", True, Suspicion.NONE, Blame.NONE
     TOTAL_TIMEOUT = "total_timeout", 504, "upstream_timeout", False, Suspicion.NONE, Blame.NONE
     # The response ended well in HTTP, but it says that the engine broke off.
     ENGINE = "engine", 502, "upstream_error", False, Suspicion.PROBE, Blame.FAULT

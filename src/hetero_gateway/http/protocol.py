@@ -21,8 +21,8 @@ A connection's phases (``clients.Phase``), events down; "–": cannot be or mean
     response's end    –                   –                   the rest is dropped HEAD where there
                                                                                   are bytes, or IDLE
     too slow          closed              408: CLOSING        408: CLOSING        –
-    server ends       closed after        closed after        the last request; where its head has
-                      LAST_CALL_S         LAST_CALL_S         gone without saying so, the next one
+    server ends       closed after a      closed after a      the last request; where its head has
+                      last call           last call           gone without saying so, the next one
     reads nothing     closed              closed              closed              closed
     connection lost   over                over                over                over
 
@@ -55,8 +55,10 @@ _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
 
 _LINE_ENDS = re.compile(rb"(?:\r\n)+")
 _BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
-# How long a connection may still bring a request once the server ends.
+# How long a connection may still bring a request once the server ends: a new one, and one that has
+# been served, whose client may be about to send the next.
 LAST_CALL_S = 0.5
+NEXT_CALL_S = 2.0
 # Of what comes behind a request: more is left to the kernel.
 _MOST_KEPT_BYTES = 65536
 # Of a body that nobody wants any more: where more is to come, the connection is given up.
@@ -592,7 +594,8 @@ class EngineProtocol(HttpToolsProtocol, Watched):
             super().shutdown()
 
     def _call_last(self) -> None:
-        self.loop.call_later(LAST_CALL_S, self._close_unused, self.turn)
+        last_s = LAST_CALL_S if self.cycle is None else NEXT_CALL_S
+        self.loop.call_later(last_s, self._close_unused, self.turn)
 
     def _close_unused(self, turn: int) -> None:
         if self.turn == turn:
