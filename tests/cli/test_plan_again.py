@@ -22,6 +22,7 @@ from hetero_gateway.deploy.directory import write_deployment
 from hetero_gateway.files.trace import TraceRequest
 from hetero_gateway.lab.profiler.seen import SeenGateway
 from tests.deploy.plans import options, plan
+from tests.fakes.processes import wait_for
 
 PATIENCE_S = 60.0
 FILE = {
@@ -74,6 +75,8 @@ def url(tmp_path_factory) -> Iterator[str]:
     try:
         assert any("all 2 answer /health" in line for line in process.stderr)
         address = f"http://127.0.0.1:{port}"
+        # On a busy machine it has not asked its instance yet which models there are.
+        wait_for("a model", lambda: httpx.get(f"{address}/v1/models").json()["data"])
         requests = trace_of(folder, *((100 + k, 10 + k % 5) for k in range(30)))
         assert main(["bench", address, *requests, *("--rate", "20", *BENCH)]) == 0
         yield address
