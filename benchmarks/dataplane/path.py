@@ -5,9 +5,6 @@
 A call is a function of the package that begins; a change of file, a call in another file than the
 one before it. Everything counts from the first byte of a request to the last row that is written
 about it, in one process, of which the clients and two instances that answer at once are a part.
-A constructor that only stores its arguments is no step of the way: those that a dataclass or a
-tuple has, which are not written out, were never counted. (As bytecodes they are.)
-
 These figures are the same on every machine, within 1 %: what is done now and then (a look at the
 step clock, rows written together) depends on the time. CPU time says as much, but a busy machine
 moves it by more than what is looked for.
@@ -22,8 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dis
-import functools
 import json
 import socket
 import sys
@@ -31,7 +26,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import yaml
@@ -104,15 +99,6 @@ class RequestPath(NamedTuple):
     functions: dict[str, float]
 
 
-@functools.cache
-def _only_stores(code: CodeType) -> bool:
-    """Whether it is a constructor that keeps its arguments, and calls and decides nothing."""
-    if code.co_name != "__init__":
-        return False
-    steps = {step.opname for step in dis.get_instructions(code)}
-    return not any(name.startswith(("CALL", "POP_JUMP", "JUMP", "FOR_ITER")) for name in steps)
-
-
 class CallCounter:
     """Counts calls while it is on; ``path``: what they come to for each of so many requests."""
 
@@ -132,7 +118,7 @@ class CallCounter:
         if event != "call":
             return
         _, found, file = frame.f_code.co_filename.partition(PACKAGE)
-        if not found or _only_stores(frame.f_code):
+        if not found:
             return
         self._functions[file, frame.f_code.co_qualname] += 1
         if file != self._last:

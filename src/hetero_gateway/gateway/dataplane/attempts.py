@@ -166,14 +166,10 @@ class Attempts(RequestReader):
 
     def begin(self, body: bytes) -> None:
         """The body is here: understand the request, and send it if that can be done at once."""
-        inbound, intake = self._inbound, self._rooms.intake
+        inbound = self._inbound
         inbound.body = body
         try:
-            if len(body) < LEAST_BYTES and intake.tokenizer is None:
-                inbound.received_s = time.monotonic()
-                self._describe(intake.read(inbound, self._client), None)
-            else:
-                self._read(self._rooms, inbound)
+            self._read(self._rooms, inbound)
         except Refusal as refusal:
             self._refuse(refusal)
         except Exception as error:

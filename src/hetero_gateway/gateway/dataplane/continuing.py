@@ -28,7 +28,7 @@ from hetero_gateway.engines.vllm.continuations import (
 )
 from hetero_gateway.engines.vllm.paths import TOKENIZE
 from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.dataplane.relay import Exchange, HeldAnswer
+from hetero_gateway.gateway.dataplane.relay import TAIL_BYTES, Exchange, HeldAnswer
 from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
 from hetero_gateway.gateway.fleet.probe import Probe
 from hetero_gateway.http.chunks import ChunkDecoder
@@ -52,7 +52,6 @@ _BREAKS = frozenset(
 # told so many tokens: what kills engines does so at once.
 _MOST_BREAKS = 2
 _PROGRESS_TOKENS = 8
-_TAIL_BYTES = 8192
 # Counting a text takes an engine milliseconds; its answer lists the tokens.
 _COUNTING_S = 2.0
 _MOST_COUNT_BYTES = 1 << 22
@@ -242,7 +241,7 @@ class ContinuedExchange(Exchange):
     def on_data(self, data: bytes) -> None:
         self.active = True
         if self.held is not None:
-            self.held.parts[:] = [data[:_TAIL_BYTES]]  # none of it is for the client
+            self.held.parts[:] = [data[:TAIL_BYTES]]  # none of it is for the client
             return
         try:
             data = self.splice.feed(data)
@@ -259,12 +258,10 @@ class ContinuedExchange(Exchange):
             # A comment, as server-sent events have them: the head has gone long ago.
             data = b": continued by %b\n\n%b" % (self.place.instance.id.encode(), data)
         self.events += data.count(b"data: ")
-        self._tail.append(data[-_TAIL_BYTES:])
+        self._tail.append(data[-TAIL_BYTES:])
         self._broken.write_on(data)
         if self._flow.write_paused and not self.congested:
-            self.congested = True
-            if self.connection is not None:
-                self.connection.pause_reading()
+            self._hold_up()
 
     def on_complete(self) -> None:
         if self.held is not None:

@@ -95,22 +95,19 @@ class RequestReader:
     # Reading
 
     def _read(self, rooms: ReadingRooms, inbound: Inbound) -> None:
-        """The body is here: understand the request, at once if that can be. Raises Refusal.
-
-        Of one that is short, and counted by no tokenizer, ``Intake.read`` is all there is to it.
-        """
+        """The body is here: understand the request, at once if that can be. Raises Refusal."""
         inbound.received_s = time.monotonic()
-        intake = rooms.intake
         if len(inbound.body) < LEAST_BYTES:
-            parsed = intake.read(inbound, self._client)
+            parsed = rooms.intake.read(inbound, self._client)
         else:
-            steps = intake.read_in_steps(inbound, self._client)
+            steps = rooms.intake.read_in_steps(inbound, self._client)
             first = rooms.reading.begin(steps, len(inbound.body))
             if first is None:
                 self._start(self._read_on(rooms, inbound, steps))
                 return
             parsed = first
-        if intake.counts(inbound, parsed):
+        intake = rooms.intake
+        if intake.tokenizer is not None and intake.counts(inbound, parsed):
             self._start(self._count(rooms, inbound, parsed))
         else:
             self._describe(parsed, None)

@@ -36,7 +36,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 MOST_EMPTY_BYTES = len(_LAST_CHUNK)
 # The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
 _TAIL_READS = 6
-_TAIL_BYTES = 8192
+TAIL_BYTES = 8192
 # Of a stream that is kept whole: a read is an event or more, and of events without a text.
 _MOST_KEPT_READS = 4096
 _FIRST_LOOK_READS = 128
@@ -203,7 +203,7 @@ class Exchange:
     def on_data(self, data: bytes) -> None:
         self.active = True
         self.events += data.count(b"data: ")
-        self._tail.append(data if len(data) <= _TAIL_BYTES else self._of_long(data))
+        self._tail.append(data if len(data) <= TAIL_BYTES else self._of_long(data))
         if self._rechunk:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self.first_body_at_s is None:
@@ -219,16 +219,19 @@ class Exchange:
                 self.owner.stream_began(self)
         self._write(data)
         if self._flow.write_paused and not self.congested:
-            # The client is slow: stop reading, so that the instance's socket fills in turn.
-            self.congested = True
-            if self.connection is not None:
-                self.connection.pause_reading()
+            self._hold_up()
+
+    def _hold_up(self) -> None:
+        """The client is slow: stop reading, so that the instance's socket fills in turn."""
+        self.congested = True
+        if self.connection is not None:
+            self.connection.pause_reading()
 
     def _of_long(self, data: bytes) -> bytes:
         """What is kept of a read that may have 256 KB, of which thousands of streams keep six."""
         if self._look_at_reads:
             self._look_at_kept(len(data))
-        return data if self._look_at_reads else data[-_TAIL_BYTES:]
+        return data if self._look_at_reads else data[-TAIL_BYTES:]
 
     def look_at_kept(self) -> None:
         """Let go of a stream that has become longer than what is kept of one; now and then."""
@@ -373,7 +376,7 @@ class Exchange:
 
     def tail(self) -> bytes:
         """The last bytes of the body, framing and all."""
-        return b"".join(self._last_reads())[-_TAIL_BYTES:]
+        return b"".join(self._last_reads())[-TAIL_BYTES:]
 
     def usage(self) -> Usage:
         """The tokens as the engine reported them, where it did."""
