@@ -4,7 +4,7 @@ One driver for every way in. Its events come from callbacks (the client's connec
 instance's, timers) or from the ends of its own short tasks; none of them waits. A task exists only
 where something has to: for the tokenizer, for room on an instance, for a connection. When
 admission, description, room and an idle connection are all there at once, the request is on its way
-before ``begin`` returns.
+before ``begin`` returns. What follows an attempt that failed is in ``further_attempts``.
 
 The life of a request. Events down, states across; "–": cannot be, or means nothing:
 
@@ -41,39 +41,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
-from hetero_gateway.engines.vllm import Work, response_id_in
-from hetero_gateway.engines.vllm.continuations import NotContinuable
+from hetero_gateway.core.types import COMPLETED, Outcome, Reject, RejectReason
+from hetero_gateway.engines.vllm import response_id_in
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import EVERYBODY, Client
 from hetero_gateway.gateway.admission.limits import rate_limit_fields
-from hetero_gateway.gateway.dataplane.answers import (
-    NO_RETRY,
-    answer,
-    nobody_can,
-    refusal_of,
-    rejection,
-    shutting_down,
-)
-from hetero_gateway.gateway.dataplane.continuing import (
-    Continuation,
-    ContinuedExchange,
-    may_continue,
-)
+from hetero_gateway.gateway.dataplane.answers import answer, rejection, shutting_down
+from hetero_gateway.gateway.dataplane.continuing import ContinuedExchange, may_continue
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
-from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
-from hetero_gateway.gateway.dataplane.reading import RequestReader
+from hetero_gateway.gateway.dataplane.further_attempts import FurtherAttempts
+from hetero_gateway.gateway.dataplane.intake import shorten_body
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
-from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
+from hetero_gateway.gateway.dataplane.routes import Outside, OutsidePlace
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
-from hetero_gateway.gateway.request.openai import ParsedRequest, with_model
+from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.downstream import Downstream
-from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.headers import lines_of
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.hops import LOOP_DETECTED
@@ -81,38 +69,15 @@ from hetero_gateway.http.upstream import UpstreamConnection, head_to_instance, h
 
 _log = logging.getLogger(__name__)
 
-# What is answered where nothing can take a request.
-_FALLS_BACK = frozenset(
-    ("model_not_found", "no_healthy_instance", "queue_full", "queue_timeout", "wait_too_long",
-     "upstream_error", "gateway_exhausted")
-)  # fmt: skip
-# As nginx counts a client that left in front of an answer.
-CLIENT_GONE = 499
-
 
 @dataclass(slots=True, eq=False, repr=False)
-class Attempts(RequestReader):
+class Attempts(FurtherAttempts):
     """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
-    _rooms: Rooms
-    _inbound: Inbound
-    _downstream: Downstream
     _client: Client | None = None
-    _job: Job | None = None
-    _tried: list[InstanceId] = field(default_factory=list)
-    _failure: InstanceError | None = None  # of the last attempt, where there is another
-    # And the answer that it had, if any.
-    _kept: Exchange | None = None
-    _continuation: Continuation | None = None  # of a stream that broke off
     _wait: Waiting | None = None  # for a place
-    # How many fallbacks were looked at, and the last one's label.
-    _fallen: tuple[int, str] | None = None
-    _exchange: Exchange | None = None  # at its place, until it is settled
     _task: asyncio.Task[None] | None = None
     _deadline_s: float = 0.0
-    _status: int = CLIENT_GONE  # that the client got
-    # What came of it, for whoever writes about it.
-    _last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
     _verdict: str = ""
     _span: Any = None
     _overhead_s: float | None = None
@@ -305,20 +270,6 @@ class Attempts(RequestReader):
         else:
             self._launch(exchange, connection, first=not self._tried)
 
-    async def _continue(self, exchange: ContinuedExchange) -> None:
-        """Send the rest of a stream that broke off, once it is known how much that is."""
-        continuation, instance = self._continuation, exchange.place.instance
-        assert continuation is not None
-        assert not isinstance(instance, Outside)
-        exchange.follow(continuation)
-        try:
-            await continuation.count_on(instance, self._rooms.hops)
-        except NotContinuable as reason:
-            exchange.on_error(InstanceError(Failure.NOT_CONTINUED, f"{reason}"))
-        if self._exchange is exchange:
-            exchange.follow(continuation)  # as it was counted
-            await self._connect(exchange, first=False)
-
     async def _connect(self, exchange: Exchange, *, first: bool) -> None:
         pool = exchange.place.instance.pool
         try:
@@ -440,136 +391,6 @@ class Attempts(RequestReader):
         except Exception as error:
             self.broke(error)
 
-    def _note_break(self, exchange: Exchange) -> None:
-        """The HTTP response is complete, and the engine's answer is not."""
-        _log.warning(
-            "request %s: the engine of %s broke its answer off",
-            self._inbound.request_id.decode(),
-            exchange.place.instance.id,
-        )
-
-    def _note_loop(self, exchange: Exchange) -> None:
-        """The request has been somewhere before."""
-        self._rooms.hops.note_loop(exchange.place.instance.id)
-        if not self._inbound.came_through:
-            exchange.error = InstanceError(Failure.LOOP, "it leads back to a gateway")
-
-    def _go_on_after(self, error: InstanceError, exchange: Exchange) -> None:
-        """An attempt failed: try again, ask a fallback, or answer with what there is."""
-        placed = exchange.place
-        instance, connection = placed.instance, exchange.connection
-        if connection is not None and connection.stale and error.failure is Failure.RESET:
-            # The instance was closing this idle connection when the request was written. A new one
-            # is not stale, so this happens once.
-            exchange.begin_again()
-            self._start(self._connect(exchange, first=False))
-            return
-        self._tried.append(instance.id)
-        outside = isinstance(placed, OutsidePlace)
-        if exchange.head_sent:
-            retry = not outside and self._continues(exchange, error)
-        else:
-            retry = not outside and self._rooms.budget.may_retry(error, len(self._tried))
-        fallback = None
-        if not (retry or exchange.head_sent or error.failure is Failure.TOTAL_TIMEOUT):
-            fallback = self._next_fallback()
-        answered = exchange.complete
-        outcome = error.failure.outcome
-        if answered and exchange.status >= 400 and not retry and fallback is None:
-            outcome = COMPLETED  # with what its engine had to say
-        self._settle(exchange, outcome, final=not retry and fallback is None)
-        spent = len(self._tried) > 1
-        if retry or fallback is not None:
-            self._failure = error
-            self._kept = exchange if answered else None
-            if fallback is None:
-                self._place()
-            else:
-                self._fall_back(fallback)
-        elif answered:
-            self._pass_on(exchange)
-        elif exchange.head_sent:
-            _log.warning(
-                "request %s: its answer from %s broke off: %s",
-                self._inbound.request_id.decode(),
-                instance.id,
-                error,
-            )
-            exchange.break_off(refusal_of(error, instance))
-            self._end()
-        else:
-            self._answer(refusal_of(error, instance, spent=spent))
-
-    def _continues(self, exchange: Exchange, error: InstanceError) -> bool:
-        """Whether a stream that broke off goes on elsewhere."""
-        continuations, job = self._rooms.continuations, self._job
-        if continuations is None or not exchange.streams or self._downstream.gone:
-            return False
-        assert job is not None
-        self._continuation = continuations.after(exchange, error, self._inbound, self._continuation)
-        if self._continuation is None:
-            return False
-        if self._continuation.breaks == 1:
-            self._tried = self._tried[-1:]  # something came of it since the others failed
-        job.told_tokens = self._continuation.told.tokens
-        return True
-
-    def _next_fallback(self) -> Fallback | None:
-        """Who is asked now that nothing can take the request; None: nobody (any more)."""
-        job, client, routes = self._job, self._client, self._rooms.intake.routes
-        if not routes.by_name or job is None or client is None or job.parsed.previous:
-            return None
-        if self._inbound.method != b"POST" or self._downstream.started:
-            return None
-        name = job.parsed.asked or job.parsed.model or ""
-        seen = 0 if self._fallen is None else self._fallen[0]
-        found = routes.next_fallback(name, seen, client.models, self._inbound.path)
-        if found is None:
-            return None
-        number, fallback = found
-        job.parsed.asked = name
-        self._fallen = number, fallback.label
-        return fallback
-
-    def _fall_back(self, fallback: Fallback) -> None:
-        job, inbound = self._job, self._inbound
-        assert job is not None
-        self._tried = []
-        try:
-            inbound.body = with_model(inbound.body, inbound.content_type, fallback.model)
-        except Refusal as refusal:
-            self._note("rejected")
-            self._answer(refusal)
-            return
-        if fallback.outside is not None:
-            self._send(OutsidePlace(fallback.outside, fallback.label))
-            return
-        self._rooms.dispatcher.fall_back(job, fallback.model)
-        self._place()
-
-    def _failure_of(self, exchange: Exchange) -> InstanceError | None:
-        """What an answer that was held back means; None: that it is to pass."""
-        assert exchange.held is not None
-        if exchange.status == 404 and isinstance(exchange.place, OutsidePlace):
-            return None
-        error = exchange.held.error()
-        if error is None and self._lacks_body(exchange):
-            error = InstanceError(Failure.EMPTY, "its answer is empty")
-        return error
-
-    def _lacks_body(self, exchange: Exchange) -> bool:
-        return exchange.empty and exchange.status == 200 and self._inbound.work is Work.GENERATE
-
-    def _pass_on(self, exchange: Exchange) -> None:
-        """Nobody has a better answer than the one that was held back: the client gets that."""
-        if not self._downstream.gone:
-            # Those of engines that are busy stay as they are: to come back later is right, and
-            # meanwhile the gateway spares them, so that it costs one attempt and not several.
-            spent = len(self._tried) > 1 and exchange.status in (500, 502)
-            exchange.let_pass(lines_of((NO_RETRY,)) if spent else b"")
-            self._status = exchange.status
-        self._end()
-
     # Ends
 
     def _leave(self, exchange: Exchange) -> None:
@@ -595,40 +416,6 @@ class Attempts(RequestReader):
         """Answer a request before it was understood."""
         self._verdict = "rejected"
         self._rooms.dispatcher.note(None, "rejected")
-        self._answer(refusal)
-
-    def _turn_away(self, refusal: Refusal, outcome: str) -> None:
-        """Answer a request that was not placed, or have a fallback asked."""
-        if refusal.code in _FALLS_BACK and (fallback := self._next_fallback()) is not None:
-            self._fall_back(fallback)
-            return
-        if self._fallen is not None and refusal.code == "model_not_found":
-            refusal = nobody_can()  # of the fallback alone
-        if self._downstream.started:
-            self._end_stream(refusal)
-            return
-        if self._kept is not None:
-            exchange, placed = self._kept, self._kept.place
-            assert self._job is not None
-            if isinstance(placed, OutsidePlace):
-                self._rooms.dispatcher.settle_outside(
-                    self._job, placed.label, exchange, COMPLETED, final=True
-                )
-            else:
-                self._rooms.dispatcher.pass_on(self._job, placed, exchange)
-            self._last = placed, exchange, COMPLETED
-            self._pass_on(exchange)
-            return
-        self._note(outcome)
-        self._answer(refusal)
-
-    def _end_stream(self, refusal: Refusal) -> None:
-        """Nobody takes the rest of a stream that broke off: it counts as what it was."""
-        assert self._job is not None
-        assert self._last is not None
-        placed, exchange, outcome = self._last
-        assert not isinstance(placed, OutsidePlace)
-        self._rooms.dispatcher.pass_on(self._job, placed, exchange, outcome)
         self._answer(refusal)
 
     def _note(self, outcome: str) -> None:

@@ -1,0 +1,278 @@
+"""What follows an attempt that did not serve its request, and a request that has no place.
+
+Another attempt, the rest of its stream from elsewhere, a fallback, or an answer with what there is.
+A request that is served at once runs none of this.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome
+from hetero_gateway.engines.vllm import Work
+from hetero_gateway.engines.vllm.continuations import NotContinuable
+from hetero_gateway.errors import Refusal
+from hetero_gateway.gateway.dataplane.answers import NO_RETRY, nobody_can, refusal_of
+from hetero_gateway.gateway.dataplane.continuing import Continuation, ContinuedExchange
+from hetero_gateway.gateway.dataplane.dispatcher import Place
+from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.reading import RequestReader
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.dataplane.rooms import Rooms
+from hetero_gateway.gateway.dataplane.routes import Fallback, Outside, OutsidePlace
+from hetero_gateway.gateway.request.openai import with_model
+from hetero_gateway.http.downstream import Downstream
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.headers import lines_of
+from hetero_gateway.http.heads import Inbound
+
+_log = logging.getLogger(__name__)
+
+# What is answered where nothing can take a request.
+_FALLS_BACK = frozenset(
+    ("model_not_found", "no_healthy_instance", "queue_full", "queue_timeout", "wait_too_long",
+     "upstream_error", "gateway_exhausted")
+)  # fmt: skip
+# As nginx counts a client that left in front of an answer.
+CLIENT_GONE = 499
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class FurtherAttempts(RequestReader):
+    """A request that one attempt may not be enough for: what is known of those before.
+
+    Its driver, ``Attempts``, is derived from it, and does what is left open here.
+    """
+
+    _rooms: Rooms
+    _inbound: Inbound
+    _downstream: Downstream
+    _job: Job | None = None
+    _tried: list[InstanceId] = field(default_factory=list)
+    _failure: InstanceError | None = None  # of the last attempt, where there is another
+    # And the answer that it had, if any.
+    _kept: Exchange | None = None
+    _continuation: Continuation | None = None  # of a stream that broke off
+    # How many fallbacks were looked at, and the last one's label.
+    _fallen: tuple[int, str] | None = None
+    _exchange: Exchange | None = None  # at its place, until it is settled
+    _status: int = CLIENT_GONE  # that the client got
+    # What came of it, for whoever writes about it.
+    _last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
+
+    # What its driver does
+
+    def _place(self) -> None:
+        """Have it placed on an instance that was not tried."""
+        raise NotImplementedError
+
+    def _send(self, placed: Place | OutsidePlace) -> None:
+        """Send it where it was placed."""
+        raise NotImplementedError
+
+    async def _connect(self, exchange: Exchange, *, first: bool) -> None:
+        """Send it over a new connection."""
+        raise NotImplementedError
+
+    def _settle(self, exchange: Exchange, outcome: Outcome, *, final: bool) -> None:
+        """Take the attempt off its instance, and count it."""
+        raise NotImplementedError
+
+    def _note(self, outcome: str) -> None:
+        """Count a request that reached no instance."""
+        raise NotImplementedError
+
+    def _answer(self, refusal: Refusal) -> None:
+        """Answer it with an error; it is over."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """It is over."""
+        raise NotImplementedError
+
+    # An answer that is none
+
+    def _failure_of(self, exchange: Exchange) -> InstanceError | None:
+        """What an answer that was held back means; None: that it is to pass."""
+        assert exchange.held is not None
+        if exchange.status == 404 and isinstance(exchange.place, OutsidePlace):
+            return None
+        error = exchange.held.error()
+        if error is None and self._lacks_body(exchange):
+            error = InstanceError(Failure.EMPTY, "its answer is empty")
+        return error
+
+    def _lacks_body(self, exchange: Exchange) -> bool:
+        return exchange.empty and exchange.status == 200 and self._inbound.work is Work.GENERATE
+
+    def _note_break(self, exchange: Exchange) -> None:
+        """The HTTP response is complete, and the engine's answer is not."""
+        _log.warning(
+            "request %s: the engine of %s broke its answer off",
+            self._inbound.request_id.decode(),
+            exchange.place.instance.id,
+        )
+
+    def _note_loop(self, exchange: Exchange) -> None:
+        """The request has been somewhere before."""
+        self._rooms.hops.note_loop(exchange.place.instance.id)
+        if not self._inbound.came_through:
+            exchange.error = InstanceError(Failure.LOOP, "it leads back to a gateway")
+
+    # An attempt that failed
+
+    def _go_on_after(self, error: InstanceError, exchange: Exchange) -> None:
+        """An attempt failed: try again, ask a fallback, or answer with what there is."""
+        placed = exchange.place
+        instance, connection = placed.instance, exchange.connection
+        if connection is not None and connection.stale and error.failure is Failure.RESET:
+            # The instance was closing this idle connection when the request was written. A new one
+            # is not stale, so this happens once.
+            exchange.begin_again()
+            self._start(self._connect(exchange, first=False))
+            return
+        self._tried.append(instance.id)
+        outside = isinstance(placed, OutsidePlace)
+        if exchange.head_sent:
+            retry = not outside and self._continues(exchange, error)
+        else:
+            retry = not outside and self._rooms.budget.may_retry(error, len(self._tried))
+        fallback = None
+        if not (retry or exchange.head_sent or error.failure is Failure.TOTAL_TIMEOUT):
+            fallback = self._next_fallback()
+        answered = exchange.complete
+        outcome = error.failure.outcome
+        if answered and exchange.status >= 400 and not retry and fallback is None:
+            outcome = COMPLETED  # with what its engine had to say
+        self._settle(exchange, outcome, final=not retry and fallback is None)
+        spent = len(self._tried) > 1
+        if retry or fallback is not None:
+            self._failure = error
+            self._kept = exchange if answered else None
+            if fallback is None:
+                self._place()
+            else:
+                self._fall_back(fallback)
+        elif answered:
+            self._pass_on(exchange)
+        elif exchange.head_sent:
+            _log.warning(
+                "request %s: its answer from %s broke off: %s",
+                self._inbound.request_id.decode(),
+                instance.id,
+                error,
+            )
+            exchange.break_off(refusal_of(error, instance))
+            self._end()
+        else:
+            self._answer(refusal_of(error, instance, spent=spent))
+
+    def _pass_on(self, exchange: Exchange) -> None:
+        """Nobody has a better answer than the one that was held back: the client gets that."""
+        if not self._downstream.gone:
+            # Those of engines that are busy stay as they are: to come back later is right, and
+            # meanwhile the gateway spares them, so that it costs one attempt and not several.
+            spent = len(self._tried) > 1 and exchange.status in (500, 502)
+            exchange.let_pass(lines_of((NO_RETRY,)) if spent else b"")
+            self._status = exchange.status
+        self._end()
+
+    # A stream that broke off
+
+    def _continues(self, exchange: Exchange, error: InstanceError) -> bool:
+        """Whether a stream that broke off goes on elsewhere."""
+        continuations, job = self._rooms.continuations, self._job
+        if continuations is None or not exchange.streams or self._downstream.gone:
+            return False
+        assert job is not None
+        self._continuation = continuations.after(exchange, error, self._inbound, self._continuation)
+        if self._continuation is None:
+            return False
+        if self._continuation.breaks == 1:
+            self._tried = self._tried[-1:]  # something came of it since the others failed
+        job.told_tokens = self._continuation.told.tokens
+        return True
+
+    async def _continue(self, exchange: ContinuedExchange) -> None:
+        """Send the rest of a stream that broke off, once it is known how much that is."""
+        continuation, instance = self._continuation, exchange.place.instance
+        assert continuation is not None
+        assert not isinstance(instance, Outside)
+        exchange.follow(continuation)
+        try:
+            await continuation.count_on(instance, self._rooms.hops)
+        except NotContinuable as reason:
+            exchange.on_error(InstanceError(Failure.NOT_CONTINUED, f"{reason}"))
+        if self._exchange is exchange:
+            exchange.follow(continuation)  # as it was counted
+            await self._connect(exchange, first=False)
+
+    def _end_stream(self, refusal: Refusal) -> None:
+        """Nobody takes the rest of a stream that broke off: it counts as what it was."""
+        assert self._job is not None
+        assert self._last is not None
+        placed, exchange, outcome = self._last
+        assert not isinstance(placed, OutsidePlace)
+        self._rooms.dispatcher.pass_on(self._job, placed, exchange, outcome)
+        self._answer(refusal)
+
+    # No place
+
+    def _turn_away(self, refusal: Refusal, outcome: str) -> None:
+        """Answer a request that was not placed, or have a fallback asked."""
+        if refusal.code in _FALLS_BACK and (fallback := self._next_fallback()) is not None:
+            self._fall_back(fallback)
+            return
+        if self._fallen is not None and refusal.code == "model_not_found":
+            refusal = nobody_can()  # of the fallback alone
+        if self._downstream.started:
+            self._end_stream(refusal)
+            return
+        if self._kept is not None:
+            exchange, placed = self._kept, self._kept.place
+            assert self._job is not None
+            if isinstance(placed, OutsidePlace):
+                self._rooms.dispatcher.settle_outside(
+                    self._job, placed.label, exchange, COMPLETED, final=True
+                )
+            else:
+                self._rooms.dispatcher.pass_on(self._job, placed, exchange)
+            self._last = placed, exchange, COMPLETED
+            self._pass_on(exchange)
+            return
+        self._note(outcome)
+        self._answer(refusal)
+
+    def _next_fallback(self) -> Fallback | None:
+        """Who is asked now that nothing can take the request; None: nobody (any more)."""
+        job, client, routes = self._job, self._client, self._rooms.intake.routes
+        if not routes.by_name or job is None or client is None or job.parsed.previous:
+            return None
+        if self._inbound.method != b"POST" or self._downstream.started:
+            return None
+        name = job.parsed.asked or job.parsed.model or ""
+        seen = 0 if self._fallen is None else self._fallen[0]
+        found = routes.next_fallback(name, seen, client.models, self._inbound.path)
+        if found is None:
+            return None
+        number, fallback = found
+        job.parsed.asked = name
+        self._fallen = number, fallback.label
+        return fallback
+
+    def _fall_back(self, fallback: Fallback) -> None:
+        job, inbound = self._job, self._inbound
+        assert job is not None
+        self._tried = []
+        try:
+            inbound.body = with_model(inbound.body, inbound.content_type, fallback.model)
+        except Refusal as refusal:
+            self._note("rejected")
+            self._answer(refusal)
+            return
+        if fallback.outside is not None:
+            self._send(OutsidePlace(fallback.outside, fallback.label))
+            return
+        self._rooms.dispatcher.fall_back(job, fallback.model)
+        self._place()
