@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from hetero_gateway.core.prefixes.caches import PrefixIndex
-from hetero_gateway.core.prefixes.keys import (
+from hetero_gateway.core.prefixes.caches import (
+    PrefixIndex,
     seed_of,
 )
 from hetero_gateway.core.types import InstanceId, PrefixKeys

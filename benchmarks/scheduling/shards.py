@@ -45,10 +45,10 @@ from benchmarks.scheduling.sharing import (
 from benchmarks.tables import Column, report
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
+from hetero_gateway.core.policies.base import Decision
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling import decider as decider_module
 from hetero_gateway.core.scheduling.decider import Decider
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.scheduling.scheduler import Scheduler

@@ -13,10 +13,9 @@ from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.policies import Policy, PolicyOptions, View, make_policy
-from hetero_gateway.core.policies.base import Backlog
+from hetero_gateway.core.policies.base import Backlog, Decision
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject

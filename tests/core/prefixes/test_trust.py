@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetero_gateway.core.prefixes.caches import Trust
+from hetero_gateway.core.prefixes.trust import Trust
 
 
 def told(*figures: tuple[float, float], times: int = 1) -> Trust:

@@ -8,7 +8,7 @@ import pytest
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import Outcome, Reject
 from hetero_gateway.errors import Refusal
-from hetero_gateway.gateway.dataplane.dispatcher import Placed
+from hetero_gateway.gateway.dataplane.intake import Placed
 from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.waits import QueueWait
 from tests.fakes.running import RunningGateway, eventually

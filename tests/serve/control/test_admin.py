@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
-from hetero_gateway.core.policies.base import PlacesAtOnce, number
+from hetero_gateway.core.policies.at_once import PlacesAtOnce
+from hetero_gateway.core.policies.base import Decision, number
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from tests.fakes.reloads import from_file

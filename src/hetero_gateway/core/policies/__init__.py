@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from hetero_gateway.core.policies.affinity import PrefixAffinity, Session
-from hetero_gateway.core.policies.base import Candidates, LowestScore, Policy, PolicyOptions, View
+from hetero_gateway.core.policies.at_once import Candidates, LowestScore
+from hetero_gateway.core.policies.base import Policy, PolicyOptions, View
 from hetero_gateway.core.policies.counting import CapacityWeighted, LeastRequests, PowerOfTwo
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, WeightedRoundRobin

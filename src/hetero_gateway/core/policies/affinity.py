@@ -8,13 +8,8 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from hetero_gateway.core.policies.base import (
-    Candidates,
-    Decided,
-    PlacesAtOnce,
-    lowest_with_random_ties,
-    number,
-)
+from hetero_gateway.core.policies.at_once import Candidates, PlacesAtOnce, lowest_with_random_ties
+from hetero_gateway.core.policies.base import Decision, number
 from hetero_gateway.core.policies.counting import per_capacity
 from hetero_gateway.core.types import Draws, InstanceId
 
@@ -59,7 +54,7 @@ class PrefixAffinity(PlacesAtOnce):
     def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
         return {"match_tokens": _matches(candidates)}
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         figures, position = decision.choice.figures, decision.choice.position
         in_flight = figures.column("in_flight")
         mine = int(in_flight[position])
@@ -128,7 +123,7 @@ class Session(PlacesAtOnce):
     def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
         return {"capacity": candidates.capacity}
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         figures, position = decision.choice.figures, decision.choice.position
         after = figures.at("in_flight", position) + 1
         capacity = figures.at("capacity", position)

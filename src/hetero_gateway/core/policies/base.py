@@ -1,8 +1,9 @@
-"""What every policy shares: its Protocol, what it sees, what it answers, and how ties are broken.
+"""What every policy shares: its Protocol, what it sees, what it answers, and what comes of it.
 
 A policy is asked with a ``View``: the candidates of one request, which are the instances that may
-get it. It answers with a ``Choice``, which carries the figures that it was made from; the sentence
-that explains them is the policy's, too. It writes to nothing that it was given.
+get it. It answers with a ``Choice``, which carries the figures that it was made from; both become a
+``Decision``, which is explained when somebody asks, in the policy's own words. It writes to nothing
+that it was given.
 
 All is in plain numbers: of a few candidates, that is half of what arrays cost; it can be compiled
 as it stands; and every rule has one form.
@@ -13,21 +14,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-from mypy_extensions import mypyc_attr
+from typing import Any, Final, Literal, Protocol
 
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.policies.estimates import request_time_s
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.policies.slo import Slos
+from hetero_gateway.core.prefixes.caches import Prefix
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.types import Draws, InstanceId
+from hetero_gateway.core.types import CachedPrefix, Candidate, Draws, InstanceId, InstanceSpec
 
 Objective = Literal["latency", "makespan"]
 # The predictors of output lengths that a policy may want by default.
 DefaultPredictor = Literal["bucket-mean", "normal"]
+
+# Shorter waits in the gateway are not worth a word.
+_NO_WAIT_S: Final = 0.01
+_MOST_NAMED: Final = 3
+
+
+# What finish-time expects of a candidate.
+_ESTIMATES = (
+    "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +64,6 @@ class PolicyOptions:
 
 # What is made for every request are classes with slots, not NamedTuples: compiled, their numbers
 # are a processor's own, and to look at one costs no search for a name.
-
-
-class Prefix:
-    """What the candidates are thought to have cached of a prompt: one entry each, of one sequence.
-
-    ``match_tokens``: as far as the prompt went there before. ``trust``: how much of that is
-    really found, as observed, 0 to 1. ``cached_tokens``: their product, at most all but one.
-    """
-
-    __slots__ = ("cached_tokens", "match_tokens", "trust")
-
-    def __init__(
-        self,
-        match_tokens: Sequence[float],
-        trust: Sequence[float],
-        cached_tokens: Sequence[float],
-    ) -> None:
-        self.match_tokens = match_tokens
-        self.trust = trust
-        self.cached_tokens = cached_tokens
 
 
 class Backlog:
@@ -176,49 +165,6 @@ class View:
         self.backlog = backlog
 
 
-class Candidates:
-    """What a policy that places at once chooses by: a list entry for each candidate.
-
-    ``request_time_s``: T_r^s. ``load``: outstanding charges, s. ``kv_usage``: Eq. (8).
-    ``in_flight``: outstanding requests. ``capacity``: fitted requests/s. ``weight``: as configured.
-    What other gateways have sent there is in all of it.
-    """
-
-    __slots__ = ("ids", "in_flight", "kv_usage", "load", "request", "request_time_s", "view")
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.request = request = view.request
-        self.ids = view.ids
-        n, prompt, output = (
-            request.sequences,
-            request.prompt_tokens,
-            request.predicted_output_tokens,
-        )
-        self.request_time_s: list[float] = []
-        times_s: dict[float, float] = {}  # by kind
-        self.load: list[float] = []
-        self.kv_usage: list[float] = []
-        self.in_flight: list[float] = []
-        for state, member in zip(view.states, view.members, strict=True):
-            peers = state.peers
-            time_s = times_s.get(member.kind)
-            if time_s is None:
-                time_s = times_s[member.kind] = n * request_time_s(member, prompt, output)
-            self.request_time_s.append(time_s)
-            self.load.append(state.load_s + peers.load_s)
-            self.kv_usage.append((state.kv_tokens + peers.kv_tokens) / member.kv_capacity_tokens)
-            self.in_flight.append(state.in_flight + peers.in_flight)
-
-    @property
-    def capacity(self) -> list[float]:
-        return [member.capacity for member in self.view.members]
-
-    @property
-    def weight(self) -> list[float]:
-        return [member.weight for member in self.view.members]
-
-
 class Figures:
     """What a choice was made from: named columns of one number per candidate.
 
@@ -298,26 +244,129 @@ class Choice:
 COLUMNS = ("request_time_s", "kv_usage", "load_s", "in_flight")
 
 
-class Decided(Protocol):
-    """What a policy looks at to say why: a ``Decision``."""
+class Decision:
+    """Where a request goes. The reason is kept as the figures it was made from; see ``explain``.
+
+    ``prefill_tokens`` and ``kv_tokens``: what the instance is charged, as in ``View``.
+    ``ids``: the candidates, in the order of the figures. ``excluded``: those that took no part.
+    ``prefix``: what of the prompt each candidate is thought to have cached; None: nothing.
+    """
+
+    __slots__ = (
+        "choice",
+        "excluded",
+        "ids",
+        "instance_id",
+        "kv_tokens",
+        "policy",
+        "prefill_tokens",
+        "prefix",
+        "request",
+        "theta",
+    )
+
+    def __init__(
+        self,
+        view: View,
+        choice: Choice,
+        policy: Policy,
+        excluded: tuple[tuple[InstanceSpec, str], ...],
+    ) -> None:
+        position = choice.position
+        self.instance_id = view.ids[position]
+        self.request = view.request
+        self.choice = choice
+        self.prefill_tokens = view.prefill_tokens[position]
+        self.kv_tokens = view.kv_tokens
+        self.ids = view.ids
+        self.theta = view.theta
+        self.policy = policy
+        self.excluded = excluded
+        self.prefix = view.prefix
 
     @property
-    def request(self) -> Request: ...
-
-    @property
-    def choice(self) -> Choice:
-        """Of the candidates ``ids``."""
-
-    @property
-    def ids(self) -> tuple[InstanceId, ...]: ...
-
-    @property
-    def prefix(self) -> Prefix | None:
-        """What each candidate is thought to have cached; None: nothing."""
+    def waits(self) -> bool:
+        """It would get the request, but not now."""
+        return self.choice.waits
 
     @property
     def loads_after(self) -> list[float]:
         """What each candidate's load would have been with the request, s."""
+        column, theta = self.choice.figures.column, self.theta
+        return [
+            load_s + self.policy.charge(time_s, usage, theta)
+            for load_s, time_s, usage in zip(
+                column("load_s"), column("request_time_s"), column("kv_usage"), strict=True
+            )
+        ]
+
+    def explain(self) -> list[Candidate]:
+        """Every candidate's T, KV usage, w and resulting load, and why the others were excluded."""
+        figures, after = self.choice.figures, self.loads_after
+        times, usage = figures.column("request_time_s"), figures.column("kv_usage")
+        load, in_flight = figures.column("load_s"), figures.column("in_flight")
+        estimates = [(name, figures.column(name)) for name in _ESTIMATES if name in figures]
+        room = figures.column("room") if "room" in figures else None
+        prefix = self.prefix
+        rows = [
+            Candidate(
+                instance_id=instance_id,
+                request_time_s=times[i],
+                kv_usage=usage[i],
+                workload=workload(times[i], usage[i], self.theta),
+                load_s=load[i],
+                load_after_s=after[i],
+                in_flight=int(in_flight[i]),
+                excluded=None,
+                room=None if room is None else bool(room[i]),
+                estimates={name: column[i] for name, column in estimates},
+                cached=None if prefix is None else self._cached(prefix, i),
+            )
+            for i, instance_id in enumerate(self.ids)
+        ]
+        return rows + [
+            Candidate(spec.instance_id, None, None, None, None, None, None, why)
+            for spec, why in self.excluded
+        ]
+
+    def _cached(self, prefix: Prefix, i: int) -> CachedPrefix:
+        request = self.request
+        cached = prefix.cached_tokens[i]
+        prefill = request.sequences * (request.prompt_tokens - cached)
+        return CachedPrefix(prefix.match_tokens[i], prefix.trust[i], cached, prefill)
+
+    # In one plain sentence. Each policy looks at something else, so it says what it looked at.
+
+    def reason(self, got: str = "got it", waited_s: float = 0.0) -> str:
+        """Why the policy chose what it chose; ``got`` is its verb.
+
+        ``waited_s``: how long the request was in the gateway's queue before.
+        """
+        after = f" after {number(waited_s)} s in the queue" if waited_s >= _NO_WAIT_S else ""
+        return f"{self.instance_id} {got}{after}: {self._because()}."
+
+    def waiting_reason(self, waiting: int) -> str:
+        """Why it would wait in the gateway; ``waiting``: how many do now."""
+        figures = self.choice.figures
+        if self.waits and not any(figures.column("room")):
+            why = "no instance has room now"
+        elif self.waits:
+            why = "no instance that has room would be done as soon as one that has none"
+        else:
+            why = f"{waiting} request{'s' * (waiting != 1)} came before it"
+        return f"It would wait: {why}; {self.instance_id} is the best for it as things are."
+
+    def _because(self) -> str:
+        if len(self.ids) > 1:
+            return self.policy.because(self)
+        out = [f"{spec.instance_id}: {why}" for spec, why in self.excluded]
+        more = f" and {len(out) - _MOST_NAMED} more" if len(out) > _MOST_NAMED else ""
+        left_out = f" ({'; '.join(out[:_MOST_NAMED])}{more})" if out else ""
+        return f"no other instance can take the request{left_out}"
+
+    def __repr__(self) -> str:
+        verb = "waits for" if self.waits else "goes to"
+        return f"<Decision: {self.request.model} {verb} {self.instance_id} of {len(self.ids)}>"
 
 
 class Policy(Protocol):
@@ -352,123 +401,15 @@ class Policy(Protocol):
         """What a candidate's load would grow by if it were chosen, s."""
         ...
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         """Why it chose what it chose, as the end of a sentence."""
         ...
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class PlacesAtOnce:
-    """A policy that sends every request on as it comes. It says which ``position`` it takes.
-
-    One that remembers what it chose has a ``turn``, too.
-    """
-
-    name: str
-    queues = False
-    samples = False
-    default_predictor: DefaultPredictor = "bucket-mean"
-
-    def position(self, candidates: Candidates, rng: Draws) -> int:
-        """The chosen candidate's."""
-        raise NotImplementedError
-
-    def choose(self, view: View, rng: Draws) -> Choice:
-        candidates = Candidates(view)
-        return self._choice(candidates, self.position(candidates, rng), self.told(candidates))
-
-    def _choice(
-        self, candidates: Candidates, position: int, told: dict[str, Sequence[float]]
-    ) -> Choice:
-        c = candidates
-        columns = (c.request_time_s, c.kv_usage, c.load, c.in_flight, *told.values())
-        charge = self.charge(c.request_time_s[position], c.kv_usage[position], c.view.theta)
-        data = [number for row in zip(*columns, strict=True) for number in row]
-        return Choice(position, charge, (*COLUMNS, *told) if told else COLUMNS, data)
-
-    def would_choose(self, view: View, rng: Draws) -> Choice:
-        return self.choose(view, rng)
-
-    def turn(self) -> Any:
-        return None  # most depend on nothing else
-
-    def take_back(self, turn: Any) -> None:
-        pass
-
-    def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
-        """What else the choice was made from than ``COLUMNS``, by name."""
-        return {}
-
-    def charge(self, request_time_s: float, kv_usage: float, theta: float) -> float:
-        """The common w_r^s, so that a load means the same under each policy."""
-        return workload(request_time_s, kv_usage, theta)
-
-    def because(self, decision: Decided) -> str:
-        after = decision.loads_after[decision.choice.position]
-        return f"policy {self.name} chose it; its load would be {number(after)}"
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class LowestScore(PlacesAtOnce):
-    """A policy that gives each candidate a number: the lowest has it; equals are drawn from."""
-
-    def scores(self, candidates: Candidates) -> Sequence[float]:
-        """One number for each candidate, none of them NaN."""
-        raise NotImplementedError
-
-    def choose(self, view: View, rng: Draws) -> Choice:
-        candidates = Candidates(view)
-        scores = self.scores(candidates)
-        position = lowest_with_random_ties(scores, rng)
-        return self._choice(candidates, position, {"score": scores})
-
-    def because(self, decision: Decided) -> str:
-        ours = f"by {self.name} its score was {{}}, the lowest"
-        return lowest(decision, decision.choice.figures.column("score"), ours, "{} had {}")
-
-
-def lowest_with_random_ties(scores: Sequence[float], rng: Draws) -> int:
-    """The position of the lowest score; among equals a seeded draw (erratum 2).
-
-    Never the list's order: with equal instances the lowest index would get every request of an
-    idle moment, and reversing the configuration would change the throughput.
-    """
-    best = min(scores)
-    ties = [i for i, score in enumerate(scores) if score == best]
-    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
-
-
-# Sentences
+# Figures in a sentence.
 
 
 def number(value: float, digits: int = 3) -> str:
     """A figure to read: so many digits that count, never an exponent."""
     exponent = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{min(12, max(0, digits - 1 - exponent))}f}"
-
-
-def lowest(
-    decision: Decided,
-    scores: Sequence[float],
-    ours: str,
-    theirs: str,
-    *,
-    tie: str = "of equals one is drawn at random",
-    whole: bool = False,
-) -> str:
-    """The sentence of a rule that takes the lowest of ``scores``, beside the nearest other one."""
-    chosen = decision.choice.position
-    mine = scores[chosen]
-    nearest = min((i for i in range(len(scores)) if i != chosen), key=scores.__getitem__)
-    other = scores[nearest]
-    digits = 3
-    # Two figures that look the same would explain nothing.
-    while digits < 12 and mine != other and number(mine, digits) == number(other, digits):
-        digits += 1
-    shown = [str(int(v)) if whole else number(v, digits) for v in (mine, other)]
-    if mine == other:
-        level = sum(score == mine for score in scores) - 1
-        return f"{ours.format(shown[0])}, as {level} other{'s' * (level > 1)}; {tie}"
-    name = decision.ids[nearest]
-    who = name if len(scores) == 2 else f"the next, {name},"
-    return f"{ours.format(shown[0])}; {theirs.format(who, shown[1])}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero_gateway.core.policies.base import (
+from hetero_gateway.core.policies.at_once import (
     Candidates,
-    Decided,
     PlacesAtOnce,
     lowest,
     lowest_with_random_ties,
 )
+from hetero_gateway.core.policies.base import Decision
 from hetero_gateway.core.types import Draws
 
 
@@ -23,7 +23,7 @@ class LeastRequests(PlacesAtOnce):
     def position(self, candidates: Candidates, rng: Draws) -> int:
         return lowest_with_random_ties(candidates.in_flight, rng)
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         ours = "it had {} requests in flight, the fewest"
         in_flight = decision.choice.figures.column("in_flight")
         return lowest(decision, in_flight, ours, "{} had {}", whole=True)
@@ -45,7 +45,7 @@ class CapacityWeighted(PlacesAtOnce):
     def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
         return {"capacity": candidates.capacity}
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         figures = decision.choice.figures
         ours = "its requests in flight over its capacity would be {} s, the lowest"
         scores = per_capacity(figures.column("in_flight"), figures.column("capacity"))
@@ -67,7 +67,7 @@ class PowerOfTwo(PlacesAtOnce):
         scores = per_capacity(candidates.in_flight, candidates.capacity)
         return first if scores[first] <= scores[second] else second
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         return "of two drawn at random it had the fewer requests in flight for its capacity"
 
 

@@ -25,16 +25,15 @@ from typing import Final
 
 from hetero_gateway.core.costs.cost_model import workload
 from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.policies.at_once import PlacesAtOnce, lowest
 from hetero_gateway.core.policies.base import (
     COLUMNS,
     Backlog,
     Choice,
-    Decided,
+    Decision,
     Objective,
-    PlacesAtOnce,
     PolicyOptions,
     View,
-    lowest,
     number,
 )
 from hetero_gateway.core.policies.estimates import (
@@ -244,7 +243,7 @@ class FinishTime(PlacesAtOnce):
 
     # In words
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         figures, position = decision.choice.figures, decision.choice.position
         rooms = figures.column("room")
         if not any(rooms):
@@ -280,7 +279,7 @@ class FinishTime(PlacesAtOnce):
             told += " (where there is no profile, by observed speed)"
         return told
 
-    def _because_cached(self, decision: Decided) -> str:
+    def _because_cached(self, decision: Decision) -> str:
         """What of the prompt is cached where it goes."""
         prefix = decision.prefix
         if prefix is None or not any(prefix.cached_tokens):

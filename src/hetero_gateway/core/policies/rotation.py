@@ -6,12 +6,8 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Any
 
-from hetero_gateway.core.policies.base import (
-    Candidates,
-    Decided,
-    PlacesAtOnce,
-    PolicyOptions,
-)
+from hetero_gateway.core.policies.at_once import Candidates, PlacesAtOnce
+from hetero_gateway.core.policies.base import Decision, PolicyOptions
 from hetero_gateway.core.types import Draws
 
 
@@ -51,7 +47,7 @@ class RoundRobin(PlacesAtOnce):
     def take_back(self, turn: Any) -> None:
         self.owed = turn
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         return f"{self.name} does not look at the load"
 
 
@@ -76,5 +72,5 @@ class SingleInstance(PlacesAtOnce):
         ids = candidates.ids
         return ids.index(self.instance_id) if self.instance_id in ids else 0
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         return "single-instance sends everything to one instance"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero_gateway.core.costs.cost_model import workload
-from hetero_gateway.core.policies.base import (
+from hetero_gateway.core.policies.at_once import (
     Candidates,
-    Decided,
-    DefaultPredictor,
     PlacesAtOnce,
     lowest,
     lowest_with_random_ties,
 )
+from hetero_gateway.core.policies.base import Decision, DefaultPredictor
 from hetero_gateway.core.types import Draws
 
 
@@ -39,7 +38,7 @@ class MinMax(PlacesAtOnce):
             for load, time_s, usage in zip(c.load, c.request_time_s, c.kv_usage, strict=True)
         ]
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         ours, theirs = "its load would be {}, the lowest", "{} would be at {}"
         return lowest(decision, decision.loads_after, ours, theirs)
 
@@ -76,7 +75,7 @@ class Paper(MinMax):
         scores = _highest_loads(candidates.load, self._loads_after(candidates))
         return scores.index(min(scores))
 
-    def because(self, decision: Decided) -> str:
+    def because(self, decision: Decision) -> str:
         ours = "the highest load of all would then be {}, the lowest possible"
         tie = "of equals the first in the list gets it"
         load = decision.choice.figures.column("load_s")

@@ -1,7 +1,7 @@
 """What the instances are thought to have in their prefix caches, and how far that can be believed.
 
-``PrefixIndex`` says what was sent where, ``Trust`` how much of that an engine really finds, and
-``PrefixCaches`` has both follow the scheduler's events:
+``keys_of`` names a text's beginnings, ``PrefixIndex`` says what was sent where, ``Trust`` how much
+of that an engine really finds, and ``PrefixCaches`` has both follow the scheduler's events:
 
     event                       what changes
     dispatch                    the text is there
@@ -13,7 +13,7 @@
 **The index.** An engine keeps the KV blocks of what it has computed until it needs the room, the
 least recently used first, and of one text the end before the beginning. So does this: of each
 instance as many bytes of text as its KV cache has tokens for. It is an estimate; how good it is on
-each instance, its trust finds out. Nothing of a text is in here, only keys (``keys``).
+each instance, its trust finds out (``trust``). Nothing of a text is in here, only keys.
 
     key → mask       one bit per instance that has it
     instance → keys  in the order in which they were used last, an insertion-ordered dict each
@@ -29,30 +29,42 @@ each instance, its trust finds out. Nothing of a text is in here, only keys (``k
 A million keys take about 120 MB (``memory_bytes``). Everything is bounded by the instances'
 capacities, whatever comes.
 
-**Trust.**
+**Keys.** Two texts that begin alike have their first keys in common.
 
-    η = min(1, (Σ actual + 4096) / (Σ predicted + 4096)),   both sums × 0.98 per request
+A text is a sequence of parts (tools, a system prompt, messages). It is cut into pieces, and a
+piece's key depends on all that is in front of it, so that one key stands for a whole beginning:
 
-in tokens. It begins at 1 and learns from what an engine says: ``cached_tokens`` of an answer, or,
-where answers have none, what its hit counter makes of one (``instances/prefix_hits``). An instance
-whose cache is smaller than it looks ends below 1 by itself, one that has none near 0; where the
-engine says that it is off, it is 0 at once.
+    h_0 = namespace,   h_i = xxh3(piece_i, seed = h_{i-1}),   key_i = h_i without its lowest 4 bits
 
-What exceeds a prediction by more than a quarter is not counted: a hit that nobody predicted does
-not make up for one that failed to come. That also bounds what an engine's counter can do, which
-mixes all of its clients; what it says is used for nothing else.
+Where it is cut depends on nothing behind the cut, or a text that goes on would have other keys:
+at every part's end, since the next turn of a conversation goes on there; and within a part every
+``PIECE_BYTES``. After each ``PIECES_PER_LENGTH`` pieces the length doubles, and a part that is
+shorter than a 32nd of it shares a piece with the next one. So a text of B bytes has at most
+16·(2 + log2(B / 512)) keys whatever it is made of (64 MiB: 304), and what is lost between two cuts
+is a sixteenth of what is in front of them, or a piece.
+
+A key is only ever compared. Texts that collide cost a wrong guess at what an instance has in its
+cache, no more: nothing is served from here. The namespace begins with a secret (``seed_of``), so
+that nobody can choose texts that collide, or tell a text from its keys; all the same, they are
+neither logged nor shown.
+
+xxh3 because a megabyte takes 20 µs, where blake2b takes 1700 and Python's own ``hash`` 700
+(benchmarks/dataplane/prefix_keys.py), and ``hash`` differs from process to process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from xxhash import xxh3_64_intdigest
+
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
-from hetero_gateway.core.policies.base import Prefix
+from hetero_gateway.core.prefixes.trust import Trust
 from hetero_gateway.core.types import (
     COMPLETED,
     InstanceId,
@@ -61,59 +73,96 @@ from hetero_gateway.core.types import (
     PrefixKeys,
 )
 
-# Tokens that the prior weighs as much as: a few prompts.
-_PRIOR_TOKENS: Final = 4096.0
-# What is kept of the sums with each request: a memory of 50.
-_KEEP: Final = 0.98
-# Lengths are estimated, some too long and some too short.
-_MOST_SURPLUS: Final = 1.25
-# What no request has; an engine's figure may be anything.
-_MOST_TOKENS: Final = 2.0**40
+# The length of the first pieces: some 250 tokens, a few blocks of an engine.
+PIECE_BYTES: Final = 1024
+# After this many pieces their length doubles.
+PIECES_PER_LENGTH: Final = 16
+# A part shorter than this fraction of a piece does not end one.
+_LEAST_SHARE_BITS: Final = 5
+# Of 60 bits, an int takes 32 bytes; of 64, 48. At a million keys, one in 10^6 indexes has a pair
+# that collides.
+_DROPPED_BITS: Final = 4
+
+Buffer = bytes | bytearray | memoryview
 
 
-class Trust:
-    """η of one instance.
+NO_KEYS: Final = PrefixKeys((), (), 0)
+# Of a text that was put together; beyond it, every second key of its beginning is left out.
+_MOST_JOINED: Final = 512
 
-    Attributes:
-        eta: what a predicted hit is worth, between 0 and 1.
+
+def joined(before: PrefixKeys, after: PrefixKeys) -> PrefixKeys:
+    """The keys of a text that goes on from another; those of ``after`` must know that it does."""
+    hashes, ends, size = before
+    if len(hashes) > _MOST_JOINED:
+        hashes, ends = hashes[::-2][::-1], ends[::-2][::-1]
+    shifted = tuple([size + end for end in after.ends])
+    return PrefixKeys(hashes + after.hashes, ends + shifted, size + after.text_bytes)
+
+
+def key_of_one(start: int, text_bytes: int) -> PrefixKeys:
+    """The keys of a text that nobody has seen: one, by what it is known as."""
+    return PrefixKeys((start >> _DROPPED_BITS,), (text_bytes,), text_bytes)
+
+
+def seed_of(secret: bytes) -> int:
+    """What the namespaces of one gateway, or of several with the same secret, begin with."""
+    return int.from_bytes(hashlib.blake2b(secret, digest_size=8).digest(), "little")
+
+
+def namespace(seed: int, *identity: Buffer) -> int:
+    """The hash that a text's keys begin with.
+
+    Args:
+        seed: from ``seed_of``.
+        identity: what makes equal texts different for an engine (model, salt, template arguments),
+            in a fixed order, with b"" for what is not there.
     """
+    for part in identity:
+        seed = xxh3_64_intdigest(part, seed)
+    return seed
 
-    __slots__ = ("_actual", "_off", "_predicted", "eta")
 
-    def __init__(self) -> None:
-        self._off = False
-        self.reset()
+def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
+    """The keys of a text of these parts in the namespace ``start``."""
+    # In one loop: every request passes here.
+    digest, value, at, in_piece = xxh3_64_intdigest, start, 0, 0
+    hashes: list[int] = []
+    ends: list[int] = []
+    piece_bytes, cut_at = PIECE_BYTES, PIECES_PER_LENGTH
+    for part in parts:
+        size, begin = len(part), 0
+        if in_piece + size >= piece_bytes:
+            view = memoryview(part)
+            stop = piece_bytes - in_piece
+            in_piece = 0
+            while stop <= size:
+                value = digest(view[begin:stop], value)
+                hashes.append(value >> _DROPPED_BITS)
+                ends.append(at + stop)
+                if len(hashes) == cut_at:
+                    cut_at += PIECES_PER_LENGTH
+                    piece_bytes *= 2
+                begin = stop
+                stop += piece_bytes
+            at += begin
+            part = view[begin:]
+        if begin < size:
+            value = digest(part, value)
+            in_piece += size - begin
+            at += size - begin
+        # A part ends a piece, unless there is too little since the last cut.
+        if in_piece >= piece_bytes >> _LEAST_SHARE_BITS:
+            in_piece = 0
+            hashes.append(value >> _DROPPED_BITS)
+            ends.append(at)
+            if len(hashes) == cut_at:
+                cut_at += PIECES_PER_LENGTH
+                piece_bytes *= 2
+    return PrefixKeys(tuple(hashes), tuple(ends), at)
 
-    def __repr__(self) -> str:
-        return f"<Trust {self.eta:.3f}: {self._actual:.0f} of {self._predicted:.0f} tokens>"
 
-    def reset(self) -> None:
-        """Its cache is empty, and maybe another one: back to the prior."""
-        self._actual = 0.0
-        self._predicted = 0.0
-        self.eta = 0.0 if self._off else 1.0
-
-    def switch(self, *, on: bool) -> None:
-        """Its engine says whether it has a prefix cache; where it has none, there is no hit."""
-        if self._off == on:
-            self._off = not on
-            self.reset()
-
-    def observe(self, predicted_tokens: float, actual_tokens: float) -> None:
-        """A request was completed, and its answer or its engine's counters say what was cached.
-
-        Args:
-            predicted_tokens: the match at dispatch, not times η.
-        """
-        if not (0 <= predicted_tokens <= _MOST_TOKENS and 0 <= actual_tokens <= _MOST_TOKENS):
-            return
-        actual_tokens = min(actual_tokens, _MOST_SURPLUS * predicted_tokens)
-        self._predicted = _KEEP * self._predicted + predicted_tokens
-        self._actual = _KEEP * self._actual + actual_tokens
-        if not self._off:
-            prior = _PRIOR_TOKENS
-            self.eta = min(1.0, (self._actual + prior) / (self._predicted + prior))
-
+# What is there
 
 # Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
 # anyway. A piece counts for one unit at least.
@@ -394,6 +443,26 @@ _BYTES_PER_TOKEN: Final = 4.0
 _MEAN_OVER_REQUESTS: Final = 256
 # The index is made to fit anew when the ratio has moved by so much.
 _MOVED: Final = 1.1
+
+
+class Prefix:
+    """What the candidates are thought to have cached of a prompt: one entry each, of one sequence.
+
+    ``match_tokens``: as far as the prompt went there before. ``trust``: how much of that is
+    really found, as observed, 0 to 1. ``cached_tokens``: their product, at most all but one.
+    """
+
+    __slots__ = ("cached_tokens", "match_tokens", "trust")
+
+    def __init__(
+        self,
+        match_tokens: Sequence[float],
+        trust: Sequence[float],
+        cached_tokens: Sequence[float],
+    ) -> None:
+        self.match_tokens = match_tokens
+        self.trust = trust
+        self.cached_tokens = cached_tokens
 
 
 class PrefixCaches:

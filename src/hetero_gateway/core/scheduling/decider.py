@@ -8,10 +8,9 @@ from typing import Final
 
 from hetero_gateway.core.lengths.predictors import ResidualLives
 from hetero_gateway.core.policies import Policy, View
-from hetero_gateway.core.policies.base import Backlog, Choice
+from hetero_gateway.core.policies.base import Backlog, Decision
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import Draws, InstanceId
@@ -202,7 +201,7 @@ class Decider:
                 self._looked_s = now_s
                 view = self.views.view(request, eligible, now_s, queue, waited_s)
                 choice = policy.choose(view, draws)
-        return None if choice is None else self._decision(view, choice, eligible)
+        return None if choice is None else Decision(view, choice, policy, eligible.excluded)
 
     def _sample(self, eligible: Eligible, draws: Draws) -> Eligible:
         pool, positions = eligible.pool, eligible.positions()
@@ -232,23 +231,8 @@ class Decider:
             if len(eligible.positions()) > MOST_CANDIDATES and policy.samples:
                 looked_at = self._sample(eligible, ahead)
             view = self.views.view(request, looked_at, now_s, queue, keep=False)
-            return self._decision(view, policy.would_choose(view, ahead), eligible)
+            return Decision(view, policy.would_choose(view, ahead), policy, eligible.excluded)
         finally:
             if not takes_turn:
                 policy.take_back(turn)
                 self._draws.give_back(ahead.drawn)
-
-    def _decision(self, view: View, choice: Choice, eligible: Eligible) -> Decision:
-        position = choice.position
-        return Decision(
-            view.ids[position],
-            view.request,
-            choice,
-            view.prefill_tokens[position],
-            view.kv_tokens,
-            view.ids,
-            view.theta,
-            self.policy,
-            eligible.excluded,
-            view.prefix,
-        )

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hetero_gateway.core.policies.base import Choice, Prefix
+from hetero_gateway.core.policies.base import Choice, Decision, View
+from hetero_gateway.core.prefixes.caches import Prefix
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.scheduling.decision import Decision
 
 
 class LoggedDecision(NamedTuple):
@@ -119,16 +119,8 @@ def _unpacked(
     choice = Choice(int(position), charge, names, data, by_speed=by_speed)
     if "latency_s" in names:
         choice.latency_s = choice.figures.at("latency_s", choice.position)
-    decision = Decision(
-        ids[int(position)],
-        Request(model, int(prompt), output, int(sequences), bool(streams)),
-        choice,
-        prefill,
-        int(kv),
-        ids,
-        theta,
-        policy,
-        excluded,
-        prefix,
-    )
+    request = Request(model, int(prompt), output, int(sequences), bool(streams))
+    # Nobody asks what another candidate would have had to compute.
+    view = View(request, ids, (), (), [prefill] * count, int(kv), prefix, theta, unix_s, None)
+    decision = Decision(view, choice, policy, excluded)
     return LoggedDecision(unix_s, request_id.decode(), decision, waited_s)

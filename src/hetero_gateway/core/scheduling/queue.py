@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.policies.base import Decision
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.types import InstanceId, Reject
 

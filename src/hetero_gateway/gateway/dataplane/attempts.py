@@ -134,7 +134,11 @@ class Attempts(FurtherAttempts):
         inbound = self._inbound
         inbound.body = body
         try:
-            self._read(self._rooms, inbound)
+            parsed = self._rooms.intake.read(inbound, self._client)
+            if parsed is None:
+                self._read_in_steps(self._rooms, inbound)
+            else:
+                self._describe(parsed, None)
         except Refusal as refusal:
             self._refuse(refusal)
         except Exception as error:

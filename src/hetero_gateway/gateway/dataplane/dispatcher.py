@@ -14,12 +14,10 @@ from typing import Protocol, TypeVar
 
 from mypy_extensions import mypyc_attr
 
-from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.scheduling.decision import Decision
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
-from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.intake import Job, Placed
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.openai import ParsedRequest
@@ -35,26 +33,6 @@ class Place(Protocol):
 
     @property
     def waited_s(self) -> float: ...
-
-
-class Placed:
-    """A request on its instance. ``waited_s``: in the queue; ``placed_s``: monotonic."""
-
-    __slots__ = ("decision", "dispatch", "instance", "placed_s", "waited_s")
-
-    def __init__(
-        self,
-        instance: Instance,
-        decision: Decision,
-        dispatch: Dispatch,
-        placed_s: float,
-        waited_s: float,
-    ) -> None:
-        self.instance = instance
-        self.decision = decision
-        self.dispatch = dispatch
-        self.placed_s = placed_s
-        self.waited_s = waited_s
 
 
 JobT = TypeVar("JobT", bound=Job)

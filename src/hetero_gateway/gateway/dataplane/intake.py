@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 
 from mypy_extensions import mypyc_attr
 
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.lengths.predictors import (
     BytesPerToken,
     LengthFeatures,
@@ -22,7 +23,8 @@ from hetero_gateway.core.lengths.predictors import (
     capped_output_tokens,
 )
 from hetero_gateway.core.limits.accounts import Charge, LimitStanding
-from hetero_gateway.core.prefixes.keys import namespace, seed_of
+from hetero_gateway.core.policies.base import Decision
+from hetero_gateway.core.prefixes.caches import namespace, seed_of
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
@@ -34,8 +36,8 @@ from hetero_gateway.gateway.admission.tenants import Tenants
 from hetero_gateway.gateway.dataplane.answers import no_previous_response, no_response
 from hetero_gateway.gateway.dataplane.responses import Response, Responses
 from hetero_gateway.gateway.dataplane.routes import ModelRoutes
-from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.gateway.request.body_fields import BodyReaders
+from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, BodyReaders
 from hetero_gateway.gateway.request.forms import check_one_type
 from hetero_gateway.gateway.request.openai import (
     ParsedRequest,
@@ -123,6 +125,26 @@ class Job:
         return f"<Job {self.inbound!r} {self.request!r}>"
 
 
+class Placed:
+    """A request on its instance. ``waited_s``: in the queue; ``placed_s``: monotonic."""
+
+    __slots__ = ("decision", "dispatch", "instance", "placed_s", "waited_s")
+
+    def __init__(
+        self,
+        instance: Instance,
+        decision: Decision,
+        dispatch: Dispatch,
+        placed_s: float,
+        waited_s: float,
+    ) -> None:
+        self.instance = instance
+        self.decision = decision
+        self.dispatch = dispatch
+        self.placed_s = placed_s
+        self.waited_s = waited_s
+
+
 def shorten_body(inbound: Inbound, job: Job | None) -> None:
     """A long body is not needed any more: what is left is enough to tell it from others."""
     inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
@@ -183,8 +205,17 @@ class Intake:
         # Of a request's headers, what ``describe`` looks at.
         self.described_headers = frozenset(name for name, looks in looked_at if looks)
 
-    def read(self, inbound: Inbound, client: Client | None) -> ParsedRequest:
-        """What the body says, its model filled in. Raises Refusal: 400 for an unusable one."""
+    def read(self, inbound: Inbound, client: Client | None) -> ParsedRequest | None:
+        """The body is here: what it says, its model filled in.
+
+        None: it is for ``reading``, since it is long or a tokenizer counts.
+
+        Raises:
+            Refusal: 400 for an unusable one.
+        """
+        inbound.received_s = time.monotonic()
+        if self.tokenizer is not None or len(inbound.body) >= LEAST_BYTES:
+            return None
         if inbound.work is _LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
         seed = self._seed
@@ -201,7 +232,7 @@ class Intake:
         return self._named(parsed, inbound, client)
 
     def read_in_steps(self, inbound: Inbound, client: Client | None) -> Steps[ParsedRequest]:
-        """``read`` for a long body, for which the event loop cannot stand still."""
+        """The same for a long body, for which the event loop cannot stand still."""
         if inbound.work is _LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
         parsed = yield from parse_in_steps(

@@ -49,10 +49,9 @@ from hetero_gateway.gateway.dataplane.answers import shutting_down
 from hetero_gateway.gateway.dataplane.dispatcher import (
     Owner,
     Place,
-    Placed,
     Waiting,
 )
-from hetero_gateway.gateway.dataplane.intake import Intake, Job
+from hetero_gateway.gateway.dataplane.intake import Intake, Job, Placed
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.dataplane.records import (
     UNREAD,

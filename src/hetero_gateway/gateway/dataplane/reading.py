@@ -1,16 +1,14 @@
-"""A request's body is read and its prompt is counted: at once, or in steps and tasks of its own."""
+"""A body is read in steps, and its prompt is counted, where that takes longer than a moment."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.intake import Intake
-from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.byte_counts import lacks_scans, load_scans
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.turns import Steps, advance
@@ -65,8 +63,9 @@ class ReadingRooms(Protocol):
 class RequestReader:
     """A request until it is described; whoever drives one is derived from it.
 
-    Done at once where it can be; a task exists only while a long body is read in steps, or a
-    tokenizer counts. ``Attempts`` and the picker's streams are each this and what follows.
+    What can be read at once is (``Intake.read``); a task exists only while a long body is read in
+    steps, or a tokenizer counts. ``Attempts`` and the picker's streams are each this and what
+    follows.
     """
 
     __slots__ = ("_client", "_task")
@@ -94,20 +93,13 @@ class RequestReader:
 
     # Reading
 
-    def _read(self, rooms: ReadingRooms, inbound: Inbound) -> None:
-        """The body is here: understand the request, at once if that can be. Raises Refusal."""
-        inbound.received_s = time.monotonic()
-        if len(inbound.body) < LEAST_BYTES:
-            parsed = rooms.intake.read(inbound, self._client)
-        else:
-            steps = rooms.intake.read_in_steps(inbound, self._client)
-            first = rooms.reading.begin(steps, len(inbound.body))
-            if first is None:
-                self._start(self._read_on(rooms, inbound, steps))
-                return
-            parsed = first
-        intake = rooms.intake
-        if intake.tokenizer is not None and intake.counts(inbound, parsed):
+    def _read_in_steps(self, rooms: ReadingRooms, inbound: Inbound) -> None:
+        """Understand what ``Intake.read`` leaves to this. Raises Refusal."""
+        steps = rooms.intake.read_in_steps(inbound, self._client)
+        parsed = rooms.reading.begin(steps, len(inbound.body))
+        if parsed is None:
+            self._start(self._read_on(rooms, inbound, steps))
+        elif rooms.intake.counts(inbound, parsed):
             self._start(self._count(rooms, inbound, parsed))
         else:
             self._describe(parsed, None)

@@ -41,8 +41,7 @@ from hetero_gateway.engines.vllm import (
     tokens_of_events,
 )
 from hetero_gateway.gateway.admission.usage import ClientUsage
-from hetero_gateway.gateway.dataplane.dispatcher import Placed
-from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.intake import Job, Placed
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import Reject
-from hetero_gateway.gateway.dataplane.dispatcher import Owner, Placed, Waiting, report_to
+from hetero_gateway.gateway.dataplane.dispatcher import Owner, Waiting, report_to
+from hetero_gateway.gateway.dataplane.intake import Placed
 from hetero_gateway.gateway.fleet.instances import Instance
 
 

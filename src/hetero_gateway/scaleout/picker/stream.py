@@ -37,8 +37,8 @@ from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason,
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
-from hetero_gateway.gateway.dataplane.dispatcher import Placed, Waiting
-from hetero_gateway.gateway.dataplane.intake import Job, shorten_body
+from hetero_gateway.gateway.dataplane.dispatcher import Waiting
+from hetero_gateway.gateway.dataplane.intake import Job, Placed, shorten_body
 from hetero_gateway.gateway.dataplane.observed import ReportedResponse
 from hetero_gateway.gateway.dataplane.reading import RequestReader
 from hetero_gateway.gateway.request.openai import ParsedRequest
@@ -249,7 +249,11 @@ class Stream(RequestReader):
         assert inbound is not None
         if self._buffer is not None:
             inbound.body = self._buffer.take()
-        self._read(self._resources, inbound)
+        parsed = self._resources.intake.read(inbound, self._client)
+        if parsed is None:
+            self._read_in_steps(self._resources, inbound)
+        else:
+            self._describe(parsed, None)
 
     def _is_over(self) -> bool:
         return self.gone

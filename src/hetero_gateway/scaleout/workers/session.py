@@ -15,8 +15,8 @@ from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.engines.vllm import REALTIME, Work, work_of_path
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Admission
-from hetero_gateway.gateway.dataplane.dispatcher import Placed, Waiting, report_to
-from hetero_gateway.gateway.dataplane.intake import Job
+from hetero_gateway.gateway.dataplane.dispatcher import Waiting, report_to
+from hetero_gateway.gateway.dataplane.intake import Job, Placed
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.http.heads import Inbound

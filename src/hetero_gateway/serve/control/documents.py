@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
-from hetero_gateway.core.scheduling.decision import Decision
+from hetero_gateway.core.policies.base import Decision
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.serve.wiring.gateway import Gateway
