@@ -22,9 +22,10 @@ MODULES = [
         core.instances.state core.instances.table core.lengths.predictors
         core.policies.affinity core.policies.at_once core.policies.base core.policies.counting
         core.policies.estimates core.policies.finish_time core.policies.member
-        core.policies.rotation core.policies.slo core.policies.workload core.prefixes.caches core.prefixes.trust
-        core.scheduling.decider core.scheduling.decision_log
-        core.scheduling.members core.scheduling.pool core.scheduling.probes
+        core.policies.rotation core.policies.slo core.policies.workload
+        core.prefixes.caches core.prefixes.trust
+        core.scheduling.decider core.scheduling.decision_log core.scheduling.members
+        core.scheduling.pool core.scheduling.probes
         core.scheduling.queue core.scheduling.restraints core.scheduling.scheduler
         core.scheduling.shedding
         gateway.dataplane.dispatcher gateway.dataplane.intake gateway.dataplane.placement
