@@ -11,7 +11,7 @@ a request costs with it.
 
 ``place`` and ``settle`` are the scheduler's: a decision with its charge and its log, and what comes
 off, is learnt and is recorded afterwards. They are counted in runs of their own. ``idle`` is a
-second without requests, ``chunk`` one more chunk of a stream.
+second without requests, ``stream`` a whole one of 200 chunks, ``chunk`` one of them more.
 
 ``--workers``: a worker serves, with its scheduler process in this same one, over a real socket.
 ``scheduler`` is then that process's share: what it reads, does and answers; without the event loop
@@ -60,7 +60,7 @@ AT_ONCE = 16
 APART_S = 0.001
 TURNS = 1000
 WARM_UP, SLOW_WARM_UP = 640, 64
-CHUNKS = (2, 52)
+CHUNKS = (2, 200)
 # Under valgrind, which has to be made up for where batches end by the clock.
 SLOWER = 20
 STREAM_ROUNDS = 4  # what comes due once in a while is in some of them
@@ -71,7 +71,8 @@ COLUMNS = (
     Column("place", "place", 8, ".0f"),
     Column("settle", "settle", 8, ".0f"),
     Column("idle", "idle", 8, ".0f"),
-    Column("chunk", "chunk", 8, ".1f"),
+    Column("stream", "stream", 8, ".0f"),
+    Column("chunk", "chunk", 8, ".2f"),
 )
 SCHEDULERS = Column("scheduler", "scheduler", 11, ".0f")
 PLACING = ((LocalDispatcher, "submit"),)
@@ -367,6 +368,7 @@ def measured(feature: str, requests: int, module: Path, *, by_worker: bool) -> d
         "settle": found["settle"] / requests,
         "scheduler": found.get("scheduler", 0.0) / requests,
         "idle": found["idle"],
+        "stream": many / AT_ONCE,
         "chunk": (many - few) / AT_ONCE / (CHUNKS[1] - CHUNKS[0]),
     }
 

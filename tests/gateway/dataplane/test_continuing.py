@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from hetero_gateway.gateway.dataplane import kept
 from tests.fakes.running import CHAT, eventually, rig
 from tests.fakes.vllm import FakeInstance
 
@@ -204,8 +205,21 @@ async def test_a_stream_that_became_too_long_is_not_kept() -> None:
         _, events = await task
         assert len(texts(events)) == 300
         assert events[-1] == "cut"
-        assert exchange.kept_reads() is None
+        assert exchange.kept is None
         assert len(exchange._tail) == 6
+
+
+async def test_what_was_squeezed_goes_on_elsewhere_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept, "_MOST_LOOSE_BYTES", 0)
+    monkeypatch.setattr(kept, "_LEAST_SQUEEZED_BYTES", 0)
+    async with rig(2) as (_, client, fakes):
+        fakes[0].fault, fakes[1].fault = DIES | {"events": 300, "delay_s": 0.01}, GOES_ON
+        _, events = await read(client)
+        assert texts(events) == ["xxxx"] * 300 + ["xx"] * 3
+        asked = json.loads(fakes[1].bodies[0])
+        assert asked["messages"][1:] == [{"role": "assistant", "content": "xxxx" * 300}]
 
 
 async def test_a_hung_stream_goes_on_when_it_has_been_silent_for_too_long() -> None:

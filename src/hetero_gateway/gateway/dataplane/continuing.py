@@ -193,7 +193,7 @@ def may_continue(inbound: Inbound) -> bool:
 
 def _events_of(exchange: Exchange) -> bytes:
     """All that has passed, without its framing. Raises NotContinuable."""
-    kept = exchange.kept_reads()
+    kept = None if exchange.kept is None else exchange.kept.body()
     if kept is None:
         raise NotContinuable("it was too long to be kept")
     if not exchange.passes_framing:
@@ -271,7 +271,7 @@ class ContinuedExchange(Exchange):
             self.on_error(InstanceError(Failure.RESET, "its answer ended early"))
         else:
             self.complete = True
-            self.body_bytes = sum(map(len, self._tail))
+            self.body_bytes = sum(map(len, self._last_reads()))
             self._broken.finish_on()
             self.owner.ended(self)
 

@@ -21,6 +21,7 @@ from hetero_gateway.engines.vllm import RESPONSES, failed_in_tail, lacks_model, 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.server_config import TimeoutsConfig
 from hetero_gateway.gateway.dataplane.dispatcher import Place
+from hetero_gateway.gateway.dataplane.kept import TAIL_READS, KeptReads, Squeezing
 from hetero_gateway.gateway.dataplane.routes import OutsidePlace
 from hetero_gateway.http.downstream import Downstream, Flow
 from hetero_gateway.http.errors import sse_error_event
@@ -34,12 +35,7 @@ _MOST_HELD_BYTES = 65536
 _LAST_CHUNK = b"0\r\n\r\n"
 # What is longer is not empty, however it is framed.
 MOST_EMPTY_BYTES = len(_LAST_CHUNK)
-# The closing usage, ``[DONE]`` and the last chunk may come in reads of their own.
-_TAIL_READS = 6
 TAIL_BYTES = 8192
-# Of a stream that is kept whole: a read is an event or more, and of events without a text.
-_MOST_KEPT_READS = 4096
-_FIRST_LOOK_READS = 128
 # A stream is left on an instance that has fallen silent for so long: it may go on.
 _HUNG_S = 3.0
 # A NamedTuple's own constructor is a function in Python.
@@ -118,7 +114,7 @@ class Exchange:
     ``streams``: as far as its head is here, it is one of server-sent events. ``body_bytes``: of a
     complete response's body, as its head says, or at least. ``frees_body``: its owner wants to hear
     that an answer has begun. ``keeps_bytes``: of a stream that is no longer, its owner wants all
-    that has passed, to continue it (``kept_reads``); 0: of none.
+    that has passed, to continue it (``kept``); 0: of none.
 
     Args:
         downstream: where the response goes.
@@ -156,7 +152,7 @@ class Exchange:
     head_sent: bool = False
     frees_body: bool = False
     keeps_bytes: int = 0
-    _look_at_reads: int = 0  # as soon as so many are kept; 0: only the last few are
+    kept: KeptReads | None = None  # of which the tail is a part; None: it is all there is
     complete: bool = False
     error: InstanceError | None = None
     # An error, or nothing at all, that the owner either lets pass or keeps to itself.
@@ -164,7 +160,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._write, self._flow = self._downstream.write, self._downstream.flow
-        self._tail = deque(maxlen=_TAIL_READS)
+        self._tail = deque(maxlen=TAIL_READS)
         self.started_s = self.last_active_s = time.monotonic()
 
     # ResponseSink
@@ -186,8 +182,8 @@ class Exchange:
     def _begin_answer(self, head: ResponseHead) -> None:
         self.streams = head.streams
         if self.keeps_bytes and head.streams and head.status == 200:
-            self._tail = deque(maxlen=_MOST_KEPT_READS)
-            self._look_at_reads = _FIRST_LOOK_READS
+            self.kept = KeptReads(self.keeps_bytes)
+            self._tail = self.kept.reads
         fields = head.passed + self._extra_fields
         chunked = not self._decode and (head.chunked or head.ends_at_close)
         self._pending = self._downstream.start(head.status, fields, chunked=chunked)
@@ -229,30 +225,19 @@ class Exchange:
 
     def _of_long(self, data: bytes) -> bytes:
         """What is kept of a read that may have 256 KB, of which thousands of streams keep six."""
-        if self._look_at_reads:
-            self._look_at_kept(len(data))
-        return data if self._look_at_reads else data[-TAIL_BYTES:]
+        if self.kept is not None:
+            self.look_at_kept(len(data))
+        return data[-TAIL_BYTES:] if self.kept is None else data
 
-    def look_at_kept(self) -> None:
+    def look_at_kept(self, more_bytes: int = 0) -> None:
         """Let go of a stream that has become longer than what is kept of one; now and then."""
-        if 0 < self._look_at_reads <= len(self._tail):
-            self._look_at_kept(0)
-
-    def _look_at_kept(self, more_bytes: int) -> None:
-        tail = self._tail
-        self._look_at_reads = 2 * len(tail) or 1
-        if len(tail) == tail.maxlen or sum(map(len, tail)) + more_bytes > self.keeps_bytes:
-            self._tail = deque(self._last_reads(), maxlen=_TAIL_READS)
-            self._look_at_reads = 0
+        if self.kept is not None and self.kept.is_too_long(more_bytes):
+            self._tail = deque(self._last_reads(), maxlen=TAIL_READS)
+            self.kept = None
 
     def _last_reads(self) -> list[bytes]:
         tail = self._tail
-        return [tail[i] for i in range(max(-_TAIL_READS, -len(tail)), 0)]
-
-    def kept_reads(self) -> bytes | None:
-        """All of a stream's body so far, as it came; None: it was not kept."""
-        tail = self._tail
-        return b"".join(tail) if self._look_at_reads and len(tail) < _MOST_KEPT_READS else None
+        return [tail[i] for i in range(max(-TAIL_READS, -len(tail)), 0)]
 
     @property
     def passes_framing(self) -> bool:
@@ -268,7 +253,7 @@ class Exchange:
     def on_complete(self) -> None:
         self.complete = True
         if not self.body_bytes:
-            self.body_bytes = sum(map(len, self._tail))
+            self.body_bytes = sum(map(len, self._last_reads()))
         if self.held is None:
             if self._pending or self._rechunk:
                 self._close_body()
@@ -418,6 +403,7 @@ class Deadlines:
         self.set_config(config)
         self.exchanges: set[Exchange] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._squeezing = Squeezing(self._loop)
         self.watches = False
 
     def set_config(self, config: TimeoutsConfig) -> None:
@@ -483,5 +469,6 @@ class Deadlines:
             if now_s >= exchange.place.instance.leave_at_s:
                 moved = InstanceError(Failure.MOVED, "it drains, and its deadline is over")
                 exchange.owner.leave_if(exchange, moved)
+        self._squeezing.look_at(e.kept for e in self.exchanges if e.kept is not None)
         self.watches = bool(self.exchanges)
         self._timer = self._loop.call_later(self._tick_s, self._check) if self.watches else None
