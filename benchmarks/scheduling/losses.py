@@ -1,8 +1,8 @@
 """Where ``finish-time`` loses, and whether it still does: tails, few slots, full caches, batches.
 
     python benchmarks/scheduling/losses.py -o cells.jsonl [--requests NAME=TRACE.csv ...]
-        [--set development|held-out] [--clusters a,b] [--loads 0.9,once] [--seeds 5] [--table]
-        [--bound] [--policies finish-time,min-max,capacity-weighted,finish-time+shortest]
+        [--set development|held-out|lopsided] [--clusters a,b] [--loads 0.9,once] [--seeds 5]
+        [--table] [--bound] [--policies finish-time,min-max,capacity-weighted,finish-time+shortest]
 
 Every cell is one run: cluster x mix x load x policy x seed. Cells that are in the file already are
 not run again, but for those of the policy that ``--again`` names. The table of goals is of all
@@ -12,9 +12,11 @@ cells in the file. Queue disciplines are judged by ``finish-time+shortest`` at `
 Loads: ``0.7`` and ``0.9`` of the sum of the instances' own throughputs; ``once``: everything at
 once, twice as many as there are slots; ``few``: half as many as slots; ``closed``: so many clients
 that each send their next request when the last is answered: four for each slot, where an instance
-counts at most 32 slots.
+counts at most 32 slots; ``burst``: 0.7, in bursts (a coefficient of variation of 6).
 
-The clusters of the set ``held-out`` are for judging: no constant is chosen on them.
+The clusters of the set ``held-out`` are for judging: no constant is chosen on them. Those of
+``lopsided`` have one or two very fast machines beside slow ones; where no trace is given, they have
+mixes of their own: prompts alone, short and long, answers of thousands of tokens, agents' prompts.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ LOADS = ("0.7", "0.9", "once", "few", "closed")
 # Queue disciplines are judged where requests wait: with a backlog, and with more than can be done.
 SHORTEST, CLASSES = f"{OURS}+shortest", f"{OURS}+classes"
 OVERLOAD = "1.15"
+BURST, _BURST_LOAD, _BURST_CV = "burst", 0.7, 6.0
 _SLO = Slo(1.0, 0.1)
 _REQUESTS = 3000
 _CLIENTS_PER_SLOT, _MOST_SLOTS = 4, 32
@@ -134,11 +137,25 @@ CLUSTERS: dict[str, dict[str, tuple[Kind, ...]]] = {
             Kind(f"L40S-48GB/{_8B}/tp2"),
         ),
     },
+    "lopsided": {
+        "one-six": (Kind(f"H200-141GB/{_8B}/tp4"), Kind(f"A10G-24GB/{_8B}/tp1", 6)),
+        "one-six-seats": (Kind(f"H200-141GB/{_8B}/tp1", 1, 48), Kind(f"T4-16GB/{_8B}/tp2", 6, 48)),
+        "two-four": (Kind(_FOUR[0], 2), Kind(_FOUR[2], 4)),
+        "four": tuple(Kind(name) for name in _FOUR),
+    },
 }
 # Where no trace is given: the chat mix, and prompts ten times as long.
 MIXES: dict[str, Lengths] = {
     "chat": chat_mix(),
     "long": LogNormalLengths(LogNormal(2500.0, 0.9, 12_000), LogNormal(250.0, 0.7, 1024)),
+}
+_NO_ANSWER = LogNormal(1.0, 0.0, 1)
+LOPSIDED_MIXES: dict[str, Lengths] = {
+    "chat": chat_mix(),
+    "embeddings": LogNormalLengths(LogNormal(200.0, 0.6, 2000), _NO_ANSWER),
+    "prompts": LogNormalLengths(LogNormal(1500.0, 0.8, 12_000), _NO_ANSWER),
+    "answers": LogNormalLengths(LogNormal(300.0, 0.7, 4000), LogNormal(5500.0, 0.5, 10_000)),
+    "agents": LogNormalLengths(LogNormal(6000.0, 0.7, 20_000), LogNormal(150.0, 0.8, 2000)),
 }
 
 
@@ -278,7 +295,10 @@ class Setting:
             slots = sum(min(i.profile.max_num_seqs, _MOST_SLOTS) for i in self.instances)
             clients = _CLIENTS_PER_SLOT * slots
         arrival_s = np.zeros(count)
-        if load not in ("once", "few", "closed"):
+        if load == BURST:
+            rng = np.random.default_rng((seed, 1))
+            arrival_s = gamma_arrivals(count, self.rate_per_s(_BURST_LOAD), _BURST_CV, rng)
+        elif load not in ("once", "few", "closed"):
             rng = np.random.default_rng((seed, 1))
             arrival_s = gamma_arrivals(count, self.rate_per_s(float(load)), 1.0, rng)
         lengths = self._lengths.draw(count, np.random.default_rng((seed, 0)))
@@ -322,6 +342,7 @@ class Setting:
             "throughput": result.throughput_tokens_per_s,
             "slo": result.slo_share,
             "refused": result.refused,
+            "evictions": int(records.preemptions.sum()),
         }
 
 
@@ -556,7 +577,8 @@ def main(make: MakeScheduler = make_scheduler) -> int:
     if args.again:
         cells = {key: row for key, row in cells.items() if key[4] != args.again}
         args.o.write_text("".join(json.dumps(row) + "\n" for row in cells.values()), "utf-8")
-    mixes = {name: trace_mix(path) for name, path in args.requests or ()} or MIXES
+    mixes = {name: trace_mix(path) for name, path in args.requests or ()}
+    mixes = mixes or (LOPSIDED_MIXES if args.set == "lopsided" else MIXES)
     with args.o.open("a", encoding="utf-8") as out:
         for cluster in args.clusters or CLUSTERS[args.set]:
             for mix, lengths in mixes.items():

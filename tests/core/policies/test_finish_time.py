@@ -118,6 +118,19 @@ def test_what_fills_a_cache_alone_is_taken_by_one_that_is_empty() -> None:
     assert len(s.pump(0.0)) == 1
 
 
+def test_answers_that_would_not_fit_beside_each_other_wait_in_the_gateway() -> None:
+    s = finish_time(spec("a", profile(kv_capacity_tokens=10_000)))
+    for _ in range(6):
+        submitted(s, prompt_tokens=100, output_tokens=3000.0)
+    placed = s.pump(0.0)
+    assert len(placed) == 4  # 0.65 of 12 400 tokens fit 9500, of 15 500 they do not
+    for ticket in placed:
+        s.first_token(ticket.dispatch, 0.0)
+    assert s.pump(0.0) == []
+    s.settle(placed[0].dispatch, Outcome.COMPLETED, 0.5)
+    assert len(s.pump(0.5)) == 1
+
+
 def test_cached_prompts_are_left_to_the_engine_s_memory() -> None:
     s = finish_time(spec("a", profile(kv_capacity_tokens=10_000)))
     keys = PrefixKeys((1, 2, 3), (4000, 8000, 12_000), 12_000)
@@ -404,6 +417,32 @@ def full_but_for_the_slow(**changes: object) -> Scheduler:
     return s
 
 
+@pytest.mark.parametrize(
+    ("behind", "there", "idle"), [(0, 0, False), (2000, 0, True), (2000, 1, False)]
+)
+def test_an_idle_slow_instance_is_used_where_the_queue_gains_more_by_it(
+    behind: int, there: int, idle: bool
+) -> None:
+    """Who waits for the fast one holds up those behind it; a slow one that works is left to it."""
+    s = finish_time(spec("slow", profile(FAST.constants.scaled(40))), spec("fast"))
+    for _ in range(there):
+        s.place(request(512, 8.0).replace(only=InstanceId("slow")), 0.0)
+    for _ in range(DEPTH + 1 + behind):
+        submitted(s, prompt_tokens=1024, output_tokens=8.0)
+    placed = [t.decision.instance_id for t in s.pump(0.0)]
+    assert placed.count("fast") == DEPTH
+    assert ("slow" in placed) == idle
+
+
+def test_the_prefill_makes_the_first_token() -> None:
+    s = finish_time(spec("a"))
+    none, one, two = (
+        chosen(s.choose(request(512, output))).choice.figures for output in (0.0, 1.0, 2.0)
+    )
+    assert none.at("latency_s", 0) == one.at("latency_s", 0) == one.at("ttft_s", 0)
+    assert two.at("latency_s", 0) > two.at("ttft_s", 0)
+
+
 def test_while_requests_arrive_a_slow_instance_is_better_than_none() -> None:
     s = full_but_for_the_slow()
     for arrival in range(1, 20):
@@ -489,10 +528,10 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(machines, ther
         left = 1 - min(0.7, c.p1 * sum(d.request.prompt_tokens for d in outstanding) / 10)
         others = c.p1 * ui + c.p9 * ui * (ui / max(len(waiting), 1)) / 2
         if n + 1 <= cap:
-            latency = others + own + c.p2 * (len(waiting) + 1) + c.p4 + 100 * step / left
+            latency = others + own + c.p2 * (len(waiting) + 1) + c.p4 + 99 * step / left
         else:
             turn = others / max(len(waiting), 1) + c.p2 + (rem + up) / n * step / cap
-            latency = (n + 1 - cap) * turn + own + c.p4 + 100 * step / left
+            latency = (n + 1 - cap) * turn + own + c.p4 + 99 * step / left
         shared = min(residual, 100) * len(streaming) + min(100, up)
         delay = shared * (c.p6 + c.p5 * 250) + n * (own + c.p2)
         usage = min(1.5, (tok - 250) / kv)
@@ -527,7 +566,7 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
         step_s = c.p6 * (n + 1) + c.p8 + c.p5 * tokens + c.p7 * tokens / (n + 1)
         # What was sent there lately takes so much of the 10 s that ρ is of.
         sent = {"a": 750, "b": 0}[row.instance_id] + 512 * n
-        latency_s = ttft_s + 100 * step_s / (1 - c.p1 * sent / 10)
+        latency_s = ttft_s + 99 * step_s / (1 - c.p1 * sent / 10)
         shared = min(100, 256 * n)
         delay_s = shared * (c.p6 + c.p5 * 1050) + n * (c.p1 * new + c.p2)
         usage = (tokens - 1050) / machine.kv_capacity_tokens

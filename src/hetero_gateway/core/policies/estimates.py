@@ -46,12 +46,17 @@ _MOST_BEYOND: Final = 8.0
 # What would come to more than this share of the cache waits in the engine, behind its queue, or
 # evicts somebody; here it goes to whoever has room first.
 KV_ROOM: Final = 0.95
+# And nobody is admitted where all that is there, at its end, would come to so much more: answers of
+# thousands of tokens evict each other else, again and again. They do not all end at one time, which
+# is why not the whole of it counts. With half there are six times as many evictions.
+GROWN_SHARE: Final = 0.65
 # Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
 # (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
 # few requests are not enough for that.
 PREFILL_TOKENS: Final = 4096
 # An instance that has slots, but too many prompts to begin with, will take the next one within a
-# few steps. It is worth that wait when the best of the others would cost so many times more.
+# few steps. It is worth that wait when the best of the others would cost so many times more, unless
+# that one is idle, and loses less by it than the queue behind it gains (``cheapest``).
 WORTH_WAITING: Final = 1.25
 # But not when it has been silent for so long: an engine that hangs must not hold everybody up.
 MOST_PATIENCE_S: Final = 1.0
@@ -154,13 +159,19 @@ def busy(state: InstanceState, p1: float, now_s: float) -> float:
 
 
 def room(
-    state: InstanceState, member: Member, needed: float, prefill_depth: int, now_s: float
+    state: InstanceState,
+    member: Member,
+    needed: float,
+    grown: float,
+    prefill_depth: int,
+    now_s: float,
 ) -> tuple[bool, bool]:
     """Whether an instance is worth waiting for, and whether it may be sent a request now.
 
     Args:
         needed: tokens that a request's prompts take of a cache as it is admitted; -inf, which fits
             everywhere, where some of it is cached: those that run may share that.
+        grown: the same with its answers.
     """
     peers = state.peers
     waiting = state.waiting + peers.waiting
@@ -173,6 +184,9 @@ def room(
         held += needed - state.shared_tokens
         if now_s > state.read_s:
             held += streaming * (now_s - state.read_s) * state.steps_per_s
+        grown += state.kv_tokens + peers.kv_tokens - state.shared_tokens
+        if GROWN_SHARE * grown > held:
+            held = GROWN_SHARE * grown
         if held > KV_ROOM * member.kv_limit_tokens:
             return False, False
     if waiting < prefill_depth or state.waiting_prefill + peers.waiting_prefill < PREFILL_TOKENS:
@@ -197,17 +211,22 @@ def matched_room(
 
 
 def cheapest(
+    states: Sequence[InstanceState],
     costs: Sequence[float],
     slots: Sequence[bool],
     rooms: Sequence[bool],
     latencies: Sequence[float],
     latest_s: float,
+    takes_s: float,
     rng: Draws,
 ) -> int:
     """The cheapest instance with room; of those that cost the same, who is done first; of those, a
     draw.
 
     -1: none that is done by ``latest_s``, or one of ``slots`` that lacks room is worth waiting for.
+    It is not, where the cheapest with room is idle and costs no more than another ``takes_s``, the
+    time in which all that wait are served: while one waits for a fast machine, so do those behind
+    it, and the slow ones stand still (the threshold for a slow server of queueing theory).
     """
     lowest = best = soonest_s = math.inf
     chosen, ties = -1, 0
@@ -223,8 +242,12 @@ def cheapest(
             best, soonest_s, chosen, ties = cost, latencies[i], i, 1
         elif latencies[i] == soonest_s:
             ties += 1
-    if chosen < 0 or best > WORTH_WAITING * lowest:
+    if chosen < 0:
         return -1
+    if best > WORTH_WAITING * lowest:
+        there = states[chosen]
+        if there.in_flight + there.peers.in_flight > 0 or best - lowest > takes_s:
+            return -1
     left = int(rng.random() * ties) if ties > 1 else 0
     while left > 0:
         chosen += 1
@@ -345,7 +368,9 @@ def estimate(
     rho = busy(state, p1, now_s) if expects_prompts else 0.0
     if rho > _MOST_BUSY:
         rho = _MOST_BUSY
-    latency_s = ttft_s + output * step_s / (1.0 - rho)
+    latency_s = ttft_s
+    if output > 1.0:  # the prefill makes the first one
+        latency_s += (output - 1.0) * step_s / (1.0 - rho)
     own_output = n_r * output
     shared += own_output if own_output < waiting_output else waiting_output
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))

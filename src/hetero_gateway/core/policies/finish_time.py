@@ -117,12 +117,13 @@ class FinishTime(PlacesAtOnce):
         n_r, prompt_tokens = float(request.sequences), float(request.prompt_tokens)
         prefills, prefix, cached = view.prefill_tokens, view.prefix, None
         needed, depth = n_r * prompt_tokens, self.prefill_depth
+        grown = needed + n_r * request.predicted_output_tokens
         if prefix is not None and any(prefix.cached_tokens):
-            cached, needed = prefix.cached_tokens, -math.inf
+            cached, needed, grown = prefix.cached_tokens, -math.inf, -math.inf
         slots: list[bool] = []
         rooms: list[bool] = []
         for i, state in enumerate(states):
-            slot, has_room = room(state, members[i], needed, depth, now_s)
+            slot, has_room = room(state, members[i], needed, grown, depth, now_s)
             if cached is not None and not has_room:
                 if cached[i] >= MATCHED_SHARE * prompt_tokens:
                     slot, has_room = matched_room(state, members[i], depth, now_s)
@@ -193,12 +194,14 @@ class FinishTime(PlacesAtOnce):
                 costs.append(_sequences_for_weight(states[i], members[i]))
                 told += (*one[: len(COLUMNS)], costs[i], rooms[i])
             soonest_s = min(costs)
-        latest_s = math.inf
-        if (ended or self.objective == "makespan") and backlog.mean_lengths is not None:
-            # The drain rule: not where the fastest is done sooner after the queue is drained.
+        latest_s, takes_s = math.inf, 0.0
+        drains = ended or self.objective == "makespan"
+        if (drains or False in rooms) and backlog.mean_lengths is not None:
             takes_s = drain_s(states, members, backlog.mean_lengths, backlog.queued)
-            latest_s = soonest_s + takes_s / DRAIN_FACTOR[self.objective]
-        position = cheapest(costs, slots, rooms, latencies, latest_s, rng)
+            if drains:
+                # The drain rule: not where the fastest is done sooner after the queue is drained.
+                latest_s = soonest_s + takes_s / DRAIN_FACTOR[self.objective]
+        position = cheapest(states, costs, slots, rooms, latencies, latest_s, takes_s, rng)
         it_waits = position < 0
         if it_waits:
             if not waits:

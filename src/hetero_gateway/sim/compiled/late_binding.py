@@ -336,7 +336,9 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
     prompt, output = float(r.prompt_tokens), r.predicted_tokens
     there_is_room = False
     for s in states:
-        s.slot, s.room = room(s, member_of(s.constants), prompt, queue.prefill_depth, now_s)
+        s.slot, s.room = room(
+            s, member_of(s.constants), prompt, prompt + output, queue.prefill_depth, now_s
+        )
         there_is_room |= s.room
     if not there_is_room:
         return -1
@@ -371,18 +373,20 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
         if queue.has_slo:
             s.cost_s += s.slo_price_s
         s.cost_s += s.own_price_s
-    latest_s = math.inf
+    latest_s, takes_s = math.inf, _drain_s(queue, states)
     if queue.always_drains or ended:
-        latest_s = _latest_s(queue, states, soonest_s)
-    chosen = cheapest(states.cost_s, states.slot, states.room, states.latency_s, latest_s, rng)
+        latest_s = soonest_s + takes_s / queue.drain_factor
+    chosen = cheapest(
+        states, states.cost_s, states.slot, states.room, states.latency_s, latest_s, takes_s, rng
+    )
     return chosen if chosen < 0 else first + chosen
 
 
-def _latest_s(queue: Row, states: Table, soonest_s: float) -> float:
-    """The drain rule: until when a request may be done."""
+def _drain_s(queue: Row, states: Table) -> float:
+    """How long all that wait take at full speed (``finish_time.drain_s``)."""
     waiting = queue.tail - queue.head
     prompt, output = queue.prompts / waiting, queue.outputs / waiting
     rate_per_s = 0.0
     for s in states:
         rate_per_s += 1 / (s.speed * request_time_s(member_of(s.constants), prompt, output))
-    return float(soonest_s + waiting / rate_per_s / queue.drain_factor)
+    return float(waiting / rate_per_s)
