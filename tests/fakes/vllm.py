@@ -10,6 +10,7 @@ The gateway passes bodies on unchanged, so a test puts what it wants under the k
     head          header lines of that, or of a stream, as text
     empty         "bytes" (content-length: 0) or "chunks" (the last chunk alone), under status 200
     end           "error" (the engine's error event, then [DONE]) or "abort"
+    cut           the socket is reset after "finish", "usage" or "done", where a stream ends
     framing       "close" (the body ends with the connection), "bytes" (one byte per write)
     usage         False: no usage event
     hang          nothing is ever sent
@@ -250,14 +251,22 @@ class FakeInstance(FakeServer):
         if fake.get("end") == "error":
             await event(b'{"error": {"message": "EngineDeadError", "code": 500}}')
         else:
-            await event(_chunk({}, "abort" if fake.get("end") == "abort" else "stop"))
-            if fake.get("usage", True):
-                usage = {
-                    "prompt_tokens": 10,
-                    "completion_tokens": events * fake.get("event_tokens", 1),
-                }
+            usage = {
+                "prompt_tokens": 10,
+                "completion_tokens": events * fake.get("event_tokens", 1),
+            }
+            last = _chunk({}, "abort" if fake.get("end") == "abort" else "stop")
+            if fake.get("usage") == "continuous":
+                last = json.dumps(json.loads(last) | {"usage": usage}).encode()
+            await event(last)
+            if fake.get("cut") != "finish" and fake.get("usage", True):
                 await event(json.dumps({"choices": [], "usage": usage}).encode())
-        await event(b"[DONE]")
+        if fake.get("cut") not in ("finish", "usage"):
+            await event(b"[DONE]")
+        if "cut" in fake:
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+            return False
         if close:
             writer.close()
             return False

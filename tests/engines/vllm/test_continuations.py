@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hetero_gateway.engines.vllm import continuations
+from hetero_gateway.engines.vllm import DONE, continuations
 from hetero_gateway.engines.vllm.continuations import (
     NOTHING_TOLD,
     Fidelity,
@@ -12,6 +12,7 @@ from hetero_gateway.engines.vllm.continuations import (
     Splice,
     Told,
     continuing_body,
+    missing_end,
     told_by,
 )
 
@@ -264,3 +265,33 @@ def test_continuous_usage_counts_the_whole() -> None:
     }
     passed = json.loads(splice.feed(event(counted))[6:])
     assert passed["usage"] == {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
+
+
+FINISHED = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+COUNTED = FINISHED.replace(b"}]}", b'}],"usage":{"completion_tokens":3}}')
+CLOSING = b'data: {"id":"c","choices":[],"usage":{"completion_tokens":3}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("tail", "sequences", "missing"),
+    [
+        (FINISHED, 1, DONE),
+        (b"\r\n4e\r\n" + FINISHED + b"\r\n", 1, DONE),
+        (COUNTED, 1, CLOSING + DONE),
+        (COUNTED + CLOSING, 1, DONE),
+        (FINISHED + DONE, 1, b""),
+        (FINISHED * 2, 2, DONE),
+        (FINISHED, 2, None),
+        (FINISHED[:-1], 1, None),
+        (FINISHED + b"data: {", 1, None),
+        (FINISHED.replace(b"stop", b"abort"), 1, None),
+        (FINISHED.replace(b'"stop"', b"null"), 1, None),
+        (FINISHED + b'data: {"error": {}}\n\n', 1, None),
+        (rb'data: {"choices":[{"text":"\"finish_reason\":\"stop\""}]}' + b"\n\n", 1, None),
+        (b"", 1, None),
+    ],
+)
+def test_what_a_stream_lacks_that_broke_off_at_its_end(
+    tail: bytes, sequences: int, missing: bytes | None
+) -> None:
+    assert missing_end(tail, sequences) == missing

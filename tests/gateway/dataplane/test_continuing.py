@@ -157,6 +157,48 @@ async def test_where_nobody_goes_on_the_stream_ends_with_an_error(second: dict[s
         assert [each for each in counts if each] == [{"upstream_error": 1}]
 
 
+@pytest.mark.parametrize("continues", ["text-safe", "off"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("cut", ["finish", "usage", "done"])
+async def test_a_stream_that_lacks_its_end_alone_is_ended(
+    cut: str, workers: int, continues: str
+) -> None:
+    sections = {"continue_streams": continues}
+    async with rig(2, workers=workers, scheduler=sections) as (running, client, fakes):
+        fakes[0].fault = {"cut": cut, "usage": "continuous"}
+        for more in ({}, {"odd": 1}):  # what could not be continued, too
+            _, events = await read(client, **more)
+            assert texts(events) == ["xxxx"] * 3
+            assert events[-1] == "[DONE]"
+            assert events[-2]["choices"] == []
+            assert events[-2]["usage"] == {"prompt_tokens": 10, "completion_tokens": 3}
+            assert sum(event == "[DONE]" for event in events) == 1
+        await eventually(running.settled)
+        assert fakes[1].requests == 0
+        outcomes = running.gateway.metrics.counts("m", "i0").outcomes
+        await eventually(lambda: outcomes["completed"] == 2)
+        assert sum(outcomes.values()) == 2
+
+
+async def test_a_second_leg_that_lacks_its_end_alone_is_ended() -> None:
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault, fakes[1].fault = DIES, GOES_ON | {"cut": "usage"}
+        _, events = await read(client)
+        assert texts(events) == ["xxxx"] * 2 + ["xx"] * 3
+        assert events[-1] == "[DONE]"
+        assert events[-2]["usage"] == {"prompt_tokens": 8, "completion_tokens": 5}
+        await eventually(running.settled)
+        assert running.gateway.metrics.streams_continued == {"continued": 1}
+
+
+async def test_a_stream_that_its_engine_gave_up_is_not_ended_for_it() -> None:
+    async with rig(1) as (_, client, fakes):
+        fakes[0].fault = {"end": "abort", "cut": "finish"}
+        _, events = await read(client)
+        assert events[-1] == "cut"
+        assert "[DONE]" not in events
+
+
 async def test_alone_it_ends_as_ever() -> None:
     async with rig(1) as (running, client, fakes):
         fakes[0].fault = DIES

@@ -12,12 +12,13 @@ Events are read in full here, and only here: of streams that broke, and of what 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from hetero_gateway.engines.vllm.answers import DONE
+from hetero_gateway.engines.vllm.answers import DONE, failed_in_tail
 from hetero_gateway.engines.vllm.paths import CHAT_COMPLETIONS, COMPLETIONS
 
 CONTINUED_PATHS = frozenset((CHAT_COMPLETIONS, COMPLETIONS))
@@ -57,6 +58,7 @@ _HARMLESS: Mapping[str, Sequence[Any]] = {
 # What only changes what is drawn: the stream is well formed all the same.
 _DRAWN = frozenset(("seed", "presence_penalty", "frequency_penalty", "bad_words"))
 _Event = dict[str, Any]
+_FINISHED = re.compile(rb'"finish_reason":\s*"')
 
 
 class Fidelity(enum.Enum):
@@ -325,6 +327,32 @@ def counted_tokens(answer: bytes, text: str) -> int | None:
 class _Counted(msgspec.Struct):
     count: int = 0
     model: str | None = None
+
+
+def missing_end(tail: bytes, sequences: int) -> bytes | None:
+    """What a stream lacks that broke off when all had been told but its end; None: more than that.
+
+    Args:
+        tail: the last bytes of its body, with any framing, to the end of an event.
+        sequences: that it has.
+
+    Its closing usage is known where each event has one (``continuous_usage_stats``).
+    """
+    tail = b"\n" + tail
+    if len(_FINISHED.findall(tail)) < sequences or failed_in_tail(tail):
+        return None
+    if b"\ndata: [DONE]" in tail:
+        return b""
+    last, end, rest = tail[tail.rfind(b"\ndata: ") :].partition(b"\n\n")
+    if not end or rest.strip(b"\r\n"):
+        return None
+    try:
+        event = _read(_data_of(last))
+    except NotContinuable:
+        return None
+    if not event.get("choices") or not event.get("usage"):
+        return DONE
+    return b"data: %b\n\n%b" % (msgspec.json.encode(event | {"choices": []}), DONE)
 
 
 class Splice:

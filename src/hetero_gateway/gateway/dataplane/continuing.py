@@ -259,7 +259,7 @@ class ContinuedExchange(Exchange):
             data = b": continued by %b\n\n%b" % (self.place.instance.id.encode(), data)
         self.events += data.count(b"data: ")
         self._tail.append(data[-TAIL_BYTES:])
-        self._broken.write_on(data)
+        self.write_on(data)
         if self._flow.write_paused and not self.congested:
             self._hold_up()
 
@@ -272,8 +272,15 @@ class ContinuedExchange(Exchange):
         else:
             self.complete = True
             self.body_bytes = sum(map(len, self._last_reads()))
-            self._broken.finish_on()
+            self.write_on(b"", last=True)
             self.owner.ended(self)
+
+    @property
+    def at_event(self) -> bool:
+        return True  # whole ones have passed
+
+    def write_on(self, data: bytes, *, last: bool = False) -> None:
+        self._broken.write_on(data, last=last)
 
     def break_off(self, error: Refusal) -> None:
         self._broken.break_off(error)

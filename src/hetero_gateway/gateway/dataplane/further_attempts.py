@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome
 from hetero_gateway.engines.vllm import Work
-from hetero_gateway.engines.vllm.continuations import NotContinuable
+from hetero_gateway.engines.vllm.continuations import (
+    CONTINUED_PATHS,
+    NotContinuable,
+    missing_end,
+)
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import NO_RETRY, nobody_can, refusal_of
 from hetero_gateway.gateway.dataplane.continuing import Continuation, ContinuedExchange
@@ -132,6 +136,8 @@ class FurtherAttempts(RequestReader):
             exchange.begin_again()
             self._start(self._connect(exchange, first=False))
             return
+        if self._ends_all_the_same(error, exchange):
+            return
         self._tried.append(instance.id)
         outside = isinstance(placed, OutsidePlace)
         if exchange.head_sent:
@@ -167,6 +173,29 @@ class FurtherAttempts(RequestReader):
             self._end()
         else:
             self._answer(refusal_of(error, instance, spent=spent))
+
+    def _ends_all_the_same(self, error: InstanceError, exchange: Exchange) -> bool:
+        """Whether a stream broke off when its answer was told, and only its end was not."""
+        job = self._job
+        assert job is not None
+        if not (exchange.head_sent and exchange.streams and exchange.at_event):
+            return False
+        if self._inbound.path not in CONTINUED_PATHS or error.failure is Failure.ENGINE:
+            return False
+        rest = missing_end(exchange.tail(), job.request.sequences)
+        if rest is None or self._downstream.gone:
+            return False
+        _log.info(
+            "request %s: its answer from %s was whole but for its end: %s",
+            self._inbound.request_id.decode(),
+            exchange.place.instance.id,
+            error,
+        )
+        exchange.abort()
+        exchange.end_without(rest)
+        self._settle(exchange, COMPLETED, final=True)
+        self._end()
+        return True
 
     def _pass_on(self, exchange: Exchange) -> None:
         """Nobody has a better answer than the one that was held back: the client gets that."""

@@ -318,31 +318,40 @@ class Exchange:
             self.abort()
             self.on_error(error)
 
+    @property
+    def at_event(self) -> bool:
+        """Whether an event may follow what the client has of a stream."""
+        connection = self.connection
+        return not self.passes_framing or (
+            connection is not None and connection.passed_whole_chunks
+        )
+
     def break_off(self, error: Refusal) -> None:
         """Tell a client in mid-response that it is broken, and close its connection.
 
         A stream gets an SSE error event where a chunk may begin, and never a ``[DONE]`` or a last
         chunk; anything else is cut, so that the client sees an incomplete body.
         """
-        connection = self.connection
-        if self.streams and (
-            not self.passes_framing or (connection is not None and connection.passed_whole_chunks)
-        ):
+        if self.streams and self.at_event:
             self.write_on(sse_error_event(error, self._path))
         self._downstream.cut()
 
-    def write_on(self, data: bytes) -> None:
-        """Write more of a stream whose instance is gone, where a chunk may begin."""
-        if not self._decode:
+    def write_on(self, data: bytes, *, last: bool = False) -> None:
+        """Write more of a stream whose instance is gone, where a chunk may begin, or its end."""
+        if data and not self._decode:
             data = b"%x\r\n%b\r\n" % (len(data), data)
+        if last and not self._decode:
+            data += _LAST_CHUNK
         pending, self._pending = self._pending, b""
         self._write(pending + data)
+        if last:
+            self._downstream.finish()
 
-    def finish_on(self) -> None:
-        """End a stream whose instance is gone."""
-        if not self._decode:
-            self._write(_LAST_CHUNK)
-        self._downstream.finish()
+    def end_without(self, rest: bytes) -> None:
+        """End a stream that lacks no more than that: it is complete."""
+        self.error, self.complete = None, True
+        self.body_bytes = sum(map(len, self._last_reads()))
+        self.write_on(rest, last=True)
 
     # Afterwards
 
