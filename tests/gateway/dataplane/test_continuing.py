@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_gateway.gateway.dataplane import kept
+from hetero_gateway.engines.vllm import continuations
+from hetero_gateway.gateway.dataplane import continuing, kept
 from tests.fakes.running import CHAT, eventually, rig
 from tests.fakes.vllm import FakeInstance
 
@@ -322,6 +323,27 @@ async def test_at_the_deadline_of_a_drain_what_can_goes_on_elsewhere(workers: in
         plain.cancel()
         _, stays = await streams[1]
         assert len(texts(stays)) == 40  # nobody could go on with it, and it is let be
+
+
+async def test_what_cannot_leave_an_instance_that_drains_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_in_full = []
+
+    def told_by(path: str, events: bytes) -> continuations.Told:
+        read_in_full.append(events)
+        return continuations.told_by(path, events)
+
+    monkeypatch.setattr(continuing, "told_by", told_by)
+    async with rig(2) as (running, client, fakes):
+        fakes[0].fault = {"events": 40, "delay_s": 0.2}
+        stream = asyncio.create_task(read(client, odd=1))
+        await eventually(lambda: fakes[0].open == 1)
+        async with httpx.AsyncClient(base_url=running.url) as admin:
+            await admin.patch("/admin/instances/i0", json={"draining": True, "deadline_s": 2})
+        _, events = await stream
+        assert events[-1] == "[DONE]"
+        assert len(read_in_full) == 1
 
 
 async def test_alone_nothing_leaves_an_instance_that_drains() -> None:

@@ -74,7 +74,14 @@ class Fidelity(enum.Enum):
 
 
 class NotContinuable(Exception):
-    """A stream that cannot be continued; the message says why, in a few words."""
+    """A stream that cannot be continued; the message says why, in a few words.
+
+    ``for_now``: it may be once more of it has come.
+    """
+
+    def __init__(self, reason: str, *, for_now: bool = False) -> None:
+        super().__init__(reason)
+        self.for_now = for_now
 
 
 class Told(NamedTuple):
@@ -116,7 +123,7 @@ def told_by(path: str, events: bytes) -> Told:
     told = NOTHING_TOLD
     parts = events.replace(b"\r\n", b"\n").split(b"\n\n")
     if parts.pop():
-        raise NotContinuable("it broke off within an event")
+        raise NotContinuable("it broke off within an event", for_now=True)
     for part in parts:
         data = _data_of(part)
         if data and data != b"[DONE]":
@@ -215,7 +222,7 @@ def continuing_body(path: str, body: bytes | bytearray, told: Told, fidelity: Fi
     if not told.text and not told.tokens:
         return bytes(body)
     if fidelity is not Fidelity.ALL and _ends_in_a_stop(told.text, fields.get("stop")):
-        raise NotContinuable("it broke off where a stop string may begin")
+        raise NotContinuable("it broke off where a stop string may begin", for_now=True)
     if path == COMPLETIONS:
         fields["prompt"] = _longer_prompt(fields.get("prompt"), told)
     else:

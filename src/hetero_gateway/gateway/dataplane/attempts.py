@@ -348,14 +348,16 @@ class Attempts(FurtherAttempts):
         if not self._is_here(exchange) or exchange.held is not None or job is None:
             return
         tried = [*self._tried, exchange.place.instance.id]
+        # It stays where it is if nobody else could have it: it may be answered there yet.
+        if not rooms.dispatcher.has_other(job, tried):
+            return
         if exchange.head_sent:
             may = rooms.continuations is not None and rooms.continuations.can_follow(
                 exchange, inbound, self._continuation
             )
         else:
             may = rooms.budget.may_retry(error, len(tried), counts=False)
-        # It stays where it is if nobody else could have it: it may be answered there yet.
-        if may and rooms.dispatcher.has_other(job, tried):
+        if may:
             exchange.fail(error)
 
     def ended(self, exchange: Exchange) -> None:

@@ -149,12 +149,18 @@ class Continuations:
         return result
 
     def can_follow(self, exchange: Exchange, inbound: Inbound, before: Continuation | None) -> bool:
-        """Whether a stream that has not broken off could go on elsewhere, if it were to."""
+        """Whether a stream that has not broken off could go on elsewhere, if it were to.
+
+        It is asked again and again, and read no more once it never can.
+        """
+        if exchange.stays or not self._budget.may_continue(len(self._open), counts=False):
+            return False
         try:
             self._of(exchange, inbound, before)
-        except NotContinuable:
+        except NotContinuable as reason:
+            exchange.stays = not reason.for_now
             return False
-        return self._budget.may_continue(len(self._open), counts=False)
+        return True
 
     def _of(
         self, exchange: Exchange, inbound: Inbound, before: Continuation | None
@@ -167,7 +173,7 @@ class Continuations:
             if told.tokens - before.told.tokens < _PROGRESS_TOKENS:
                 breaks += before.breaks
             if breaks >= _MOST_BREAKS:
-                raise NotContinuable("two instances broke off under it")
+                raise NotContinuable("two instances broke off under it", for_now=True)
         else:
             told, broken = told_by(path, _events_of(exchange)), exchange
         return Continuation(inbound, self.fidelity, told, exchange.events, breaks, broken)
@@ -200,7 +206,7 @@ def _events_of(exchange: Exchange) -> bytes:
         return kept
     connection = exchange.connection
     if connection is None or not connection.passed_whole_chunks:
-        raise NotContinuable("it broke off within a chunk")
+        raise NotContinuable("it broke off within a chunk", for_now=True)
     decoder, parts = ChunkDecoder(), []
     while kept:
         body, rest = decoder.feed(kept)

@@ -153,6 +153,7 @@ class Exchange:
     frees_body: bool = False
     keeps_bytes: int = 0
     kept: KeptReads | None = None  # of which the tail is a part; None: it is all there is
+    stays: bool = False  # it cannot go on elsewhere, whatever comes
     complete: bool = False
     error: InstanceError | None = None
     # An error, or nothing at all, that the owner either lets pass or keeps to itself.
