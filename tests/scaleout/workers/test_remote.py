@@ -18,7 +18,7 @@ from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel, FrameReader, frame
 from hetero_gateway.scaleout.workers.session import RequestSession
 from hetero_gateway.serve.control.public import model_list
-from tests.fakes.running import Rig, RunningGateway, eventually, rig
+from tests.fakes.running import CHAT, Rig, RunningGateway, chat, eventually, rig
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 
@@ -333,6 +333,36 @@ async def test_what_is_not_let_in_any_more_costs_no_other_that_is_outstanding() 
         session.end()
         assert in_flight(running) == 2
         await asyncio.gather(*streams)
+        await eventually(running.settled)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+async def test_a_stream_that_goes_on_elsewhere_stays_one_for_another_scheduler(
+    placed: bool,
+) -> None:
+    async with two_workers(scheduler={"policy": "round-robin"}) as (running, client, fakes):
+        fakes[0].fault = {"die": "after_events", "events": 4, "delay_s": 0.1}
+        fakes[1].fault = {"events": 60, "delay_s": 0.1}
+        asked = chat("hello", stream=True, max_tokens=90)
+        stream = asyncio.ensure_future(client.post(CHAT, json=asked))
+        await eventually(lambda: fakes[0].open == 1)
+        (worker,) = [worker for worker in running.workers if worker.remote._open]
+        remote, before = worker.remote, worker.remote._session
+        if placed:
+            await eventually(lambda: fakes[1].open == 1)
+            part(running)
+        else:
+            silence(running)  # it is asked, and never answers
+        await eventually(lambda: remote._session > before and fakes[1].open == 1)
+        sessions = [session for session in hub_of(running).sessions if session._requests]
+        (request,) = (sessions[0] if sessions else remote._own._session)._requests.values()
+        assert request.job.told_tokens == 4
+        (place,) = remote._open.values()
+        whole, leg = request.job.request, place.request
+        assert leg.prompt_tokens == whole.prompt_tokens + 4
+        assert leg.predicted_output_tokens == whole.predicted_output_tokens - 4
+        assert request.place.dispatch.request.prompt_tokens == leg.prompt_tokens
+        assert (await stream).text.endswith("data: [DONE]\n\n")
         await eventually(running.settled)
 
 

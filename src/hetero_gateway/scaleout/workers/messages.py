@@ -70,7 +70,8 @@ class Facts(_Record):
     """What the scheduler process has to know of a request; see ``Inbound``.
 
     ``headers``: those that ``Intake.describe`` looks at.
-    ``body``: for a predictor that reads the prompt; else empty.
+    ``body``: for a predictor that reads the prompt; else empty. ``told_tokens``: its answer broke
+    off after so many, and goes on; None: it did not.
     """
 
     request_id: bytes
@@ -82,6 +83,7 @@ class Facts(_Record):
     parsed: ParsedRequest
     counted: int | None
     body: bytes
+    told_tokens: int | None
 
 
 def mark_of(body: bytes) -> bytes:
@@ -129,8 +131,8 @@ class Submit(_FromWorker, tag=3):
 
 
 class Resubmit(_FromWorker, tag=4):
-    """``model``: another one from now on, a fallback; "": the same. ``told_tokens``: its answer
-    broke off after so many; None: nothing of it is told.
+    """``model``: another one from now on, a fallback; "": the same. ``told_tokens``: see
+    ``Facts``.
     """
 
     key: int

@@ -439,6 +439,7 @@ class RemoteDispatcher:
             parsed,
             job.counted,
             inbound.body if self.sends_bodies else b"",
+            job.told_tokens,
         )
 
     def forget(self, ask: _Ask) -> None:

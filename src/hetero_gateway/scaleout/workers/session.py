@@ -175,6 +175,7 @@ class RequestSession:
         client = self._admission.named(facts.client)
         describe = self.dispatcher.describe
         job = describe(inbound, client, facts.parsed, facts.counted, adopts=adopts)
+        job.told_tokens = facts.told_tokens
         if facts.path == REALTIME:
             job.features = None  # as ``Realtime`` has it: nothing is learnt of a session's length
         return job
@@ -189,14 +190,16 @@ class RequestSession:
             self._requests[carried.key] = request
             if not carried.instance:
                 continue
-            job.request = job.request.replace(
+            leg = job.request.replace(
                 prompt_tokens=carried.prompt_tokens,
                 predicted_output_tokens=carried.predicted_output_tokens,
                 sequences=carried.sequences,
                 streams=carried.streams,
             )
+            if job.told_tokens is None:
+                job.request = leg
             request.place = self.dispatcher.placement.adopt(
-                job.request,
+                leg,
                 carried.instance,
                 placed_s=carried.placed_s,
                 waited_s=carried.waited_s,
@@ -205,7 +208,8 @@ class RequestSession:
 
     def _submit(self, said: messages.Submit) -> None:
         try:
-            job = self._job_of(said.facts, adopts=False)
+            # What goes on was let in when it began.
+            job = self._job_of(said.facts, adopts=said.facts.told_tokens is not None)
         except Refusal as refusal:
             self.dispatcher.note(None, "rejected")
             self.send(messages.Refused(said.key, refusal))
