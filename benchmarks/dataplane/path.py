@@ -40,7 +40,7 @@ from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.app import create_app
 from hetero_gateway.serve.processes.worker import Worker
-from hetero_gateway.serve.server import GatewayServer
+from hetero_gateway.serve.server import GatewayServer, Given
 from hetero_gateway.serve.wiring.gateway import Gateway
 
 KEY_GOAL = 0.05
@@ -300,7 +300,7 @@ async def started(
 ) -> AsyncIterator[tuple[GatewayServer, str]]:
     """One server, and its URL."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(service, parts, ready.set_result, listener)
+    server = GatewayServer(service, parts, ready.set_result, Given([listener] if listener else []))
     task = asyncio.ensure_future(server.serve())
     try:
         yield server, await ready

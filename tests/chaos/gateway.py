@@ -66,9 +66,9 @@ class GatewayProcess(Process):
         )
 
     @classmethod
-    async def start(cls, config: Path, log: Path, workers: int = 1) -> "GatewayProcess":
-        """Serve on a free port. Raises RuntimeError when it does not come up."""
-        process, url = await asyncio.to_thread(_start, config, log, workers)
+    async def start(cls, config: Path, log: Path, workers: int = 1, *more: str) -> "GatewayProcess":
+        """Serve on a free port, or as ``more`` says. Raises RuntimeError: it does not come up."""
+        process, url = await asyncio.to_thread(_start, config, log, workers, *more)
         return cls(process, url, log)
 
     async def get(self, path: str) -> Any:
@@ -135,10 +135,12 @@ class GatewayProcess(Process):
         self.process.wait()
 
 
-def _start(config: Path, log: Path, workers: int) -> tuple[subprocess.Popen[bytes], str]:
+def _start(
+    config: Path, log: Path, workers: int, *more: str
+) -> tuple[subprocess.Popen[bytes], str]:
     """(the process, its URL)."""
     command = [sys.executable, "-m", "hetero_gateway", "serve", "-c", str(config), "--port", "0"]
-    command += ["--workers", str(workers)]
+    command += ["--workers", str(workers), *more]
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
     deadline_s = time.monotonic() + _READY_WITHIN_S

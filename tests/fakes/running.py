@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,7 +26,7 @@ from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.app import App, create_app
 from hetero_gateway.serve.control import api
 from hetero_gateway.serve.processes.worker import Worker
-from hetero_gateway.serve.server import BACKLOG, GatewayServer
+from hetero_gateway.serve.server import BACKLOG, NOTHING_GIVEN, GatewayServer, Given
 from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 from tests.fakes.admin_key import kept
 from tests.fakes.vllm import FakeInstance, bound
@@ -185,7 +184,9 @@ async def running_gateway(
             update={"server": config.server.model_copy(update={"workers": workers, "port": 0})}
         )
         async with contextlib.AsyncExitStack() as stack:
-            server, _ = await stack.enter_async_context(serving(app, app.gateway, listen(control)))
+            server, _ = await stack.enter_async_context(
+                serving(app, app.gateway, Given([listen(control)]))
+            )
             with secret:
                 many = [Worker(shared, config_path, i, hub, control) for i in range(workers)]
             servers = [
@@ -201,11 +202,11 @@ async def running_gateway(
 
 @contextlib.asynccontextmanager
 async def serving(
-    service: Service, gateway: Parts, listener: socket.socket | None = None
+    service: Service, gateway: Parts, given: Given = NOTHING_GIVEN
 ) -> AsyncIterator[tuple[GatewayServer, str]]:
     """One server until the block ends, and its URL."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(service, gateway, ready.set_result, listener)
+    server = GatewayServer(service, gateway, ready.set_result, given)
     task = asyncio.ensure_future(server.serve())
     try:
         either: set[asyncio.Future[Any]] = {ready, task}

@@ -17,11 +17,16 @@ class MadeKey:
 
     def __init__(self, key: str | None) -> None:
         self._key = key
+        self._is_kept = False
 
     def close(self) -> None:
-        """The gateway has ended."""
-        if self._key is not None:
+        """The gateway has ended; of one that took over and failed, the one before has the key."""
+        if self._key is not None and self._is_kept:
             forget(self._key)
+
+    def leave(self) -> None:
+        """The gateway after this one has the same key."""
+        self._is_kept = False
 
     def dashboard(self, url: str, stream: TextIO) -> str:
         """The dashboard of a gateway that serves at ``url`` now, as ``stream`` is told of it."""
@@ -29,6 +34,7 @@ class MadeKey:
             return f"{url}/dashboard"
         try:
             keep(self._key, url)
+            self._is_kept = True
         except OSError as error:
             _log.warning(
                 "commands on this machine do not find the admin key, which cannot be kept (%s): "

@@ -3,13 +3,17 @@
 import argparse
 import asyncio
 import functools
+import logging
+import os
 import secrets
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,18 +24,29 @@ from hetero_gateway.cli.made_key import MadeKey
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.admin_key import forget, made_admin_key
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
+from hetero_gateway.files.server_config import ServerConfig
 from hetero_gateway.gateway.dataplane.access_log import LineWriter
+from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.serve import server
 from hetero_gateway.serve.app import create_app
+from hetero_gateway.serve.handover.handover import Handover
+from hetero_gateway.serve.handover.predecessor import Predecessor
+from hetero_gateway.serve.handover.systemd import given_sockets, tell_ready
 from hetero_gateway.serve.heartbeat import Heartbeat
 
 _STDOUT = 1
+# What was meant for this process alone.
+_OWN = (SECRET_ENV, "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+
+_log = logging.getLogger(__name__)
+_successors: list[subprocess.Popen[bytes]] = []  # so that those that end are waited for
 
 
 def run(args: argparse.Namespace) -> int:
     standard_streams.tolerate_output()
     # Nobody is to be ended by it who only starts, and will reload at it.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     flags = settings(args)
     if args.role is not None:
         _run_process(args, flags)
@@ -41,18 +56,48 @@ def run(args: argparse.Namespace) -> int:
 
     if args.record is not None:
         _check_new(args.record)
+    before = _predecessor("sockets", config.server) if args.takeover else None
+    given = server.Given(given_sockets())
+    if before is not None:
+        given = server.Given(before.clients, before.admin)
+    secret = before.secret if before is not None else secrets.token_hex(32)
     if config.server.workers > 1:
-        return _run_workers(args, config)
+        return _run_workers(args, config, before, given, secret)
+    os.environ[SECRET_ENV] = secret
     app = create_app(config, args.config, record=args.record, flags=flags)
+    end = functools.partial(os.kill, os.getpid(), signal.SIGUSR1)
+    state = None if before is None else _predecessor("state", config.server)
+    handover = app.gateway.handover = Handover(config.server, secret, end, state)
     with (
         closing(MadeKey(app.gateway.made_admin_key)) as key,
         _access_log(config) as app.gateway.access,
     ):
-        server.run(app, app.gateway, functools.partial(_announce, config, key))
+        server.run(app, app.gateway, functools.partial(_announce, config, key, before), given)
+        if handover.taken:
+            key.leave()
     return 0
 
 
-def _announce(config: GatewayConfig, key: MadeKey, url: str) -> None:
+def _predecessor(wants: str, config: ServerConfig) -> Predecessor | None:
+    """The gateway that serves where this one is to serve; None: there is none."""
+    if not config.port:
+        raise ConfigError("--takeover: needs the port of the gateway that runs (--port)")
+    try:
+        return Predecessor(config, wants)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+    except OSError as error:
+        raise ConfigError(f"--takeover: {error}") from error
+
+
+def _announce(config: GatewayConfig, key: MadeKey, before: Predecessor | None, url: str) -> None:
+    if before is not None:
+        before.serving()
+    port = urlsplit(url).port
+    if port is not None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR2, _start_successor, port)
+    tell_ready()
     workers, admin = config.server.workers, config.server.admin_listen
     dashboard = f"dashboard {key.dashboard(url, sys.stderr)}"
     if admin is not None:
@@ -64,6 +109,24 @@ def _announce(config: GatewayConfig, key: MadeKey, url: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _start_successor(port: int) -> None:
+    """A gateway that takes over, started as this one was; ``port``: where this one serves."""
+    _successors[:] = [each for each in _successors if each.poll() is None]
+    command = [each for each in sys.orig_argv if each != "--takeover"]
+    environment = {name: value for name, value in os.environ.items() if name not in _OWN}
+    try:
+        successor = subprocess.Popen(
+            [*command, "--takeover", "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+    except OSError as error:
+        _log.error("SIGUSR2: no gateway can be started: %s", error.strerror)
+        return
+    _successors.append(successor)
+    _log.info("SIGUSR2: process %d is to take over", successor.pid)
 
 
 @contextmanager
@@ -91,7 +154,13 @@ def _check_new(record: Path) -> None:
 # What several processes take is imported where there are several: one is spared the memory.
 
 
-def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
+def _run_workers(
+    args: argparse.Namespace,
+    config: GatewayConfig,
+    before: Predecessor | None,
+    given: server.Given,
+    secret: str,
+) -> int:
     from hetero_gateway.serve.processes.supervisor import Supervisor
 
     # What cannot be put together shows here, once, rather than in each process.
@@ -101,15 +170,20 @@ def _run_workers(args: argparse.Namespace, config: GatewayConfig) -> int:
     for name in ("host", "port", "policy", "workers", "record"):
         if (value := getattr(args, name)) is not None:
             command += [f"--{name}", str(value)]
-    secret = secrets.token_hex(32)
     with closing(MadeKey(made_admin_key(config.server, secret))) as key:
-        announce = functools.partial(_announce, config, key)
-        return asyncio.run(Supervisor(config, [*command, "--role"], announce, secret).run())
+        announce = functools.partial(_announce, config, key, before)
+        command.append("--role")
+        takes_over = before is not None
+        supervisor = Supervisor(config, command, announce, secret, given, takes_over)
+        code = asyncio.run(supervisor.run())
+        if supervisor.taken:
+            key.leave()
+        return code
 
 
 def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     """One process of several: the scheduler's, or a worker."""
-    from hetero_gateway.serve.processes.supervisor import Role
+    from hetero_gateway.serve.processes.supervisor import Role, sockets_of
     from hetero_gateway.serve.processes.worker import Worker
 
     role = msgspec.json.decode(args.role, type=Role)
@@ -124,13 +198,19 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
 
     if role.worker is None:
         hub, control = role.sockets()
+        clients, given = sockets_of(role.clients), server.Given([control], sockets_of(role.admin))
         app = create_app(config, args.config, hub, args.record, flags)
         app.gateway.keep_config = role.keep_config
-        server.run(app, app.gateway, ready, control, heartbeat)
-        if role.supervisor_gone() and app.gateway.made_admin_key is not None:
+        end = functools.partial(os.kill, os.getppid(), signal.SIGUSR1)
+        before = _predecessor("state", config.server) if role.takes_over else None
+        secret = os.environ[SECRET_ENV]
+        handover = Handover(config.server, secret, end, before, clients)
+        app.gateway.handover = handover
+        server.run(app, app.gateway, ready, given, heartbeat)
+        if role.supervisor_gone() and not handover.taken and app.gateway.made_admin_key is not None:
             forget(app.gateway.made_admin_key)  # which the supervisor had kept
     else:
-        (clients,) = role.sockets()
+        given = server.Given(role.sockets())
         worker = Worker(config, args.config, role.worker, role.hub_path, role.control_path)
         with _access_log(config) as worker.access:
-            server.run(worker.app, worker, ready, clients, heartbeat)
+            server.run(worker.app, worker, ready, given, heartbeat)

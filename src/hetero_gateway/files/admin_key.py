@@ -74,7 +74,7 @@ def keep(key: str, url: str) -> Path:
     host, port = _place(url)
     problem = OSError("there is no directory for it")
     # Twice: a gateway that ends at this moment removes a directory that it finds empty.
-    for directory in _directories() * 2:
+    for directory in private_directories() * 2:
         try:
             return _write(directory, f"{host}-{port}", key)
         except OSError as error:
@@ -84,9 +84,9 @@ def keep(key: str, url: str) -> Path:
 
 def forget(key: str) -> None:
     """Remove the files that hold this key."""
-    for directory in _directories():
+    for directory in private_directories():
         with contextlib.suppress(OSError):
-            with _opened(directory) as folder:
+            with opened_private(directory) as folder:
                 for name in os.listdir(folder):
                     if (found := _read(folder, name)) is not None and found[1] == key:
                         os.unlink(name, dir_fd=folder)
@@ -117,15 +117,15 @@ def _place(url: str) -> tuple[str, int]:
     return host, port
 
 
-def _directories() -> list[Path]:
-    """Where keys may lie: the first one that can be used has a new key."""
+def private_directories() -> list[Path]:
+    """Where what is this user's alone may lie: the first one that can be used has what is new."""
     temporary = Path(tempfile.gettempdir()) / f"hetero-gateway-keys-{os.geteuid()}"
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or ".")
     return [runtime / "hetero-gateway", temporary] if runtime.is_absolute() else [temporary]
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
+def opened_private(directory: Path) -> Iterator[int]:
     """Its descriptor. Raises OSError where others may write into it, or read it."""
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
     try:
@@ -140,7 +140,7 @@ def _opened(directory: Path) -> Iterator[int]:
 def _write(directory: Path, name: str, key: str) -> Path:
     with contextlib.suppress(FileExistsError):
         directory.mkdir(0o700)
-    with _opened(directory) as folder:
+    with opened_private(directory) as folder:
         made = f".{name}.{secrets.token_hex(8)}"
         handle = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
         try:
@@ -158,8 +158,8 @@ def _write(directory: Path, name: str, key: str) -> Path:
 def _newest(name: str) -> str | None:
     """The key in the files of this name: one start may have had XDG_RUNTIME_DIR, and one not."""
     found = []
-    for directory in _directories():
-        with contextlib.suppress(OSError), _opened(directory) as folder:
+    for directory in private_directories():
+        with contextlib.suppress(OSError), opened_private(directory) as folder:
             if (read := _read(folder, name)) is not None:
                 found.append(read)
     return max(found)[1] if found else None

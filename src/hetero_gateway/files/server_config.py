@@ -138,6 +138,9 @@ class ServerConfig(StrictModel):
     watch_files_s: float | None = Field(None, ge=0.1, le=3600)
     """How often to look whether this file, or one it names, has changed, and to reload then; none:
     only when asked."""
+    takeover_socket: Path | None = None
+    """Unix socket at which `serve --takeover` asks the gateway that runs for its sockets; in a
+    directory that is its user's alone. Default: beside the key of /admin, by host and port."""
     drain_s: float = Field(0.0, ge=0, le=600)
     """From turning unready on SIGTERM to taking no more connections, in seconds."""
     shutdown_timeout_s: float = Field(30.0, ge=0)

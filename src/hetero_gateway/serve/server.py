@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -37,6 +38,19 @@ _log = logging.getLogger(__name__)
 BACKLOG = 4096
 
 
+class Given(NamedTuple):
+    """Sockets that are bound already; of ``clients`` none: to the address of the configuration.
+
+    ``admin``: taken where the configuration names their address.
+    """
+
+    clients: Sequence[socket.socket] = ()
+    admin: Sequence[socket.socket] = ()
+
+
+NOTHING_GIVEN = Given()
+
+
 class GatewayServer(uvicorn.Server):
     """uvicorn with our protocol, its limits for clients, and a long listen backlog.
 
@@ -46,7 +60,7 @@ class GatewayServer(uvicorn.Server):
         service: serves the engine's paths, and is an ASGI application for all others.
         gateway: whose it is; its configuration says where to listen.
         on_ready: called with its URL once it serves.
-        listener: already bound; None: to the address of the configuration.
+        given: sockets that are bound already.
         heartbeat: of a process that has a supervisor.
     """
 
@@ -55,14 +69,16 @@ class GatewayServer(uvicorn.Server):
         service: Service,
         gateway: Parts,
         on_ready: Callable[[str], None],
-        listener: socket.socket | None = None,
+        given: Given = NOTHING_GIVEN,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self.gateway = gateway
-        self._listener = listener
+        self._given = given
+        self._problem: HeteroGatewayError | None = None
         self._on_ready = on_ready
         self._heartbeat = heartbeat
         self._takes_signals = False
+        self._is_taken = False  # another gateway serves by now
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
         # What accepts at the listeners of others, by their numbers.
@@ -114,11 +130,10 @@ class GatewayServer(uvicorn.Server):
     @property
     def _is_local(self) -> bool:
         """It serves the gateway's own workers, over a Unix socket."""
-        return self._listener is not None and self._listener.family == socket.AF_UNIX
+        return any(each.family == socket.AF_UNIX for each in self._given.clients)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._listener is not None:
-            sockets = [self._listener]
+        sockets = list(self._given.clients) or None
         try:
             await super().serve(sockets)
         finally:
@@ -141,7 +156,19 @@ class GatewayServer(uvicorn.Server):
         if value and self._loop is not None:
             self._loop.call_soon_threadsafe(self._ending.set)
 
+    def taken_over(self) -> None:
+        """Another gateway serves: this one ends, and its requests may take as long as ever."""
+        self._is_taken = True
+        self.config.timeout_graceful_shutdown = None
+        self.should_exit = True
+
+    def _cut(self) -> None:
+        self.force_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._is_taken and sig == signal.SIGTERM and self._loop is not None:
+            limit_s = self.gateway.config.server.shutdown_timeout_s
+            self._loop.call_soon_threadsafe(self._loop.call_later, limit_s, self._cut)
         first = not self.gateway.draining
         self.gateway.drain()
         drain_s = self.gateway.config.server.drain_s
@@ -167,6 +194,8 @@ class GatewayServer(uvicorn.Server):
             raise HeteroGatewayError(
                 f"cannot listen on {config.host}:{config.port} (is the port taken?)"
             ) from error
+        if self._problem is not None:
+            raise self._problem
 
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:
@@ -178,22 +207,36 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         where = self.gateway.config.server.admin_listen
         # Taken first: an address that cannot be is reported before anything serves.
-        admin = _bound(where) if where is not None and self.gateway.has_admin else None
+        given = self._given.admin
+        admin = _bound(where, given) if where is not None and self.gateway.has_admin else None
         if self._tls is not None and not self._is_local:
             self.config.ssl = self._tls.context
         await super().startup(sockets)
         loop = self._loop = asyncio.get_running_loop()
         if self._takes_signals and self.started:
             loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
+            loop.add_signal_handler(signal.SIGUSR1, self.taken_over)
+        clients = [each for server in self.servers for each in server.sockets]
         if admin is not None:
             is_unix = admin.family == socket.AF_UNIX
             connection = self._connections({ADMIN_LISTENER: UNIX if is_unix else ADDRESS})
-            create = loop.create_unix_server if is_unix else loop.create_server
-            self.servers.append(await create(connection, sock=admin))
+            if not is_unix:
+                served = await loop.create_server(connection, sock=admin)
+            elif sys.version_info >= (3, 13):  # its path may be another gateway's by its end
+                served = await loop.create_unix_server(connection, sock=admin, cleanup_socket=False)
+            else:
+                served = await loop.create_unix_server(connection, sock=admin)
+            self.servers.append(served)
             self.admin_url = url_of(admin)
             _log.info("/admin is on %s", self.admin_url)
         if self.started:
-            self._on_ready(self.url)
+            self.gateway.serves(clients, [] if admin is None else [admin])
+            try:
+                self._on_ready(self.url)
+            except HeteroGatewayError as error:
+                # What it has accepted by now is answered all the same.
+                self._problem = error
+                self.should_exit = True
             if self._heartbeat is not None:
                 self._heartbeat.start(self)
 
@@ -242,15 +285,21 @@ class GatewayServer(uvicorn.Server):
             server.close()
 
 
-def _bound(where: str) -> socket.socket:
-    """A socket at ``server.admin_listen``. Raises HeteroGatewayError."""
+def _bound(where: str, given: Sequence[socket.socket] = ()) -> socket.socket:
+    """At ``server.admin_listen``: one of these, or a new one. Raises HeteroGatewayError."""
     try:
         address: Any = where.removeprefix("unix:")
+        for each in given:
+            if each.family == socket.AF_UNIX and each.getsockname() == address:
+                return each
         if address == where:
             parts = urlsplit("//" + where)
             family, kind, protocol, _, address = socket.getaddrinfo(
                 parts.hostname, parts.port, type=socket.SOCK_STREAM
             )[0]
+            for each in given:
+                if each.family == family and each.getsockname() == address:
+                    return each
             # With its protocol named, as asyncio turns Nagle's algorithm off for those alone.
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -300,7 +349,7 @@ def run(
     service: Service,
     gateway: Parts,
     on_ready: Callable[[str], None],
-    listener: socket.socket | None = None,
+    given: Given = NOTHING_GIVEN,
     heartbeat: Heartbeat | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; see ``GatewayServer``.
@@ -319,4 +368,4 @@ def run(
             "server.max_connections is %d, and descriptors are enough for %d clients and their "
             "instances' connections: raise the process's limit (ulimit -n)", most, allowed,
         )  # fmt: skip
-    GatewayServer(service, gateway, ready, listener, heartbeat).serve_until_signal()
+    GatewayServer(service, gateway, ready, given, heartbeat).serve_until_signal()

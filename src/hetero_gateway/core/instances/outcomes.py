@@ -112,6 +112,10 @@ class BreakerState(enum.Enum):
     HALF_OPEN = "half-open"
 
 
+# The breaker's state, until when; the last ejection's reason, how many there were, and its end.
+Standing = tuple[str, float, str, int, float]
+
+
 class Bar(NamedTuple):
     """Why an instance should not get a request now. ``rank``: the lower, the sooner all the same.
 
@@ -260,6 +264,28 @@ class Outcomes:
     def shut(self) -> bool:
         """It gets nothing at all, until ``until_s``."""
         return self.breaker is BreakerState.OPEN
+
+    # What another process knows of it
+
+    def standing(self) -> Standing:
+        """As ``resume`` takes it."""
+        return self.breaker.value, self.until_s, self.reason, self.ejections, self._ended_s
+
+    def resume(self, standing: Standing, now_s: float) -> bool:
+        """Stand as another process's ``standing`` said. Returns whether it is not closed now.
+
+        What had begun to try it is not known here: half-open it begins anew.
+        """
+        breaker, until_s, self.reason, self.ejections, self._ended_s = standing
+        state = BreakerState(breaker)
+        if state is BreakerState.OPEN or state is BreakerState.HALF_OPEN:
+            self._ejected_s = now_s
+            self._turn(BreakerState.OPEN, until_s if state is BreakerState.OPEN else now_s)
+        elif state is BreakerState.BUSY:
+            self._turn(state, until_s)
+        elif state is BreakerState.SLOW_START:
+            self._begin_slow(now_s, None)
+        return self.breaker is not BreakerState.CLOSED
 
     # What happens to its requests
 

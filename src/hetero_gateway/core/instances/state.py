@@ -60,12 +60,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import astuple
 from typing import Final
 
 from hetero_gateway.core.costs.cost_model import attended_pairs
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.concurrency import NO_LIMIT, PATIENCE, PATIENCE_S, Concurrency
 from hetero_gateway.core.instances.dispatch import NO_PEERS, UNITS_PER_S, Dispatch, Holder, PeerLoad
+from hetero_gateway.core.instances.learnt import Learnt
 from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.instances.prefix_hits import Interval, reported_hits
 from hetero_gateway.core.instances.sightings import Sightings
@@ -243,6 +245,35 @@ class InstanceState(Holder):
         self.stands_in = stands_in
         bounds = _STAND_IN_BOUNDS if stands_in else SPEED_BOUNDS
         self.estimate.lowest, self.estimate.highest = bounds
+        set_rate(self)
+
+    def learnt(self) -> Learnt:
+        """What was seen of it, for a process that goes on from here."""
+        e, slots = self.estimate, self.concurrency
+        return Learnt(
+            None if self.constants is None else list(astuple(self.constants)),
+            self.stands_in,
+            self.observed,
+            (e.factor, e.own, e.observed_s, e.modelled_s, e.seen_s),
+            slots.learnt,
+            slots.most,
+        )
+
+    def take_over(self, learnt: Learnt) -> None:
+        """Go on from what another process has seen; of other constants it says nothing."""
+        c = self.constants
+        if learnt.constants is None or self.stands_in != learnt.stands_in:
+            return
+        constants = Constants(*learnt.constants)
+        if c is None and self.stands_in:
+            self.set_constants(constants, stands_in=True)
+        elif c != constants:
+            return
+        e = self.estimate
+        e.factor, e.own, e.observed_s, e.modelled_s, e.seen_s = learnt.speed
+        self.observed, self.speed = learnt.observed, e.factor
+        self.concurrency.learnt = learnt.slots
+        self.concurrency.most = self.seats = learnt.most_slots
         set_rate(self)
 
     def set_speed(self, speed: float) -> None:

@@ -118,6 +118,10 @@ class ResidualLives:
             certain_tokens=None if certain is None else certain + told_tokens,
         )
 
+    def finished(self) -> list[tuple[str, float]]:
+        """What is kept, as ``observe_many`` takes it."""
+        return [(model, tokens) for model, each in self._models.items() for tokens in each.lengths]
+
     def observe_many(self, finished: Iterable[tuple[str, float]]) -> None:
         """Learn from finished sequences: (model, output tokens) of each."""
         for model, output_tokens in finished:
@@ -226,6 +230,15 @@ class BytesPerToken:
     def tokens(self, model: str, text_bytes: int) -> int:
         """Estimated tokens of ``text_bytes`` bytes of prompt, at least 1."""
         return max(1, round(text_bytes / self._ratios.get(model, self._ratio_of_others)))
+
+    def reports(self) -> list[tuple[str, int, int]]:
+        """What is kept, the oldest of each model first, as ``observe_many`` takes it."""
+        return [
+            (model, round(sizes[i]), round(sizes[i] / of.ratios[i]))
+            for model, of in self._models.items()
+            for sizes in (of.sizes_bytes,)
+            for i in (*range(of.oldest, len(sizes)), *range(of.oldest))
+        ]
 
     def observe_many(self, prompts: Iterable[tuple[str, int, int]]) -> None:
         """``observe`` some (model, text bytes, prompt tokens)."""
@@ -445,6 +458,11 @@ def add_to(mean: RunningMean, value: float) -> None:
     mean.value += (min(value, FAR * mean.value) - mean.value) / mean.weight
 
 
+# Of ``BucketMeanPredictor``: what it is a mean of ("": a model), model, bucket and beginning, the
+# mean and its weight.
+LearntMean = tuple[str, str, int, int, float, float]
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BucketMeanPredictor:
     """The default: the mean output length by prompt-length bucket (log2) and model, learnt online.
@@ -471,6 +489,30 @@ class BucketMeanPredictor:
     def has_learnt(self) -> bool:
         """It has seen a request finish."""
         return bool(self._models)
+
+    def means(self) -> list[LearntMean]:
+        """All that it has learnt, for another one's ``take_over``."""
+        rows = [("", model, 0, 0, of.value, of.weight) for model, of in self._models.items()]
+        for (model, size), of in self._buckets.items():
+            rows.append(("bucket", model, size, 0, of.value, of.weight))
+        for (size, beginning), of in self._beginnings.items():
+            rows.append(("beginning", "", size, beginning, of.value, of.weight))
+        return rows
+
+    def take_over(self, means: Iterable[LearntMean]) -> None:
+        """Know what another one has learnt: of its bounds, which are the same."""
+        for kind, model, size, beginning, value, weight in means:
+            mean = RunningMean(value, min(weight, MEMORY_REQUESTS))
+            if kind == "beginning":
+                if len(self._beginnings) < _MOST_BEGINNINGS:
+                    self._beginnings[size, beginning] = mean
+                continue
+            if model not in self._models and len(self._models) > MAX_MODELS:
+                continue
+            if kind == "bucket":
+                self._buckets[model, size] = mean
+            else:
+                self._models[model] = mean
 
     def predict(self, features: LengthFeatures) -> float:
         model = features.model

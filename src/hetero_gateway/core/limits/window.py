@@ -8,6 +8,7 @@ the 61st second begins. All counts are whole numbers, so that what is given back
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 WINDOW_S: Final = 60
@@ -83,6 +84,16 @@ class Window:
                 self.free += old
                 self._noted -= old
         self.second = second
+
+    def take_over(self, slots: Sequence[int], second: int) -> None:
+        """Count what another process's ``slots`` have, as of that second, of which it is gone."""
+        self.advance(second)
+        own = self.slots
+        for each in range(self.second - SLOTS + 1, second + 1):
+            used = slots[each % SLOTS]
+            own[each % SLOTS] += used
+            self._noted += used
+            self.free -= used
 
     def remaining(self) -> int:
         """What may still be used now, at least 0."""

@@ -409,6 +409,24 @@ class PrefixIndex:
         mask = self._masks.get(hashes[last], 0) & here
         return (last + 1, 0) if mask == here else (last, mask)
 
+    # What another process has learnt
+
+    def held(self, instance_id: InstanceId) -> list[tuple[int, int]]:
+        """(key, size) of what one instance has, least recently used first. KeyError: unknown."""
+        return list(self._members[instance_id].sizes.items())
+
+    def hold(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
+        """Know what ``held`` said, in front of what was used here. KeyError: unknown."""
+        member = self._members[instance_id]
+        here, masks = member.sizes, self._masks
+        sizes = {key: max(1, size) for key, size in held if key not in here}
+        member.used += sum(sizes.values())
+        for key in sizes:
+            masks[key] = masks.get(key, 0) | member.bit
+        sizes.update(here)
+        member.sizes = sizes
+        self._evict(member)
+
     # What there is to show
 
     def keys_on(self, instance_id: InstanceId) -> int:
@@ -544,6 +562,34 @@ class PrefixCaches:
     def eta(self, instance_id: InstanceId) -> float:
         """How much of what an instance should have cached it really has, 0 to 1. KeyError."""
         return self._trusts[instance_id].eta
+
+    # What another process has learnt
+
+    def trust(self, instance_id: InstanceId) -> tuple[float, float]:
+        """See ``Trust.sums``. KeyError: unknown."""
+        return self._trusts[instance_id].sums()
+
+    def lately(self) -> tuple[float, float, float]:
+        """Bytes of text and tokens of what was placed lately; bytes per token as reckoned with."""
+        return self._text_bytes, self._prompt_tokens, self._bytes_per_token
+
+    def take_over_lately(self, text_bytes: float, tokens: float, bytes_per_token: float) -> None:
+        """Go on from another process's ``lately``."""
+        self._text_bytes, self._prompt_tokens = text_bytes, tokens
+        self._bytes_per_token = bytes_per_token
+        for instance_id, capacity in self._kv_tokens.items():
+            self.index.resize(instance_id, capacity * bytes_per_token)
+
+    def take_over(
+        self,
+        instance_id: InstanceId,
+        held: Sequence[tuple[int, int]],
+        trust: tuple[float, float],
+    ) -> None:
+        """Know of one instance what another process does. KeyError: unknown."""
+        self.index.hold(instance_id, held)
+        self._trusts[instance_id].take_over(*trust)
+        self._note_trust(instance_id)
 
     # A request's events
 

@@ -54,6 +54,15 @@ class Trust:
             self._off = not on
             self.reset()
 
+    def sums(self) -> tuple[float, float]:
+        """(predicted, actual) tokens, as they are remembered."""
+        return self._predicted, self._actual
+
+    def take_over(self, predicted_tokens: float, actual_tokens: float) -> None:
+        """Go on from another process's ``sums``."""
+        self.reset()
+        self.observe(predicted_tokens, actual_tokens)
+
     def observe(self, predicted_tokens: float, actual_tokens: float) -> None:
         """A request was completed, and its answer or its engine's counters say what was cached.
 

@@ -100,6 +100,14 @@ class ClientUsage:
             for (client, model), amounts in rows.items()
         ]
 
+    def counted(self) -> dict[tuple[int, str, str], Amounts]:
+        """All that was counted, by day, client and model; it goes on."""
+        return {
+            (day, client, model): amounts
+            for day, rows in self._days.items()
+            for (client, model), amounts in rows.items()
+        }
+
     def add(self, taken: Iterable[tuple[int, str, str, Amounts]]) -> None:
         """What another process has counted."""
         for day, client, model, amounts in taken:

@@ -19,7 +19,7 @@ from collections import deque
 from typing import NamedTuple
 
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
-from hetero_gateway.core.instances.outcomes import SILENT, BreakerState
+from hetero_gateway.core.instances.outcomes import SILENT, BreakerState, Standing
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -131,6 +131,11 @@ class OutcomeWatch:
     def _vouched(self, instance: Instance, asked_s: float) -> None:
         now_s = time.monotonic()
         if instance.outcomes.vouched(asked_s, now_s):
+            self._apply([instance.id], now_s)
+
+    def resume(self, instance: Instance, standing: Standing, now_s: float) -> None:
+        """It stands as it did in the process before this one (``Outcomes.standing``)."""
+        if instance.outcomes.resume(standing, now_s):
             self._apply([instance.id], now_s)
 
     def fell_silent(self, instance: Instance, now_s: float) -> None:

@@ -405,9 +405,13 @@ class FrameReader:
     Args:
         kinds: the messages that may come, as a union.
         take: called with each frame's messages.
+        most_bytes: of a frame.
     """
 
-    def __init__(self, kinds: Any, take: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self, kinds: Any, take: Callable[[list[Any]], None], most_bytes: int = MOST_FRAME_BYTES
+    ) -> None:
+        self._most_bytes = most_bytes
         self._decode = msgspec.msgpack.Decoder(list[kinds], dec_hook=_error_of).decode
         self._take = take
         self._buffer = bytearray()
@@ -424,7 +428,7 @@ class FrameReader:
         start = 0
         while len(buffer) - start >= 4:
             (size,) = PREFIX.unpack_from(buffer, start)
-            if size > MOST_FRAME_BYTES:
+            if size > self._most_bytes:
                 raise ValueError(f"a frame of {size} bytes")
             if len(buffer) - start - 4 < size:
                 break
@@ -453,11 +457,17 @@ class Channel(asyncio.Protocol):
     Args:
         kinds: the messages that may come, as a union.
         listener: hears of them; set before anything comes.
+        most_bytes: of what may come at a time.
     """
 
-    def __init__(self, kinds: Any, listener: ChannelUser | None = None) -> None:
+    def __init__(
+        self,
+        kinds: Any,
+        listener: ChannelUser | None = None,
+        most_bytes: int = MOST_FRAME_BYTES,
+    ) -> None:
         self.listener = listener
-        self._reader = FrameReader(kinds, self._take)
+        self._reader = FrameReader(kinds, self._take, most_bytes)
         self._outbox: list[Any] = []
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -466,6 +476,11 @@ class Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(0)  # uvloop keeps no more for a later turn
+
+    def fileno(self) -> int:
+        """The socket's descriptor, once it is connected."""
+        assert self._transport is not None
+        return int(self._transport.get_extra_info("socket").fileno())
 
     def send(self, message: Any) -> None:
         """Send it at the end of this turn; nothing happens when the other end is gone."""

@@ -6,6 +6,8 @@ at its socket, so its own connections are all that it takes with it. It serves n
     signal            what is done
     SIGHUP            the scheduler process reads the configuration again, and informs the workers
     SIGTERM, SIGINT   the workers end as ``serve`` does, then the scheduler process
+    SIGUSR1           of the scheduler process: another gateway serves. They end in this order, but
+                      their requests may take as long as ever
     its own end       however it came: the others see it, and end as after SIGTERM
 """
 
@@ -37,7 +39,7 @@ from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.heartbeat import LOOK_S, Condition, Pulse, is_stopped, tell_cover
-from hetero_gateway.serve.server import BACKLOG, url_of
+from hetero_gateway.serve.server import BACKLOG, NOTHING_GIVEN, Given, url_of
 
 # Who has lived for less is given a pause before the next start.
 _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
@@ -54,11 +56,14 @@ class Role(msgspec.Struct):
 
     Args:
         worker: its number; None: the scheduler process.
-        listeners: descriptors of the sockets that it listens on: a worker's one for clients; or
-            the workers' and the control paths'.
+        listeners: descriptors of the sockets that it listens on: a worker's for clients; or the
+            workers' and the control paths'.
         heart: descriptor of its end of what ``heartbeat`` describes.
         life: descriptor that ends when the supervisor does.
         directory: of the Unix sockets.
+        clients, admin: of the scheduler process, descriptors of all sockets for clients, which it
+            can hand over, and of what was handed over for /admin.
+        takes_over: it asks the gateway before this one what that knows.
     """
 
     worker: int | None
@@ -66,6 +71,9 @@ class Role(msgspec.Struct):
     heart: int
     life: int
     directory: str
+    clients: list[int] = []
+    admin: list[int] = []
+    takes_over: bool = False
 
     @property
     def hub_path(self) -> str:
@@ -91,10 +99,7 @@ class Role(msgspec.Struct):
             )
 
     def sockets(self) -> list[socket.socket]:
-        sockets = [socket.socket(fileno=fd) for fd in self.listeners]
-        for listener in sockets:
-            listener.setblocking(False)
-        return sockets
+        return sockets_of(self.listeners)
 
     def die_with_supervisor(self) -> None:
         """End as after SIGTERM, when the supervisor is gone; and leave nothing behind."""
@@ -109,6 +114,14 @@ class Role(msgspec.Struct):
     def supervisor_gone(self) -> bool:
         """Whether it has ended, before this process."""
         return bool(select.select([self.life], [], [], 0)[0])
+
+
+def sockets_of(descriptors: list[int]) -> list[socket.socket]:
+    """Those that a process has inherited."""
+    sockets = [socket.socket(fileno=fd) for fd in descriptors]
+    for listener in sockets:
+        listener.setblocking(False)
+    return sockets
 
 
 def _config_in(directory: str) -> GatewayConfig:
@@ -146,12 +159,19 @@ class Supervisor:
         _command: starts a process of it; ``Role`` as JSON is appended.
         _on_ready: called with the gateway's URL, once all serve.
         _secret: what all processes have in common, in all their lives.
+        _given: sockets to serve at; of ``clients`` none: the configuration says where.
+        _takes_over: there is a gateway before this one.
+
+    ``taken``: another gateway serves by now.
     """
 
     _config: GatewayConfig
     _command: list[str]
     _on_ready: Callable[[str], None]
     _secret: str
+    _given: Given = NOTHING_GIVEN
+    _takes_over: bool = False
+    taken: bool = False
     _ending: asyncio.Future[int] | None = None
     _signal: int = signal.SIGTERM
 
@@ -163,7 +183,8 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         server = self._config.server
-        clients = listen_together(server.host, server.port, server.workers)
+        given = list(self._given.clients)
+        clients = given or listen_together(server.host, server.port, server.workers)
         url = url_of(clients[0])
         if server.certificate_file is not None:
             url = url.replace("http:", "https:", 1)
@@ -178,12 +199,18 @@ class Supervisor:
             raise HeteroGatewayError(f"{self._directory}: {error.strerror or error}") from error
         self._life, lifeline = os.pipe()
         scheduler = _Process("the scheduler process", None, [hub, control])
-        workers = [_Process(f"worker {i}", i, [sock]) for i, sock in enumerate(clients)]
+        self._clients = clients
+        # As many sockets as the gateway before had workers: all are accepted from.
+        workers = [
+            _Process(f"worker {i}", i, clients[i :: server.workers] or [clients[i % len(clients)]])
+            for i in range(server.workers)
+        ]
         self._workers = workers
         self._ending = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end, number, [scheduler, *workers])
         loop.add_signal_handler(signal.SIGHUP, scheduler.send, signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGUSR1, self._hand_over, [scheduler, *workers])
         tasks = [loop.create_task(self._watch([scheduler, *workers]))]
         try:
             for each in (scheduler, *workers):
@@ -192,10 +219,17 @@ class Supervisor:
                     await self._or_end(scheduler)
             for each in workers:
                 await self._or_end(each)
+            problem = None
             if not self._ending.done():
-                self._on_ready(url)
+                try:
+                    self._on_ready(url)
+                except HeteroGatewayError as error:
+                    problem = error
+                    self._end(signal.SIGINT, [])
             code = await self._ending
             await self._stop(scheduler, workers, clients)
+            if problem is not None:
+                raise problem
         finally:
             for task in tasks:
                 task.cancel()
@@ -208,6 +242,13 @@ class Supervisor:
                 listener.close()
             held.remove()
         return code
+
+    def _hand_over(self, processes: list[_Process]) -> None:
+        """The scheduler process says that another gateway serves."""
+        assert self._ending is not None
+        if not self._ending.done():
+            self.taken = True
+            self._end(signal.SIGUSR1, processes)
 
     def _end(self, number: int, processes: list[_Process]) -> None:
         assert self._ending is not None
@@ -243,7 +284,7 @@ class Supervisor:
                 if process.running is not None:
                     running.append(asyncio.ensure_future(process.running.wait()))
             if running:
-                await asyncio.wait(running, timeout=limit_s)
+                await asyncio.wait(running, timeout=None if self.taken else limit_s)
 
     async def _keep(self, process: _Process) -> None:
         """Run a process, again and again, until the end."""
@@ -274,11 +315,16 @@ class Supervisor:
             self._life,
             self._directory,
         )
+        if process.worker is None:
+            role.clients = [listener.fileno() for listener in self._clients]
+            role.admin = [listener.fileno() for listener in self._given.admin]
+            role.takes_over = self._takes_over
+        handed = (*role.clients, *role.admin)
         try:
             process.running = await asyncio.create_subprocess_exec(
                 *self._command,
                 msgspec.json.encode(role).decode(),
-                pass_fds=(*role.listeners, role.heart, self._life),
+                pass_fds=(*role.listeners, *handed, role.heart, self._life),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, SECRET_ENV: self._secret},
                 # A terminal's SIGINT is for the supervisor, who sees to the order of the ends.
@@ -337,8 +383,9 @@ class Supervisor:
         self._cover(process, on=False)
         if process.worker is not None and process.link is not None:
             for other in self._workers:
-                if other.is_covered and other.worker is not None:
-                    tell_cover(process.link, other.worker, other.listeners[0])
+                if other.is_covered:
+                    for listener in other.listeners:
+                        tell_cover(process.link, self._clients.index(listener), listener)
 
     def _cover(self, process: _Process, *, on: bool) -> None:
         """Whether the other workers accept what comes in at this one's socket."""
@@ -349,7 +396,9 @@ class Supervisor:
         process.is_covered = on
         for other in self._workers:
             if other is not process and other.is_up and other.link is not None:
-                tell_cover(other.link, process.worker, process.listeners[0] if on else None)
+                for listener in process.listeners:
+                    number = self._clients.index(listener)
+                    tell_cover(other.link, number, listener if on else None)
 
 
 def listen_together(host: str, port: int, number: int) -> list[socket.socket]:

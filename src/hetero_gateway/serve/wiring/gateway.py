@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hetero_gateway.scaleout.sharing.peers import Sharing
     from hetero_gateway.scaleout.workers.hub import Hub
     from hetero_gateway.serve.autoscaling.following import Following
+    from hetero_gateway.serve.handover.handover import Handover
 
 
 def _key_names(config: GatewayConfig) -> set[str | None]:
@@ -125,6 +126,9 @@ class Parts:
     def drain(self) -> None:
         """It was asked to stop, and is to end soon: no longer ready."""
         self.draining = True
+
+    def serves(self, clients: Sequence[socket.socket], admin: Sequence[socket.socket]) -> None:
+        """It listens on these from now on."""
 
     def reload_soon(self, cause: str) -> None:
         """It was asked to read its configuration again."""
@@ -208,6 +212,8 @@ class Gateway(Parts):
         self.engine_calls: EngineCalls
         self.board: Board
         self.following: Following | None = None  # None: it is off
+        # Set before it starts; None: it cannot be taken over.
+        self.handover: Handover | None = None
 
     @property
     def listing(self) -> Fleet:
@@ -249,6 +255,9 @@ class Gateway(Parts):
         self._stack.callback(self.roster.close)
         self.reloader.start(tasks)
         self._stack.callback(self.reloader.stop)
+        if self.handover is not None:
+            await self.handover.begin(self)
+            self._stack.push_async_callback(self.handover.close)
         await self.health.start()
         if self.fleet.instances or not self.config.discovery:  # which has not begun yet
             self.setup.look()
@@ -355,8 +364,14 @@ class Gateway(Parts):
             self.fleet.discipline.shares = {c.party: c.share for c in self.admission}
 
     def drain(self) -> None:
-        super().drain()
+        if self.handover is None or not self.handover.taken:
+            super().drain()  # else the gateway is ready, in another process
         self.board.let_go()
+
+    def serves(self, clients: Sequence[socket.socket], admin: Sequence[socket.socket]) -> None:
+        if self.handover is not None:
+            # Workers' sockets, or its own.
+            self.handover.serves(self.handover.clients or clients, admin)
 
     def predict_output_tokens(
         self, model: str, prompt_tokens: int, max_tokens: int | None

@@ -233,6 +233,7 @@ class Discovery:
         self._tasks = tasks
         self._settings.add(("discovery",), self._prepare)
         for follower in self._first:
+            follower.named = self._named_by(follower.config.name)
             self._begin(follower)
 
     def stop(self) -> None:
@@ -241,6 +242,11 @@ class Discovery:
 
     def _followers(self, sources: list[SourceConfig]) -> list[SourceFollower]:
         return [SourceFollower(self._roster, config, self._base_dir) for config in sources]
+
+    def _named_by(self, name: str) -> dict[str, Instance]:
+        """What a source has named before, in this process or the one before it."""
+        instances = self._roster.fleet.instances.values()
+        return {i.source_key: i for i in instances if i.source == name and not i.leaving}
 
     def _begin(self, follower: SourceFollower) -> None:
         assert self._tasks is not None
@@ -262,11 +268,7 @@ class Discovery:
                     follower.leave_all()
             for name, follower in new.items():
                 # What it had named before stays, until it says otherwise.
-                follower.named = {
-                    i.source_key: i
-                    for i in self._roster.fleet.instances.values()
-                    if i.source == name and not i.leaving
-                }
+                follower.named = self._named_by(name)
                 self._begin(follower)
 
         return Prepared(apply)

@@ -1,0 +1,361 @@
+"""A gateway's part in a hand-over: taking over when it starts, and handing over when it is asked.
+
+    taking over    ``begin`` before its instances are probed; ``own`` once it is the one that serves
+    handing over   it listens at a Unix socket from then on; who asks there, and is this user's, has
+                   its listening sockets, and at ``Accepting`` this gateway ends its requests
+
+The later one accepts connections before the earlier one stops to, so somebody always does, and what
+waits in a listening socket waits for both.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetero_gateway.files.server_config import ServerConfig
+from hetero_gateway.scaleout.workers.messages import Channel, frame
+from hetero_gateway.serve.handover import messages
+from hetero_gateway.serve.handover.knowledge import Handed, instances_of, take_up, told_of
+from hetero_gateway.serve.handover.predecessor import Predecessor, is_same_user, socket_of
+from hetero_gateway.serve.handover.twin import Twin
+
+# The next gateway has so long from asking for the sockets to serving.
+START_S = 120.0
+_FAREWELL_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Handover:
+    """See above.
+
+    Args:
+        server: of the configuration.
+        secret: that the next one has as well, for the keys of prompts and of /admin.
+        end: has this gateway end, with all of its processes.
+        predecessor: what it takes over from; None: it is the first one, or the only one by now.
+        clients: the sockets that its workers listen on; none: it listens itself.
+
+    ``taken``: another gateway serves by now.
+    """
+
+    server: ServerConfig
+    secret: str
+    end: Callable[[], None]
+    predecessor: Predecessor | None = None
+    clients: Sequence[socket.socket] = ()
+    taken: bool = False
+    _gateway: Handed | None = None
+    _path: Path | None = None  # of the Unix socket, once it serves
+    _inode: int = 0
+    _listen: str = ""
+    _sockets: Sequence[tuple[str, int]] = ()  # kinds and descriptors
+    _server: asyncio.Server | None = None
+    _opening: asyncio.Task[None] | None = None
+    _askers: "set[_Asker]" = field(default_factory=set)
+    _before: "_Before | None" = None
+
+    @property
+    def gateway(self) -> Handed:
+        assert self._gateway is not None
+        return self._gateway
+
+    # Taking over
+
+    async def begin(self, gateway: Handed) -> None:
+        """Know what the predecessor knows, and count what it has from now on.
+
+        Raises HeteroGatewayError: it does not say.
+        """
+        self._gateway = gateway
+        if self.predecessor is not None:
+            told = await asyncio.to_thread(self.predecessor.state)
+            for each in told:
+                take_up(gateway, each)
+            before = self._before = _Before(self)
+            _, before.channel = await asyncio.get_running_loop().create_unix_connection(
+                lambda: Channel(messages.FromOld, before), sock=self.predecessor.connection
+            )
+            before.start(told)
+
+    @property
+    def waits(self) -> bool:
+        """Another gateway is the one that serves, still."""
+        return self.predecessor is not None
+
+    def own(self) -> None:
+        """It is the one that serves."""
+        self.predecessor = None
+        if self._path is not None:
+            self._opening = asyncio.get_running_loop().create_task(self._open(self._path))
+
+    # Handing over
+
+    def serves(self, clients: Sequence[socket.socket], admin: Sequence[socket.socket]) -> None:
+        """It listens on these, and can be taken over once nobody else is asked at its path."""
+        self._sockets = [("clients", each.fileno()) for each in clients]
+        self._sockets += [("admin", each.fileno()) for each in admin]
+        name = clients[0].getsockname()
+        port = int(name[1]) if isinstance(name, tuple) else self.server.port
+        self._listen = f"{self.server.host}:{port}"
+        try:
+            self._path = socket_of(self.server, port)
+        except OSError as error:
+            _log.warning("this gateway cannot be taken over: %s", error)
+        if not self.waits:
+            self.own()
+
+    async def _open(self, path: Path) -> None:
+        try:
+            listener, self._inode = _listener_at(path)
+            create = asyncio.get_running_loop().create_unix_server
+            self._server = await create(self._channel, sock=listener)
+        except OSError as error:
+            reason = error.strerror or error
+            _log.warning("this gateway cannot be taken over: %s: %s", path, reason)
+
+    def _channel(self) -> Channel:
+        asker = _Asker(self)
+        asker.channel = Channel(messages.FromNew, asker, messages.MOST_ASKED_BYTES)
+        self._askers.add(asker)
+        return asker.channel
+
+    def refusal(self, claim: messages.Claim) -> str:
+        """Why another gateway may not have what it wants; "": it may."""
+        if claim.protocol != messages.PROTOCOL:
+            return (
+                f"it hands over by protocol {messages.PROTOCOL}, and version {claim.version} "
+                f"by {claim.protocol}: restart it instead"
+            )
+        if claim.listen != self._listen:
+            return f"it serves at {self._listen}, and not at {claim.listen}"
+        if self.gateway.draining and not self.taken:
+            return "it is about to end"
+        if claim.wants == "sockets" and (self.taken or any(s.takes for s in self._askers)):
+            return "another gateway is taking over already"
+        return ""
+
+    def sockets(self) -> tuple[list[str], list[int]]:
+        """Kinds and descriptors."""
+        return [kind for kind, _ in self._sockets], [each for _, each in self._sockets]
+
+    def hand_over(self) -> None:
+        """The next one serves."""
+        self.taken = True
+        _log.warning("another gateway serves from now on: this one ends its requests")
+        self._close_server()
+        for asker in self._askers:
+            asker.say_yours()
+        self.gateway.drain()
+        self.end()
+
+    def forget(self, asker: "_Asker") -> None:
+        self._askers.discard(asker)
+
+    async def close(self) -> None:
+        """Its requests are over."""
+        self._close_server()
+        if self.taken:
+            states = self.gateway.fleet.scheduler.members.table.states.values()
+            left = (sum(s.in_flight for s in states), sum(s.load_s for s in states))
+            _log.info("the requests of this gateway are over: %d left, with %g s of load", *left)
+        if self._before is not None:
+            self._before.close()
+        for asker in list(self._askers):
+            await asker.farewell()
+
+    def _close_server(self) -> None:
+        if self._server is None or self._path is None:
+            return
+        self._server.close()
+        self._server = None
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+
+def _listener_at(path: Path) -> tuple[socket.socket, int]:
+    """And its inode. It has its name once it listens.
+
+    Raises OSError: another gateway is asked there.
+    """
+    made = path.with_name(f".{os.getpid()}.takeover")
+    with socket.socket(socket.AF_UNIX) as probe:
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            probe.connect(str(path))
+            raise OSError("another gateway is asked there")
+    listener = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(made))
+        listener.listen()
+        listener.setblocking(False)
+        inode = made.stat().st_ino
+        made.rename(path)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(mask)
+    return listener, inode
+
+
+class _Before:
+    """The gateway before this one, until its requests are over."""
+
+    def __init__(self, handover: Handover) -> None:
+        self.channel: Channel
+        self._handover = handover
+
+    def start(self, told: list[Any]) -> None:
+        self._twin = Twin(self._handover.gateway, self.channel, earlier=False)
+        for each in told:
+            self._twin.hear(each)
+        self.channel.send(messages.Loads([]))  # from now on it is listened to
+        self._twin.start()
+
+    def received(self, told: list[Any]) -> None:
+        for each in told:
+            if isinstance(each, messages.KnownInstances):
+                take_up(self._handover.gateway, each)  # somebody may have changed one since
+            elif isinstance(each, messages.Yours):
+                self._handover.own()
+            elif isinstance(each, messages.Bye):
+                self.close()
+            else:
+                self._twin.hear(each)
+
+    def unsent(self, message: Any, error: Exception) -> None:
+        pass  # it says the same again
+
+    def lost(self) -> None:
+        _log.warning("the gateway before this one is gone, and what it had with it")
+        self._twin.stop()
+        if self._handover.waits:
+            self._handover.own()
+
+    def close(self) -> None:
+        if not self.channel.closed:
+            self.channel.close()
+            self._twin.stop()
+
+
+class _Asker:
+    """Who asks this gateway, over one connection."""
+
+    def __init__(self, handover: Handover) -> None:
+        self.channel: Channel
+        self.takes = False  # it has the sockets
+        self._handover = handover
+        self._twin: Twin | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._gone = asyncio.Event()
+
+    def received(self, told: list[Any]) -> None:
+        for each in told:
+            if isinstance(each, messages.Claim):
+                self._claim(each)
+            elif isinstance(each, messages.Accepting):
+                self._serving()
+            elif self._twin is not None:
+                self._twin.hear(each)
+                if self._telling is not None and self._telling.done():
+                    self._telling = None
+                    self._twin.start()
+
+    def unsent(self, message: Any, error: Exception) -> None:
+        self.channel.abort()
+
+    def lost(self) -> None:
+        handover = self._handover
+        handover.forget(self)
+        if self.takes and not handover.taken:
+            _log.warning("the gateway that was to take over is gone: this one goes on")
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
+        if self._twin is not None:
+            self._twin.stop()
+        self._gone.set()
+
+    def _claim(self, claim: messages.Claim) -> None:
+        handover = self._handover
+        with socket.socket(fileno=os.dup(self.channel.fileno())) as connection:
+            refusal = handover.refusal(claim)
+            if not is_same_user(connection):
+                refusal = "another user asks"
+            if refusal:
+                self._refuse(refusal)
+            elif claim.wants == "sockets":
+                self._send_sockets(connection)
+            else:
+                self._twin = Twin(handover.gateway, self.channel, earlier=True)
+                self._telling = asyncio.get_running_loop().create_task(self._tell())
+
+    def _refuse(self, reason: str) -> None:
+        _log.warning("another gateway cannot take over: %s", reason)
+        self.channel.send(messages.Denied(reason))
+        self.channel.close()
+        self.lost()
+
+    def _send_sockets(self, connection: socket.socket) -> None:
+        kinds, descriptors = self._handover.sockets()
+        reading, writing = os.pipe()
+        try:
+            os.write(writing, self._handover.secret.encode())
+        finally:
+            os.close(writing)
+        try:
+            told = frame([messages.Sockets(kinds)])
+            socket.send_fds(connection, [told], [reading, *descriptors])
+        finally:
+            os.close(reading)
+        self.takes = True
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(START_S, self._is_late)
+        _log.info("another gateway is about to take over")
+
+    def _is_late(self) -> None:
+        self._refuse(f"it did not serve within {START_S:.0f} s")
+
+    async def _tell(self) -> None:
+        """All that is known, and no more until that is listened to."""
+        assert self._twin is not None
+        self._twin.say(usage=True)
+        for told in told_of(self._handover.gateway):
+            self.channel.send(told)
+            self.channel.flush()
+            await asyncio.sleep(0)
+        if self._handover.taken:
+            self.say_yours()  # a process that was started again
+
+    def _serving(self) -> None:
+        if not self.takes or self._handover.taken or self._handover.gateway.draining:
+            self._refuse("it is about to end")
+            return
+        self._handover.hand_over()
+
+    def say_yours(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._twin is not None:
+            self.channel.send(instances_of(self._handover.gateway.fleet))
+        self.channel.send(messages.Yours())
+
+    async def farewell(self) -> None:
+        """Say what is left to say."""
+        if self._twin is not None and not self.channel.closed:
+            self._twin.say(usage=True)
+            self.channel.send(messages.Bye())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), _FAREWELL_S)
+        self.channel.close()

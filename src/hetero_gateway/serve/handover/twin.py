@@ -1,0 +1,145 @@
+"""Two gateways on the same instances, while the earlier one ends its requests.
+
+Each says every ``_EVERY_S`` what it has on the instances and what its clients have used, as far as
+that has changed. So both decide by the sum, and limits hold over both. Once the earlier one is
+gone, the later one counts what that had used as its own.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from hetero_gateway.core.instances.dispatch import PeerLoad
+from hetero_gateway.core.limits.accounts import Account
+from hetero_gateway.core.limits.window import SLOTS
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts
+from hetero_gateway.scaleout.workers.messages import Channel
+from hetero_gateway.serve.handover import messages
+from hetero_gateway.serve.handover.knowledge import Handed
+
+_EVERY_S = 0.05
+_USAGE_EVERY = 20  # of those
+_NAME = "twin"
+
+
+class Twin:
+    """What one of them says to the other, and makes of what that says.
+
+    Args:
+        gateway: this one. Where it shares loads and limits with others by a store, the other one is
+            among these, and only usage is said here.
+        channel: to the other one.
+        earlier: this is the one that ends.
+    """
+
+    def __init__(self, gateway: Handed, channel: Channel, *, earlier: bool) -> None:
+        self._fleet, self._admission = gateway.fleet, gateway.admission
+        self._shares = gateway.sharing is None
+        self._channel = channel
+        self._earlier = earlier
+        # As said, and as heard.
+        self._loads: dict[InstanceId, PeerLoad] = {}
+        self._used: dict[str, tuple[int, int, int]] = {}
+        self._usage: dict[tuple[int, str, str], Amounts] = {}
+        self._theirs: dict[str, messages.AccountNow] = {}
+        self._ticks = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self.start)
+        self.say(usage=self._ticks % _USAGE_EVERY == 0)
+        self._ticks += 1
+
+    def stop(self) -> None:
+        """The other one is gone, or this one is about to be."""
+        if self._timer is not None:
+            self._timer.cancel()
+        now_s = time.monotonic()
+        for state in self._fleet.scheduler.members.table.states.values():
+            state.set_peer(_NAME, None, now_s)
+        for account in self._accounts():
+            if (theirs := self._theirs.pop(account.name, None)) is not None:
+                account.requests.others = account.tokens.others = account.others_in_flight = 0
+                if not self._earlier:
+                    account.requests.take_over(theirs.requests, theirs.second)
+                    account.tokens.take_over(theirs.tokens, theirs.second)
+        self._changed()
+
+    def _accounts(self) -> Iterable[Account]:
+        return self._admission.accounts() if self._shares else ()
+
+    def _changed(self) -> None:
+        if self._fleet.on_change is not None:
+            self._fleet.on_change()
+
+    # What is here
+
+    def say(self, *, usage: bool) -> None:
+        """``usage``: of clients, too, which is long where these are many."""
+        now_s = time.monotonic()
+        if loads := self._changed_loads(now_s):
+            self._channel.send(messages.Loads(loads))
+        accounts = self._changed_accounts(int(now_s))
+        rows = self._new_usage() if usage and self._earlier else []
+        if accounts or rows:
+            self._channel.send(messages.Accounts(accounts, rows))
+
+    def _changed_loads(self, now_s: float) -> list[tuple[InstanceId, PeerLoad | None]]:
+        changed: list[tuple[InstanceId, PeerLoad | None]] = []
+        table = self._fleet.scheduler.members.table
+        for instance_id in self._fleet.instances if self._shares else ():
+            state = table[instance_id]
+            if state.in_flight:
+                # What was seen of its speed is the other's own by now.
+                load = state.own_load(now_s)._replace(observed_s=0.0, modelled_s=0.0)
+                if self._loads.get(instance_id) != load:
+                    self._loads[instance_id] = load
+                    changed.append((instance_id, load))
+            elif self._loads.pop(instance_id, None) is not None:
+                changed.append((instance_id, None))
+        return changed
+
+    def _changed_accounts(self, second: int) -> list[messages.AccountNow]:
+        changed = []
+        for account in self._accounts():
+            requests, tokens = account.requests, account.tokens
+            requests.advance(second)
+            tokens.advance(second)
+            used = requests.used, tokens.used, account.in_flight
+            if used != self._used.get(account.name, (0, 0, 0)):
+                self._used[account.name] = used
+                slots = list(requests.slots), list(tokens.slots)
+                changed.append(messages.AccountNow(account.name, second, *slots, account.in_flight))
+        return changed
+
+    def _new_usage(self) -> list[tuple[int, str, str, Amounts]]:
+        rows = []
+        for key, now in self._admission.usage.counted().items():
+            told = self._usage.get(key, NO_AMOUNTS)
+            if now != told:
+                self._usage[key] = now
+                a, b, c, d = (after - before for after, before in zip(now, told, strict=True))
+                rows.append((*key, (a, b, c, d)))
+        return rows
+
+    # What is there
+
+    def hear(self, told: Any) -> None:
+        """A message of the other one's ``say``; of others, nothing."""
+        if isinstance(told, messages.Loads):
+            now_s = time.monotonic()
+            for instance_id, load in told.loads:
+                if instance_id in self._fleet.instances:
+                    self._fleet.scheduler.members.table[instance_id].set_peer(_NAME, load, now_s)
+            self._changed()
+        elif isinstance(told, messages.Accounts):
+            self._admission.usage.add(told.usage)
+            rows = [r for r in told.accounts if len(r.requests) == len(r.tokens) == SLOTS]
+            self._theirs |= {row.name: row for row in rows}
+            for account in self._accounts() if rows else ():
+                if (row := self._theirs.get(account.name)) is not None:
+                    account.requests.others = sum(row.requests)
+                    account.tokens.others = sum(row.tokens)
+                    account.others_in_flight = row.in_flight
