@@ -40,6 +40,7 @@ NO_PREFIX_CACHE = 'vllm:cache_config_info{enable_prefix_caching="False"} 1.0\n'
 class FakeInstance(FakeServer):
     def __init__(self, models: tuple[str, ...] = ("m",), max_model_len: int | None = 4096) -> None:
         super().__init__()
+        self.host = "127.0.0.1"
         self.models = models
         self.max_model_len = max_model_len
         self.healthy = True
@@ -70,7 +71,7 @@ class FakeInstance(FakeServer):
 
     async def start(self, ssl_context: ssl.SSLContext | None = None) -> None:
         """Listen: again where it did before it was killed, or on a free port."""
-        held, self._held = self._held or bound(0), None
+        held, self._held = self._held or bound(self.port, self.host), None
         self._server = await asyncio.start_server(
             self._connection, sock=held, backlog=1024, ssl=ssl_context
         )
@@ -80,7 +81,7 @@ class FakeInstance(FakeServer):
         """Stop listening and reset every connection, as a killed process would."""
         assert self._server is not None
         self._server.close()
-        self._held = self._held or bound(self.port)
+        self._held = self._held or bound(self.port, self.host)
         self.reset_connections()
         await asyncio.sleep(0)
 
@@ -301,12 +302,12 @@ def _write_plain(
     writer.write(head % (status, lines, len(body)) + body)
 
 
-def bound(port: int) -> socket.socket:
+def bound(port: int, host: str = "127.0.0.1") -> socket.socket:
     """A socket on a loopback port (0: any) that does not listen yet: connections are refused."""
     # Named as TCP, or asyncio would not turn off Nagle's algorithm on its connections.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("127.0.0.1", port))
+    bound.bind((host, port))
     return bound
 
 

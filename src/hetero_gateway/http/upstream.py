@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from hetero_gateway.engines.vllm import PRIORITY_HEADER
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.server_config import PoolConfig
+from hetero_gateway.http.addresses import Addresses
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.headers import Withheld
 from hetero_gateway.http.heads import Inbound
@@ -68,7 +69,7 @@ class UpstreamConnection(asyncio.Protocol):
     """One TCP or TLS connection to an instance."""
 
     def __init__(self, pool: "InstancePool") -> None:
-        self._pool = pool
+        self._pool: InstancePool | _LeftPool = pool
         self._transport: asyncio.Transport | None = None
         self._sink: ResponseSink | None = None
         self._reader: HeadReader | None = None  # of a head that comes in pieces
@@ -80,6 +81,7 @@ class UpstreamConnection(asyncio.Protocol):
         # instance closing an idle connection.
         self.reused = False
         self.got_bytes = False
+        self.look_ups = 0  # of its host, when it was connected
         self._arrivals = select.poll()
 
     # What the relay calls
@@ -112,6 +114,19 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
+
+    @property
+    def address(self) -> str:
+        """Of its other end; "": nobody knows."""
+        peer = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(peer[0]) if peer else ""
+
+    def leave_pool(self) -> None:
+        """Close it as soon as nothing is under way on it."""
+        if isinstance(self._pool, InstancePool):
+            self._pool = _LeftPool(self._pool)
+        if self._sink is None:
+            self.abort()
 
     @property
     def stale(self) -> bool:
@@ -272,6 +287,16 @@ def _has_no_descriptor() -> bool:
     return False
 
 
+class _LeftPool:
+    """In place of the pool of a connection that is not used again."""
+
+    def __init__(self, pool: "InstancePool") -> None:
+        self.host, self.port, self.forget = pool.host, pool.port, pool.forget
+
+    def release(self, connection: UpstreamConnection) -> None:
+        connection.abort()
+
+
 class InstancePool:
     """The connections to one instance.
 
@@ -304,6 +329,7 @@ class InstancePool:
         self._connecting = 0
         self._closed = False
         self.allows_link_local = False
+        self.addresses = Addresses(self.host, self.port)
 
     def set_limits(self, config: PoolConfig, connect_timeout_s: float) -> None:
         """Other limits from now on; what is open stays open."""
@@ -347,7 +373,7 @@ class InstancePool:
         self._connecting += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                transport, connection = await loop.create_connection(
+                _, connection = await loop.create_connection(
                     lambda: UpstreamConnection(self),
                     self.host,
                     self.port,
@@ -364,16 +390,16 @@ class InstancePool:
         finally:
             self._connecting -= 1
         self._open.add(connection)
+        connection.look_ups = self.addresses.look_ups
         if not self.allows_link_local:
-            self._check_peer(transport)
+            self._check_peer(connection)
         return connection
 
-    def _check_peer(self, transport: asyncio.Transport) -> None:
+    def _check_peer(self, connection: UpstreamConnection) -> None:
         """Nothing is sent where a name leads that no address may. Raises InstanceError."""
-        peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if peer else ""
+        address = connection.address
         if is_link_local(address):
-            transport.abort()
+            connection.abort()
             raise InstanceError(
                 Failure.CONNECT, f"{self.host} is {address}: link-local addresses are not allowed"
             )
@@ -397,6 +423,14 @@ class InstancePool:
             or now_s - self._idle[0].idle_since_s >= self._config.idle_expiry_s
         ):
             self._idle.popleft().abort()
+
+    def leave_old_addresses(self) -> None:
+        """Use no connection again to where the host's name no longer leads."""
+        has_left = self.addresses.has_left
+        for connection in [c for c in self._open if has_left(c.address, c.look_ups)]:
+            if connection in self._idle:
+                self._idle.remove(connection)
+            connection.leave_pool()
 
     def close(self) -> None:
         """Close the idle connections now and the busy ones when they come back."""

@@ -518,11 +518,16 @@ class Fleet:
                 )
 
     async def close_idle_connections(self) -> None:
-        """Again and again: those that were idle for too long."""
+        """Again and again: those that were idle for too long, or lead where a name did once."""
         while True:
             await asyncio.sleep(self._config.pool.idle_expiry_s)
-            for instance in list(self.instances.values()):
-                instance.pool.close_expired()
+            pools = [instance.pool for instance in self.instances.values()]
+            for pool in pools:
+                pool.close_expired()
+            for pool in pools:
+                if pool.addresses.is_name:
+                    await pool.addresses.look_up()  # one after the other: they may be hundreds
+                    pool.leave_old_addresses()
 
     def close(self) -> None:
         for instance in self.instances.values():

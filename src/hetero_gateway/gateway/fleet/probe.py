@@ -116,6 +116,7 @@ class Probe:
         self._lag = lag or LoopLag()
         self._pool = InstancePool(instance.config.base_url, _POOL, timeout_s, instance.ssl_context)
         self._pool.allows_link_local = instance.pool.allows_link_local
+        self._pool.addresses = instance.pool.addresses
         self.timeout_s = timeout_s
         fields = b"host: %b\r\naccept-encoding: identity\r\n" % self._pool.host_header
         fields += hops.field
@@ -151,6 +152,7 @@ class Probe:
     async def _ask(self, request: bytes, most_bytes: int, behind_s: float) -> ProbeAnswer:
         """``behind_s``: the event loop's lag until now."""
         try:
+            self._pool.leave_old_addresses()
             async with asyncio.timeout(self.timeout_s):
                 connection = self._pool.take_idle() or await self._pool.connect()
                 try:
