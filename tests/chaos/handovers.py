@@ -129,7 +129,8 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
     }
     path = directory / "gateway.yaml"
     path.write_text(yaml.safe_dump(config), "utf-8")
-    gateway = await GatewayProcess.start(path, directory / "0.log", args.workers)
+    workers = [int(each) for each in args.workers.split(",")]
+    gateway = await GatewayProcess.start(path, directory / "0.log", workers[0])
     over = asyncio.Event()
     clients = [
         Client(gateway.port, streams=i % 2 == 0, rng=random.Random(rng.random()), seen=seen)
@@ -144,7 +145,8 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
                 more = "--port", str(gateway.port), "--takeover"
                 log = directory / f"{number}.log"
                 before = gateway
-                gateway = await GatewayProcess.start(path, log, args.workers, *more)
+                count = workers[number % len(workers)]
+                gateway = await GatewayProcess.start(path, log, count, *more)
                 seen.counts["handovers"] += 1
                 await see_off(before, seen)
             await asyncio.sleep(args.every)
@@ -180,7 +182,7 @@ def main() -> int:
     parser.add_argument("--instances", type=int, default=4)
     parser.add_argument("--every", type=float, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", default="1", help="of each gateway, or of them in turn: 2,1")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="handovers-") as directory:

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import math
 
 import pytest
 
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
-from tests.fakes.running import FAST, config_for, eventually, rig, running_gateway
+from tests.fakes.running import CHAT, FAST, chat, config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 QUESTION = ("--prompt-tokens", "800", "--max-tokens", "200")
@@ -55,6 +56,26 @@ async def test_explain_shows_the_candidates_and_the_reason(asked):
         assert all(fixed <= set(row) for row in document["candidates"])
         document = json.loads((await asked(*words, "--model", "zz", "--json")).out)
         assert (document["chosen"], document["candidates"]) == (None, [])
+
+
+async def test_drain_takes_an_instance_out_and_back_in_and_waits_for_what_it_has(asked):
+    async with rig(2) as (running, client, fakes):
+        body = chat(stream=True, fake={"events": 20, "delay_s": 0.1})
+        asking = asyncio.ensure_future(client.post(CHAT, json=body))
+        await eventually(lambda: sum(fake.open for fake in fakes) == 1)
+        name = f"i{[fake.open for fake in fakes].index(1)}"
+        instance = running.gateway.fleet.instances[name]
+        words = ("drain", running.url, name)
+        assert "1 requests are left" in (await asked(*words, "--wait", "0.6", code=1)).err
+        assert instance.draining
+        assert instance.leave_at_s == math.inf
+        await asked(*words, "--deadline", "60")
+        assert instance.leave_at_s < math.inf
+        assert "0 requests are left" in (await asked(*words, "--wait", "60")).err
+        assert (await asking).status_code == 200
+        assert "takes requests again" in (await asked(*words, "--undo")).err
+        assert not instance.draining
+        assert "there is no instance" in (await asked("drain", running.url, "x", code=1)).err
 
 
 async def test_names_cannot_steer_the_terminal(asked):

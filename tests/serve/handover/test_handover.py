@@ -27,7 +27,7 @@ from hetero_gateway.serve.server import NOTHING_GIVEN, GatewayServer, Given
 from tests.fakes.admin_key import kept
 from tests.fakes.gateway_files import clients
 from tests.fakes.running import CHAT, chat, config_for, eventually, faked, serving
-from tests.fakes.vllm import FakeInstance, fake_instances
+from tests.fakes.vllm import FakeInstance, bound, fake_instances
 
 SECRET = "5e" * 32
 
@@ -73,6 +73,7 @@ class Series:
     folder: Path
     fakes: list[FakeInstance]
     stack: contextlib.AsyncExitStack
+    admin_listen: str | None = None
     sections: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,13 +86,13 @@ class Series:
         return await asyncio.to_thread(Predecessor, server, wants)
 
     async def start(self, before: One | None = None, **changes: Any) -> One:
-        server = {"takeover_socket": str(self.path), "api_key_env": None}
+        server = {"takeover_socket": str(self.path), "admin_listen": self.admin_listen}
         config = config_for(self.fakes, **self.sections | changes | {"server": server})
         given, state, sockets = NOTHING_GIVEN, None, None
         if before is not None:
             sockets = await self.ask("sockets", before)
             state = await self.ask("state", before)
-            given = Given(sockets.clients)
+            given = Given(sockets.clients, sockets.admin)
             assert sockets.secret == SECRET
         app = create_app(config, self.folder / "gateway.yaml")
         own = app.gateway.handover = Handover(config.server, SECRET, lambda: None, state)
@@ -109,9 +110,11 @@ class Series:
 
 
 @contextlib.asynccontextmanager
-async def series(folder: Path, fakes: int = 2, **sections: Any) -> AsyncIterator[Series]:
+async def series(
+    folder: Path, fakes: int = 2, admin_listen: str | None = None, **sections: Any
+) -> AsyncIterator[Series]:
     async with fake_instances(fakes) as there, contextlib.AsyncExitStack() as stack:
-        yield Series(folder, there, stack, sections)
+        yield Series(folder, there, stack, admin_listen, sections)
 
 
 async def described(one: One) -> dict[str, Any]:
@@ -184,6 +187,21 @@ async def test_instances_that_were_added_are_there_and_those_that_the_file_lacks
             "more": ("admin", 1.0),
         }
         assert all(i.up for i in there.values())
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+async def test_the_listener_of_admin_goes_on(folder, kind):
+    with bound(0) as held:
+        port = held.getsockname()[1]
+    where = f"unix:{folder}/admin" if kind == "unix" else f"127.0.0.1:{port}"
+    async with series(folder, admin_listen=where) as all_of_them:
+        one = await all_of_them.start()
+        for _ in range(2):
+            transport = httpx.AsyncHTTPTransport(uds=f"{folder}/admin" if kind == "unix" else None)
+            async with httpx.AsyncClient(transport=transport) as client:
+                address = "http://localhost" if kind == "unix" else f"http://{where}"
+                assert (await client.get(f"{address}/admin/instances")).status_code == 200
+                one = await all_of_them.start(one)
 
 
 async def served(one: One) -> bool:

@@ -1,4 +1,4 @@
-"""What a running gateway answers at its /admin: asked, never changed."""
+"""What a running gateway answers at its /admin."""
 
 from __future__ import annotations
 
@@ -22,22 +22,34 @@ def fetch_document(
         ConfigError: the URL cannot be one, or the key's variable is not set.
         HeteroGatewayError: not reachable, refused, or not a gateway.
     """
-    response = _get(url, admin_key_env, path, params)
+    return _dict_in(url, _ask(url, admin_key_env, path, params=params))
+
+
+def change_document(
+    url: str, admin_key_env: str | None, path: str, change: dict[str, Any]
+) -> dict[str, Any]:
+    """What PATCH ``path`` answers. Raises as ``fetch_document`` does."""
+    return _dict_in(url, _ask(url, admin_key_env, path, "PATCH", json=change))
+
+
+def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
+    """The table that GET ``path`` answers. Raises as ``fetch_document`` does."""
+    response = _ask(url, admin_key_env, path)
+    if response.is_success and response.headers.get("content-type", "").startswith("text/csv"):
+        return response.text
+    raise HeteroGatewayError(f"{url}: {_refusal(response, _document(response))}")
+
+
+def _dict_in(url: str, response: httpx.Response) -> dict[str, Any]:
     document = _document(response)
     if response.is_success and isinstance(document, dict):
         return document
     raise HeteroGatewayError(f"{url}: {_refusal(response, document)}")
 
 
-def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
-    """The table that GET ``path`` answers. Raises as ``fetch_document`` does."""
-    response = _get(url, admin_key_env, path, {})
-    if response.is_success and response.headers.get("content-type", "").startswith("text/csv"):
-        return response.text
-    raise HeteroGatewayError(f"{url}: {_refusal(response, _document(response))}")
-
-
-def _get(url: str, admin_key_env: str | None, path: str, params: dict[str, Any]) -> httpx.Response:
+def _ask(
+    url: str, admin_key_env: str | None, path: str, method: str = "GET", **more: Any
+) -> httpx.Response:
     # Imported here so that --help stays quick.
     from hetero_gateway.files.admin_key import find
     from hetero_gateway.files.secrets import secret
@@ -53,7 +65,7 @@ def _get(url: str, admin_key_env: str | None, path: str, params: dict[str, Any])
     try:
         # trust_env: a proxy of the environment would get the key.
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
-            return client.get(address.rstrip("/") + path, params=params, headers=headers)
+            return client.request(method, address.rstrip("/") + path, headers=headers, **more)
     except httpx.LocalProtocolError:
         raise ConfigError(f"--admin-key-env: {admin_key_env} is no valid key") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
