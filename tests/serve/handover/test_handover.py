@@ -25,7 +25,7 @@ from hetero_gateway.serve.handover.handover import Handover
 from hetero_gateway.serve.handover.predecessor import Predecessor
 from hetero_gateway.serve.server import NOTHING_GIVEN, GatewayServer, Given
 from tests.fakes.admin_key import kept
-from tests.fakes.gateway_files import clients
+from tests.fakes.gateway_files import clients, write
 from tests.fakes.running import CHAT, chat, config_for, eventually, faked, serving
 from tests.fakes.vllm import FakeInstance, bound, fake_instances
 
@@ -117,6 +117,23 @@ async def series(
         yield Series(folder, there, stack, admin_listen, sections)
 
 
+async def test_of_several_in_a_row_the_last_one_counts_what_all_have(folder):
+    async with series(folder, fakes=1) as all_of_them:
+        gateways = [await all_of_them.start()]
+        asking = []
+        for length in (40, 10):
+            body = faked(events=length, delay_s=0.05)
+            asking.append(asyncio.ensure_future(gateways[-1].client.post(CHAT, json=body)))
+            await eventually(lambda: all_of_them.fakes[0].open == len(asking))
+            gateways.append(await all_of_them.start(gateways[-1]))
+        last = gateways[-1]
+        assert last.peers("i0") == 2
+        await asking[1]
+        await eventually(lambda: last.peers("i0") == 1)
+        await asking[0]
+        await eventually(lambda: last.peers("i0") == 0)
+
+
 async def described(one: One) -> dict[str, Any]:
     one.app.gateway.metrics.catch_up()
     rows = [row async for row in describe_clients(one.app.gateway.admission, 0.0)]
@@ -172,21 +189,31 @@ async def test_the_next_one_knows_what_this_one_does_and_counts_what_it_still_ha
 async def test_instances_that_were_added_are_there_and_those_that_the_file_lacks_are_not(folder):
     async with series(folder, fakes=3) as all_of_them:
         added = all_of_them.fakes.pop()
+        listed = [{"id": "found", "base_url": all_of_them.fakes[1].url}]
+        write(folder / "listed.yaml", {"instances": listed})
+        all_of_them.sections["discovery"] = [
+            {"name": "listed", "kind": "file", "file": "listed.yaml", "interval_s": 0.2}
+        ]
+        del all_of_them.fakes[1]
         first = await all_of_them.start()
+        await eventually(lambda: "found" in first.app.gateway.fleet.instances)
         config = {"id": "more", "base_url": added.url, "weight": 1.0}
         answer = await first.client.post("/admin/instances", json=config)
         assert answer.status_code == 201, answer.text
         await eventually(lambda: first.app.gateway.fleet.instances[InstanceId("more")].up)
         change = {"weight": 3.0}
         assert (await first.client.patch("/admin/instances/i0", json=change)).status_code == 200
-        all_of_them.fakes.pop()
         second = await all_of_them.start(first)
         there = second.app.gateway.fleet.instances
-        assert {name: (i.source, i.weight) for name, i in there.items()} == {
-            "i0": ("file", 3.0),
-            "more": ("admin", 1.0),
-        }
+        kept = {"i0": ("file", 3.0), "found": ("listed", 1.0), "more": ("admin", 1.0)}
+        assert {name: (i.source, i.weight) for name, i in there.items()} == kept
         assert all(i.up for i in there.values())
+        # Its source goes on with it; and what the file lacks by now is not taken over.
+        write(folder / "listed.yaml", {"instances": []})
+        await eventually(lambda: "found" not in there)
+        del all_of_them.fakes[0]
+        third = await all_of_them.start(second)
+        assert [*third.app.gateway.fleet.instances] == ["more"]
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])

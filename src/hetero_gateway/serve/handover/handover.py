@@ -70,20 +70,17 @@ class Handover:
     # Taking over
 
     async def begin(self, gateway: Handed) -> None:
-        """Know what the predecessor knows, and count what it has from now on.
-
-        Raises HeteroGatewayError: it does not say.
-        """
+        """Know what the predecessor knows, and count what it has from now on."""
         self._gateway = gateway
-        if self.predecessor is not None:
-            told = await asyncio.to_thread(self.predecessor.state)
-            for each in told:
-                take_up(gateway, each)
+        if (predecessor := self.predecessor) is not None:
+            state, predecessor.state = predecessor.state, []
+            for told in state:
+                take_up(gateway, told, gateway.fleet.admit)
             before = self._before = _Before(self)
             _, before.channel = await asyncio.get_running_loop().create_unix_connection(
-                lambda: Channel(messages.FromOld, before), sock=self.predecessor.connection
+                lambda: Channel(messages.FromOld, before), sock=predecessor.connection
             )
-            before.start(told)
+            before.start(state)
 
     @property
     def waits(self) -> bool:
@@ -108,7 +105,7 @@ class Handover:
         try:
             self._path = socket_of(self.server, port)
         except OSError as error:
-            _log.warning("this gateway cannot be taken over: %s", error)
+            self._tell_why_not(error)
         if not self.waits:
             self.own()
 
@@ -118,8 +115,12 @@ class Handover:
             create = asyncio.get_running_loop().create_unix_server
             self._server = await create(self._channel, sock=listener)
         except OSError as error:
-            reason = error.strerror or error
-            _log.warning("this gateway cannot be taken over: %s: %s", path, reason)
+            self._tell_why_not(error)
+
+    def _tell_why_not(self, error: OSError) -> None:
+        # A read-only container has no place for the socket, and needs none.
+        level = logging.INFO if self.server.takeover_socket is None else logging.WARNING
+        _log.log(level, "this gateway cannot be taken over: %s", error)
 
     def _channel(self) -> Channel:
         asker = _Asker(self)
@@ -167,9 +168,16 @@ class Handover:
             left = (sum(s.in_flight for s in states), sum(s.load_s for s in states))
             _log.info("the requests of this gateway are over: %d left, with %g s of load", *left)
         if self._before is not None:
+            if self.taken:
+                await self._before.over.wait()  # the next one hears of it from here
             self._before.close()
         for asker in list(self._askers):
             await asker.farewell()
+
+    def twin_of(self, channel: Channel) -> Twin:
+        """Of the gateway after this one: it counts what the one before still has, too."""
+        before = None if self._before is None else self._before.twin
+        return Twin(self.gateway, channel, before=before, earlier=True)
 
     def _close_server(self) -> None:
         if self._server is None or self._path is None:
@@ -190,7 +198,7 @@ def _listener_at(path: Path) -> tuple[socket.socket, int]:
     with socket.socket(socket.AF_UNIX) as probe:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             probe.connect(str(path))
-            raise OSError("another gateway is asked there")
+            raise OSError(f"{path}: another gateway is asked there")
     listener = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o177)
     try:
@@ -212,39 +220,45 @@ class _Before:
 
     def __init__(self, handover: Handover) -> None:
         self.channel: Channel
+        self.over = asyncio.Event()
         self._handover = handover
 
     def start(self, told: list[Any]) -> None:
-        self._twin = Twin(self._handover.gateway, self.channel, earlier=False)
+        self.twin = Twin(self._handover.gateway, self.channel, earlier=False)
         for each in told:
-            self._twin.hear(each)
+            self.twin.hear(each)
         self.channel.send(messages.Loads([]))  # from now on it is listened to
-        self._twin.start()
+        self.twin.start()
 
     def received(self, told: list[Any]) -> None:
         for each in told:
             if isinstance(each, messages.KnownInstances):
-                take_up(self._handover.gateway, each)  # somebody may have changed one since
+                gateway = self._handover.gateway  # somebody may have changed one since
+                take_up(gateway, each, gateway.roster.admit)
             elif isinstance(each, messages.Yours):
                 self._handover.own()
             elif isinstance(each, messages.Bye):
                 self.close()
             else:
-                self._twin.hear(each)
+                self.twin.hear(each)
 
     def unsent(self, message: Any, error: Exception) -> None:
         pass  # it says the same again
 
     def lost(self) -> None:
         _log.warning("the gateway before this one is gone, and what it had with it")
-        self._twin.stop()
+        self._end()
         if self._handover.waits:
             self._handover.own()
 
     def close(self) -> None:
         if not self.channel.closed:
             self.channel.close()
-            self._twin.stop()
+            self._end()
+
+    def _end(self) -> None:
+        self.twin.stop()
+        self.over.set()
 
 
 class _Asker:
@@ -298,7 +312,7 @@ class _Asker:
             elif claim.wants == "sockets":
                 self._send_sockets(connection)
             else:
-                self._twin = Twin(handover.gateway, self.channel, earlier=True)
+                self._twin = handover.twin_of(self.channel)
                 self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     def _refuse(self, reason: str) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, BytesPerToken
@@ -16,6 +16,7 @@ from hetero_gateway.gateway.dataplane.application import DataPlane
 from hetero_gateway.gateway.dataplane.responses import Response
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.instances import FILE, Fleet, Instance
+from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.serve.handover import messages
 
 _MOST_RESPONSES = 10_000
@@ -30,6 +31,7 @@ class Handed(Protocol):
     dataplane: DataPlane
     bytes_per_token: BytesPerToken
     prefix_secret: bytes | None
+    roster: Roster
     draining: bool
 
     @property
@@ -81,11 +83,11 @@ def instances_of(fleet: Fleet) -> messages.KnownInstances:
     )  # fmt: skip
 
 
-def take_up(gateway: Handed, told: Any) -> None:
-    """Know what a message of ``told_of`` says."""
+def take_up(gateway: Handed, told: Any, admit: Callable[[Instance], object]) -> None:
+    """Know what a message of ``told_of`` says; ``admit``: takes in an instance that is missing."""
     if isinstance(told, messages.KnownInstances):
         for row in told.instances:
-            instance = _instance_of(gateway.fleet, row)
+            instance = _instance_of(gateway.fleet, row, admit)
             if instance is not None:
                 _take_up_instance(gateway, instance, row)
     elif isinstance(told, messages.KnownLengths):
@@ -112,7 +114,9 @@ def _take_up_lengths(gateway: Handed, told: messages.KnownLengths) -> None:
         scheduler.caches.take_over_lately(*told.lately)
 
 
-def _instance_of(fleet: Fleet, row: messages.HandedInstance) -> Instance | None:
+def _instance_of(
+    fleet: Fleet, row: messages.HandedInstance, admit: Callable[[Instance], object]
+) -> Instance | None:
     """None: the configuration lacks it, or means another server."""
     config = InstanceConfig.model_validate_json(row.config)
     known = fleet.instances.get(InstanceId(config.id))
@@ -120,7 +124,7 @@ def _instance_of(fleet: Fleet, row: messages.HandedInstance) -> Instance | None:
         try:
             known = fleet.build(config)
             known.source, known.source_key = row.source, row.source_key
-            fleet.admit(known)
+            admit(known)
         except ConfigError:
             return None  # its certificate is gone, say
     if known is None or known.config.base_url != config.base_url:

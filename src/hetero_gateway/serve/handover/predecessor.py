@@ -80,6 +80,7 @@ class Predecessor:
         self.clients: list[socket.socket] = []
         self.admin: list[socket.socket] = []
         self.secret = ""
+        self.state: list[Any] = []  # all that it knows
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.settimeout(_ANSWER_S)
         try:
@@ -92,6 +93,8 @@ class Predecessor:
                 self.connection.sendall(frame([claim]))
                 if wants == "sockets":
                     self._take_sockets()
+                else:
+                    self._take_state()
         except (OSError, HeteroGatewayError):
             self.connection.close()
             raise
@@ -127,17 +130,13 @@ class Predecessor:
             listener.setblocking(False)
             (self.admin if kind == "admin" else self.clients).append(listener)
 
-    def state(self) -> list[Any]:
-        """All that it knows; ``connection`` is for an event loop from now on."""
-        told: list[Any] = []
+    def _take_state(self) -> None:
         until_s = time.monotonic() + _ANSWER_S
-        with self._clearly():
-            while not told or not isinstance(told[-1], messages.AllKnown):
-                if time.monotonic() > until_s:
-                    raise TimeoutError
-                told.append(self._next())
+        while not self.state or not isinstance(self.state[-1], messages.AllKnown):
+            if time.monotonic() > until_s:
+                raise TimeoutError
+            self.state.append(self._next())
         self.connection.setblocking(False)
-        return told
 
     def serving(self) -> None:
         """This gateway accepts connections: that one is to end."""

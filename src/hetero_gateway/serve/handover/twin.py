@@ -31,14 +31,19 @@ class Twin:
         gateway: this one. Where it shares loads and limits with others by a store, the other one is
             among these, and only usage is said here.
         channel: to the other one.
+        before: to the one before this one, which ends, too: what it has, the other one hears here.
         earlier: this is the one that ends.
     """
 
-    def __init__(self, gateway: Handed, channel: Channel, *, earlier: bool) -> None:
+    def __init__(
+        self, gateway: Handed, channel: Channel, *, before: "Twin | None" = None, earlier: bool
+    ) -> None:
         self._fleet, self._admission = gateway.fleet, gateway.admission
         self._shares = gateway.sharing is None
         self._channel = channel
+        self._before = before
         self._earlier = earlier
+        self.heard: dict[InstanceId, PeerLoad] = {}  # the other's loads
         # As said, and as heard.
         self._loads: dict[InstanceId, PeerLoad] = {}
         self._used: dict[str, tuple[int, int, int]] = {}
@@ -56,6 +61,7 @@ class Twin:
         """The other one is gone, or this one is about to be."""
         if self._timer is not None:
             self._timer.cancel()
+        self.heard.clear()
         now_s = time.monotonic()
         for state in self._fleet.scheduler.members.table.states.values():
             state.set_peer(_NAME, None, now_s)
@@ -89,11 +95,14 @@ class Twin:
     def _changed_loads(self, now_s: float) -> list[tuple[InstanceId, PeerLoad | None]]:
         changed: list[tuple[InstanceId, PeerLoad | None]] = []
         table = self._fleet.scheduler.members.table
+        before = {} if self._before is None else self._before.heard
         for instance_id in self._fleet.instances if self._shares else ():
-            state = table[instance_id]
-            if state.in_flight:
+            state, more = table[instance_id], before.get(instance_id)
+            if state.in_flight or more is not None:
                 # What was seen of its speed is the other's own by now.
                 load = state.own_load(now_s)._replace(observed_s=0.0, modelled_s=0.0)
+                if more is not None:
+                    load = PeerLoad(*map(sum, zip(load, more, strict=True)))
                 if self._loads.get(instance_id) != load:
                     self._loads[instance_id] = load
                     changed.append((instance_id, load))
@@ -131,6 +140,10 @@ class Twin:
         if isinstance(told, messages.Loads):
             now_s = time.monotonic()
             for instance_id, load in told.loads:
+                if load is None:
+                    self.heard.pop(instance_id, None)
+                else:
+                    self.heard[instance_id] = load
                 if instance_id in self._fleet.instances:
                     self._fleet.scheduler.members.table[instance_id].set_peer(_NAME, load, now_s)
             self._changed()
