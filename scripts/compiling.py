@@ -16,7 +16,7 @@ from hetero_gateway import compiled
 MODULES = [
     f"hetero_gateway.{name}"
     for name in """
-        core.costs.cost_model core.histogram core.request
+        core.costs.cost_model core.costs.profile core.histogram core.request
         core.instances.concurrency core.instances.dispatch core.instances.outcomes
         core.instances.prefix_hits core.instances.sightings core.instances.speed
         core.instances.state core.instances.table core.lengths.predictors
@@ -29,7 +29,7 @@ MODULES = [
         core.scheduling.queue core.scheduling.restraints core.scheduling.scheduler
         core.scheduling.shedding
         gateway.dataplane.dispatcher gateway.dataplane.intake gateway.dataplane.placement
-        gateway.dataplane.records gateway.records.history
+        gateway.dataplane.records gateway.records.history gateway.records.series
     """.split()
 ]
 SETUP = """\
@@ -72,7 +72,12 @@ def compile_all(folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if sys.argv[1:] else compiled.FOLDER
-    if (folder / compiled.TABLE).exists() and not compiled.take(folder):
+    table = folder / compiled.TABLE
+    if (
+        table.exists()
+        and json.loads(table.read_text("utf-8"))["modules"] == MODULES
+        and not compiled.take(folder)
+    ):
         print("the scheduler is compiled already", file=sys.stderr)
         return
     compile_all(folder)

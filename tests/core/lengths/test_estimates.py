@@ -98,7 +98,7 @@ def test_reports_that_are_made_up_hardly_move_the_ratio_and_are_forgotten(told):
     for _ in range(500):
         ratio.observe("m", *told)  # nothing but lies
     assert 0.25 <= ratio.ratio("m") <= 64
-    for _ in range(128 + 16):
+    for _ in range(128 + 64):  # all that are kept, and half as many until it is worked out anew
         ratio.observe("m", 6000, 1500)
     assert ratio.ratio("m") == pytest.approx(4.0)
 

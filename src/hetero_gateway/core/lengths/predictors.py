@@ -39,7 +39,7 @@ OTHER_MODELS: Final = ""
 # How far a stream is, in powers of two: what is left of it changes with the order of magnitude.
 STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Streams in a stage are on average in its middle; the last one has no end.
-STAGE_MIDDLES = (16.0, 48.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3072.0, 6144.0)
+STAGE_MIDDLES: tuple[float, ...] = (16.0, 48.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3072.0, 6144.0)
 
 # So many times the length that nine of ten answers are within is as long as one is believed to be.
 FARTHEST: Final = 4.0
@@ -52,14 +52,16 @@ PRIOR_REQUESTS: Final = 8.0
 
 class _Finished:
     """The last finished lengths of one model, as they came and in ``ordered``; the table that was
-    made of them; ``unseen``: how many have finished since.
+    made of them; ``unseen``: how many have finished since. ``sums``: of the lengths that are beyond
+    so many of ``STAGE_MIDDLES``.
     """
 
-    __slots__ = ("lengths", "ordered", "plain", "unseen")
+    __slots__ = ("lengths", "ordered", "plain", "sums", "unseen")
 
     def __init__(self, table: list[float]) -> None:
         self.lengths: deque[float] = deque()
         self.ordered: list[float] = []
+        self.sums = [0.0] * (len(STAGE_MIDDLES) + 1)
         self.unseen = 0
         self.plain = table
 
@@ -91,7 +93,7 @@ class ResidualLives:
         # Made only when someone asks: most policies never do.
         if finished.unseen >= REFRESH_EVERY:
             finished.unseen = 0
-            finished.plain = residuals(finished.ordered, self._prior_tokens, self._prior_requests)
+            finished.plain = residuals(finished, self._prior_tokens, self._prior_requests)
         if model in self._models:
             self.plain[model] = finished.plain
         return finished
@@ -133,28 +135,31 @@ class ResidualLives:
         if finished is None:
             model = bounded_model(model, self._models)
             finished = self._models.setdefault(model, _Finished(self._unknown.plain))
-        lengths, ordered = finished.lengths, finished.ordered
+        lengths, ordered, sums = finished.lengths, finished.ordered, finished.sums
         if len(lengths) == HISTORY:
-            del ordered[bisect_left(ordered, lengths.popleft())]
+            oldest = lengths.popleft()
+            del ordered[bisect_left(ordered, oldest)]
+            sums[bisect_left(STAGE_MIDDLES, oldest)] -= oldest
         lengths.append(output_tokens)
         insort(ordered, output_tokens)
+        sums[bisect_left(STAGE_MIDDLES, output_tokens)] += output_tokens
         finished.unseen += 1
         if finished.unseen == REFRESH_EVERY:
             self.plain.pop(model, None)
 
 
-def residuals(ordered: Sequence[float], prior_tokens: float, prior_requests: float) -> list[float]:
+def residuals(finished: _Finished, prior_tokens: float, prior_requests: float) -> list[float]:
     """``residual`` by stage, of these lengths, of which there is one, and the prior."""
+    ordered, sums = finished.ordered, finished.sums
     size = len(ordered)
     # A tenth of them may be made up: what is far beyond the others counts as the farthest.
     farthest = FARTHEST * ordered[size * 9 // 10]
-    far = end = bisect_right(ordered, farthest)
-    result, tokens = [], 0.0
-    for middle in reversed(STAGE_MIDDLES):
-        first = min(bisect_right(ordered, middle), far)
-        tokens += sum(ordered[first:end])
-        end = first
-        longer = size - first, size - far
+    far = bisect_right(ordered, farthest)
+    result, tokens = [], -float(sum(ordered[far:]))
+    for stage in range(len(STAGE_MIDDLES) - 1, -1, -1):
+        middle = STAGE_MIDDLES[stage]
+        tokens += sums[stage + 1]
+        longer = size - bisect_right(ordered, middle), size - far
         result.append(residual(middle, *longer, tokens, farthest, prior_tokens, prior_requests))
     return result[::-1]
 
@@ -203,11 +208,10 @@ class BytesPerToken:
     The ratio is of sums, not the mean of ratios: short prompts, where the chat template's own
     tokens weigh most, then count by their size. It is of the last ``_HISTORY`` reports, each of
     them taken to be within a factor of their median by bytes: what a few engines make up moves
-    it little, and is forgotten.
+    it little, and is forgotten. It is worked out anew when half of them are new.
     """
 
     _HISTORY = 128
-    _REFRESH_EVERY = 32  # reports, once there are twice as many
     # No text has fewer or more bytes per token.
     _BOUNDS = (0.25, 64.0)
     # Honest prompts of one model are within it: prose has 4 to 5 bytes per token, digits 1 to 3.
@@ -242,8 +246,8 @@ class BytesPerToken:
 
     def observe_many(self, prompts: Iterable[tuple[str, int, int]]) -> None:
         """``observe`` some (model, text bytes, prompt tokens)."""
-        for prompt in prompts:
-            self.observe(*prompt)
+        for model, text_bytes, prompt_tokens in prompts:
+            self.observe(model, text_bytes, prompt_tokens)
 
     def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
         """Learn from one finished request whose prompt length the engine told."""
@@ -264,7 +268,7 @@ class BytesPerToken:
             ratios[place], sizes_bytes[place] = text_bytes / prompt_tokens, text_bytes
             reports.oldest = (place + 1) % self._HISTORY
         reports.unseen += 1
-        if reports.unseen >= min(self._REFRESH_EVERY, (len(ratios) + 1) // 2):
+        if 2 * reports.unseen >= len(ratios):
             reports.unseen = 0
             ratio = self._ratios[model] = self._work_out(ratios, sizes_bytes)
             if model == OTHER_MODELS:

@@ -18,6 +18,16 @@ from hetero_gateway.core.policies.base import Choice, Decision, View
 from hetero_gateway.core.prefixes.caches import Prefix
 from hetero_gateway.core.request import Request
 
+_PACKERS: dict[int, Any] = {}  # by how many numbers there are; decisions have a few lengths
+
+
+def _packed(numbers: list[float]) -> bytes:
+    pack = _PACKERS.get(len(numbers))
+    if pack is None:
+        pack = _PACKERS[len(numbers)] = struct.Struct(f"{len(numbers)}d").pack
+    packed: bytes = pack(*numbers)
+    return packed
+
 
 class LoggedDecision(NamedTuple):
     """A decision, and whose it was.
@@ -81,7 +91,7 @@ class DecisionLog:
             self._rows.append(
                 (
                     # Without an object for each number.
-                    struct.pack(f"{len(numbers)}d", *numbers),
+                    _packed(numbers),
                     choice.names,
                     choice.by_speed,
                     request_id,

@@ -390,13 +390,13 @@ class Recorder:
             self._outputs.append((job.features, actual))
             prompt_tokens = request.prompt_tokens
             if told_prompt:
-                prompt_tokens = max(1, round(told_prompt / parsed.prompt_count))
+                prompt_tokens = max(1, told_prompt // parsed.prompt_count)
             self._finished.append(
                 (
                     job.inbound.received_s,
                     request.model,
                     prompt_tokens,
-                    max(1, round(actual)),
+                    max(1, int(actual + 0.5)),
                     parsed.max_output_tokens,
                     request.sequences,
                 )

@@ -19,9 +19,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -34,7 +32,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
-from hetero_gateway.core.histogram import Histogram, Taken
+from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.gateway.records.families import (
     InstanceGauges,
@@ -46,6 +44,7 @@ from hetero_gateway.gateway.records.families import (
     sharing_families,
     single,
 )
+from hetero_gateway.gateway.records.series import Series, SeriesRow
 from hetero_gateway.gateway.turns import batches
 from hetero_gateway.http.failures import Blame, Failure
 
@@ -81,18 +80,6 @@ _RELOAD_OUTCOMES = ("applied", "unchanged", "refused")
 
 _T = TypeVar("_T")
 
-LATENCY_BOUNDS_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
-    240.0, 480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
-TTFT_BOUNDS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-TPOT_BOUNDS_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0,
-)  # fmt: skip
 OVERHEAD_BOUNDS_S = (
     2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0,
 )  # fmt: skip
@@ -109,33 +96,6 @@ _OF_REQUESTS = (
     "requests", "request_duration_seconds", "time_to_first_token_seconds",
     "time_per_output_token_seconds", "input_tokens", "input_tokens_cached", "output_tokens",
 )  # fmt: skip
-
-
-@dataclass(slots=True, eq=False)
-class Series:
-    """What is counted per model and instance."""
-
-    outcomes: defaultdict[str, int] = field(default_factory=partial(defaultdict, int))
-    duration: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS_S))
-    ttft: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS_S))
-    tpot: Histogram = field(default_factory=partial(Histogram, TPOT_BOUNDS_S))
-    input_tokens: int = 0
-    cached_tokens: float = 0.0
-    output_tokens: int = 0
-
-
-class SeriesRow(NamedTuple):
-    """A ``Series`` as it passes between processes."""
-
-    model: str
-    instance_id: str
-    outcomes: dict[str, int]
-    duration: Taken
-    ttft: Taken
-    tpot: Taken
-    input_tokens: int
-    cached_tokens: float
-    output_tokens: int
 
 
 class Metrics:

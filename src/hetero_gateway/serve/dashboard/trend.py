@@ -14,7 +14,8 @@ from itertools import accumulate, islice
 from operator import add, sub
 from typing import Any
 
-from hetero_gateway.gateway.records.metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Metrics, Series
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.records.series import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Series
 
 STEP_S = 5.0
 STEPS = 180

@@ -1,0 +1,61 @@
+"""What is counted per model and instance."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from hetero_gateway.core.histogram import Histogram, Taken
+
+LATENCY_BOUNDS_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+TTFT_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TPOT_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0,
+)  # fmt: skip
+
+
+class Series:
+    """What is counted per model and instance.
+
+    ``outcomes``: requests by how they ended.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "duration",
+        "input_tokens",
+        "outcomes",
+        "output_tokens",
+        "tpot",
+        "ttft",
+    )
+
+    def __init__(self) -> None:
+        self.outcomes: defaultdict[str, int] = defaultdict(int)
+        self.duration = Histogram(LATENCY_BOUNDS_S)
+        self.ttft = Histogram(TTFT_BOUNDS_S)
+        self.tpot = Histogram(TPOT_BOUNDS_S)
+        self.input_tokens = 0
+        self.cached_tokens = 0.0
+        self.output_tokens = 0
+
+
+class SeriesRow(NamedTuple):
+    """A ``Series`` as it passes between processes."""
+
+    model: str
+    instance_id: str
+    outcomes: dict[str, int]
+    duration: Taken
+    ttft: Taken
+    tpot: Taken
+    input_tokens: int
+    cached_tokens: float
+    output_tokens: int
