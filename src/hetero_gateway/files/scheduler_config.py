@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.core.scheduling.discipline_settings import (
+    DEFAULT_DISCIPLINE,
     DEFAULT_PATIENCE_S,
     DEFAULT_RESERVE,
     DisciplineName,
@@ -118,7 +119,7 @@ class QueueClassConfig(StrictModel):
 class QueueConfig(StrictModel):
     """The queue of ``finish-time``; other policies have none."""
 
-    discipline: DisciplineName = "fifo"
+    discipline: DisciplineName = DEFAULT_DISCIPLINE
     """Who is next of those that wait."""
     patience_s: float = Field(DEFAULT_PATIENCE_S, gt=0, le=86400)
     """shortest: who comes so much later than another does not go ahead of it."""

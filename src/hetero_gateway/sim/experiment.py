@@ -26,7 +26,7 @@ from hetero_gateway.core.lengths.predictors import (
 from hetero_gateway.core.policies import PolicyMaker, PolicyOptions, make_policy
 from hetero_gateway.core.policies.base import Objective
 from hetero_gateway.core.policies.slo import Slo, Slos
-from hetero_gateway.core.scheduling.discipline_settings import DisciplineName
+from hetero_gateway.core.scheduling.discipline_settings import DEFAULT_DISCIPLINE, DisciplineName
 from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS
@@ -103,7 +103,7 @@ class Experiment:
     prefixes: Prefixes | None = None
     prefix_cache: bool = True
     policies: Mapping[str, PolicyMaker] = field(default_factory=dict)
-    queue: DisciplineName = "fifo"
+    queue: DisciplineName = DEFAULT_DISCIPLINE
     batch_share: float = 0.0
     heeds_slo: bool = False
 

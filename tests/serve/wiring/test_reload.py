@@ -33,7 +33,7 @@ EVERYTHING: dict[str, Any] = {
         "queue": {
             "max_requests": 5,
             "timeout_s": 7,
-            "discipline": "shortest",
+            "discipline": "classes",
             "patience_s": 3,
             "classes": {"one": {"share": 2}},
             "most_wait_s": 4,

@@ -18,6 +18,7 @@ from hetero_gateway.core.lengths.predictors import (
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
 from hetero_gateway.core.policies.finish_time import FinishTime
 from hetero_gateway.core.policies.slo import Slo, Slos
+from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.sim import cluster, fleet
@@ -101,12 +102,16 @@ def heavy_workload(count: int, gap_s: float, longest_prompt: int = 1800) -> Work
     )
 
 
-def run(profiles, load, policy, options, predictor, *, compiled, **others) -> Records:
+def run(profiles, load, policy, options, predictor, *, compiled, queue="fifo", **others) -> Records:
     instances = [
         SimulatedInstance(InstanceId(f"i{i}"), p, p, weight=1.0 + 0.7 * i)
         for i, p in enumerate(profiles)
     ]
-    scheduler = Scheduler(make_policy(policy, options), np.random.default_rng(3))
+    scheduler = Scheduler(
+        make_policy(policy, options),
+        np.random.default_rng(3),
+        discipline=make_discipline(queue, 2.0),
+    )
     # Predictors learn: each run has one of its own.
     predictor = predictor_of(predictor) if isinstance(predictor, str) else deepcopy(predictor)
     return simulate(
@@ -207,13 +212,16 @@ def test_what_is_not_covered_is_left_to_the_objects():
     st.booleans(),
     faults,
     st.sampled_from([None, Slo(), Slo(0.1, 0.02), Slo(tpot_s=0.05), Slo(ttft_s=0.5)]),
+    st.sampled_from(["fifo", "shortest"]),
 )
-def test_finish_time_is_the_same(profiles, jobs, objective, depth, predictor, oracle, faults, slo):
+def test_finish_time_is_the_same(
+    profiles, jobs, objective, depth, predictor, oracle, faults, slo, queue
+):
     load = make_workload(jobs)
     slos = None if slo is None else Slos(slo)
     options = PolicyOptions(objective=objective, prefill_depth=depth, slos=slos)
     predictions = load.output_tokens.astype(float) if oracle else None
-    given = {"predictions": predictions, "faults": faults}
+    given = {"predictions": predictions, "faults": faults, "queue": queue}
     used = check_interpreted(profiles, load, "finish-time", options, predictor, **given)
     # Normal draws may be longer than the smallest instance.
     assert used or predictor == "normal"
@@ -229,6 +237,11 @@ def test_requests_that_not_all_can_hold_are_left_to_the_objects():
     load = Workload(np.zeros(2), np.array([2600, 10]), np.array([5, 5]))
     two = [SMALL, LARGE]
     assert not check_interpreted(two, load, "finish-time", PolicyOptions(), "constant")
+
+
+def test_queues_of_several_rows_are_left_to_the_objects():
+    load, options = heavy_workload(20, 0.1), PolicyOptions()
+    assert not check_interpreted(CLUSTER, load, "finish-time", options, "constant", queue="classes")
 
 
 def test_limits_that_are_not_the_same_for_all_are_left_to_the_objects():
@@ -262,4 +275,5 @@ def test_a_rule_that_is_not_known_is_left_to_the_objects(monkeypatch):
 def test_by_numba_finish_time_is_the_same(options):
     for gap_s in (0.002, 0.1):
         load = heavy_workload(1500, gap_s)
-        check_compiled(CLUSTER, load, "finish-time", options, faults=SLOW)
+        for queue in ("fifo", "shortest"):
+            check_compiled(CLUSTER, load, "finish-time", options, faults=SLOW, queue=queue)

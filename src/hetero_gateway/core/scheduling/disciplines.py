@@ -1,7 +1,7 @@
 """Who goes next of those that wait: queue disciplines, behind one Protocol.
 
     fifo       who came first
-    shortest   who takes least of a machine's time, by prediction, and has waited
+    shortest   of what came together, who takes least of a machine's time, by prediction
     classes    shares of the machines' time for named classes; within one, who came first
     clients    the same, and within a class shares for clients, so that none's backlog is another's
 
@@ -34,15 +34,18 @@ from hetero_gateway.core.scheduling.discipline_settings import (
     DisciplineName,
 )
 from hetero_gateway.core.scheduling.pool import Pool
-from hetero_gateway.core.scheduling.queue import QueueDiscipline, Ticket, Turn
+from hetero_gateway.core.scheduling.queue import (
+    MEAN_OVER_REQUESTS,
+    QueueDiscipline,
+    Ticket,
+    Turn,
+)
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Usage
 
 # A retry has waited its turn before.
 _RETRY = -math.inf
-# What arrives changes over minutes, not from one request to the next.
-_MEAN_OVER_REQUESTS = 1000
 # Few requests are longer than so many mean ones; they need not be distinguished.
-_LONG = 4.0
+LONG = 4.0
 # Clients that come and go leave nothing behind.
 _MOST_COUNTERS = 10_000
 # An answer is taken to be at most so many times the work that was predicted.
@@ -61,6 +64,11 @@ class Fifo:
 
     def __init__(self) -> None:
         self._sequence = 0
+
+    @property
+    def unused(self) -> bool:
+        """Nobody has joined yet."""
+        return not self._sequence
 
     def line(self, request: Request) -> str:
         return ""
@@ -91,14 +99,14 @@ class Shortest(Fifo):
         patience_s: who comes so much later than another does not go ahead of it; above 0.
     """
 
-    __slots__ = ("_arrivals", "_mean_work_s", "_patience_s")
+    __slots__ = ("_joined", "_mean_work_s", "patience_s")
 
     sorts = True
 
     def __init__(self, patience_s: float = DEFAULT_PATIENCE_S) -> None:
         super().__init__()
-        self._patience_s = patience_s
-        self._arrivals = 0
+        self.patience_s = patience_s
+        self._joined = 0
         self._mean_work_s = 0.0
 
     def join(self, ticket: Ticket, *, first: bool) -> Turn:
@@ -106,11 +114,18 @@ class Shortest(Fifo):
         if first:
             return (_RETRY, 0.0, -self._sequence)
         work_s = work_of(ticket.request, ticket.eligible.pool)
-        self._arrivals += 1
-        share = 1 / min(self._arrivals, _MEAN_OVER_REQUESTS)
+        self._joined += 1
+        share = 1 / min(self._joined, MEAN_OVER_REQUESTS)
         self._mean_work_s += share * (work_s - self._mean_work_s)
-        later = min(1.0, work_s / (_LONG * self._mean_work_s)) if work_s > 0 else 0.0
-        return (ticket.enqueued_s + later * self._patience_s, 0.0, self._sequence)
+        later = later_s(work_s, self._mean_work_s, self.patience_s)
+        return (ticket.enqueued_s + later, 0.0, self._sequence)
+
+
+def later_s(work_s: float, mean_work_s: float, patience_s: float) -> float:
+    """How much later than it did a request is taken to have come."""
+    if work_s <= 0.0:
+        return 0.0
+    return patience_s * min(1.0, work_s / (LONG * mean_work_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,11 +149,11 @@ class Pool:
         self.most_sequences = max((member.max_num_seqs for member in self.members), default=0.0)
         by_capacity = sorted(range(len(profiles)), key=lambda i: -self.members[i].capacity)
         self.fastest = by_capacity[:_FASTEST]
-        # Its times distinguish work from work; that it may be short of memory is of no account.
-        self._yardstick = None
-        if capacities:
-            fastest = max(capacities, key=capacities.__getitem__)
-            self._yardstick = dataclasses.replace(fastest, kv_capacity_tokens=UNLIMITED_TOKENS)
+        # Whose times distinguish work from work; that it may be short of memory is of no account.
+        self.yardstick: Member | None = None
+        if by_capacity:
+            fastest = self.members[by_capacity[0]]
+            self.yardstick = fastest._replace(kv_limit_tokens=float(UNLIMITED_TOKENS))
         self._typical_lengths = (0.0, 0.0)
         self._typical_times_s = [1.0] * len(profiles)
         self.profiled = any(spec.profile is not None for spec in self.specs)
@@ -200,9 +200,9 @@ class Pool:
 
     def work_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """T of a request on the fastest instance, as if that had memory for any number of them."""
-        if self._yardstick is None:
+        if self.yardstick is None:
             return 0.0
-        return request_time_s(self._yardstick, prompt_tokens, max(1.0, output_tokens))
+        return work_s(self.yardstick, prompt_tokens, output_tokens)
 
     def eligible(self, request: Request, exclude: Collection[InstanceId] = ()) -> Eligible | Reject:
         """Who may get the request: it fits, was not tried there, and is not bound elsewhere.
@@ -300,6 +300,11 @@ class Pool:
         if not excluded:
             return Eligible(self, None, self.absent)
         return Eligible(self, kept, self.absent + tuple(excluded))
+
+
+def work_s(yardstick: Member, prompt_tokens: float, output_tokens: float) -> float:
+    """``Pool.work_s``, of its ``yardstick``."""
+    return member_request_time_s(yardstick, prompt_tokens, max(1.0, output_tokens))
 
 
 def typical_constants(specs: Iterable[InstanceSpec]) -> Constants:

@@ -106,7 +106,7 @@ class QueueDiscipline(Protocol):
     ``has_rows``: those stand in several rows, whose turns move on as requests go: or else neither
     ``line`` nor ``went`` has anything to do.
 
-    A discipline that neither sorts nor has rows gets to ``join`` only those that have to wait.
+    A discipline without rows gets to ``join`` only those that have to wait.
     """
 
     sorts: bool
@@ -319,7 +319,7 @@ class ModelQueue:
         It is to ``wait`` in its line right away, or has ``passed``, as most do where nobody waits.
         """
         discipline = self._discipline
-        if discipline.sorts or discipline.has_rows:
+        if discipline.has_rows:
             ticket.rank = discipline.join(ticket, first=first)
         ticket.first = first
         request, eligible = ticket.request, ticket.eligible
@@ -355,7 +355,7 @@ class ModelQueue:
     def wait(self, ticket: Ticket) -> None:
         """One that has just arrived has to wait."""
         discipline = self._discipline
-        if not (discipline.sorts or discipline.has_rows):
+        if not discipline.has_rows:
             ticket.rank = discipline.join(ticket, first=ticket.first)
         self._stand(ticket)
 

@@ -36,7 +36,7 @@ from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, drain_s, i
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decider import Decider, Views
-from hetero_gateway.core.scheduling.disciplines import Clients, Fifo
+from hetero_gateway.core.scheduling.disciplines import Clients, Fifo, Shortest
 from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.probes import Probes, sent
@@ -77,6 +77,7 @@ class Fresh(NamedTuple):
     theta: float
     pool: Pool
     reference: tuple[float, float]
+    discipline: QueueDiscipline
 
 
 class Scheduler:
@@ -147,7 +148,9 @@ class Scheduler:
             self.queues
             or self._observes
             or self.restraints.by_id
-            or type(self._discipline) is not Fifo
+            or not isinstance(self._discipline, Fifo)
+            or type(self._discipline) not in (Fifo, Shortest)
+            or not self._discipline.unused
             or self._max_queued < MOST_QUEUED
             or self.on_dispatch is not None
             or not pool.ids
@@ -157,7 +160,7 @@ class Scheduler:
         ):
             return None
         by = self._decider
-        return Fresh(by.policy, by.rng, by.views.theta, pool, self._reference)
+        return Fresh(by.policy, by.rng, by.views.theta, pool, self._reference, self._discipline)
 
     def set_policy(self, policy: Policy) -> None:
         """Have another policy choose from now on. Pump afterwards.

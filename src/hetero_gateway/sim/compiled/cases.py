@@ -1,7 +1,8 @@
 """Which simulations the compiled loops cover, and what they are made of.
 
 All else is left to the objects of ``cluster.py``: prefix caches, instances that die or that the
-scheduler has no constants for, policies and predictors that are not built in, queue disciplines.
+scheduler has no constants for, policies and predictors that are not built in, queue disciplines of
+several rows.
 """
 
 import math
@@ -26,6 +27,7 @@ from hetero_gateway.core.policies.rotation import RoundRobin, SingleInstance, We
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.policies.workload import LeastWork, MemoryBased, MinMax, Paper
 from hetero_gateway.core.scheduling.decider import MOST_CANDIDATES
+from hetero_gateway.core.scheduling.disciplines import Shortest
 from hetero_gateway.core.scheduling.scheduler import Fresh, Scheduler
 from hetero_gateway.core.types import MOST_TOKENS
 from hetero_gateway.sim.compiled import late_binding, loads, placing, progress
@@ -37,6 +39,7 @@ from hetero_gateway.sim.compiled.tables import (
     EngineTables,
     Table,
     bucket_means,
+    set_members,
     table,
     with_room,
 )
@@ -182,6 +185,10 @@ def _world(
     queue["drain_factor"] = DRAIN_FACTOR[policy.objective]
     queue["interval_s"] = interval_s
     queue["has_slo"], queue["slo"] = policy.slos is not None, slo
+    if isinstance(fresh.discipline, Shortest):
+        queue["sorts"], queue["patience_s"] = True, fresh.discipline.patience_s
+        assert pool.yardstick is not None
+        set_members(queue["yardstick"], [pool.yardstick])
     return world
 
 

@@ -1,9 +1,9 @@
-"""``finish-time``: requests wait in the gateway until an instance has room, first in, first out.
+"""``finish-time``: requests wait in the gateway until an instance has room.
 
 What an instance is expected to do is ``core/policies/estimates.py``'s own ``room`` and
 ``estimate``, compiled as they are; here are the choice among a few candidates
-(``FinishTime.choose``), the queue and its means (``ModelQueue``), residual lives, and the
-loop of ``cluster.py``.
+(``FinishTime.choose``), the queue and its means (``ModelQueue``) in the order of ``Fifo`` or
+``Shortest``, residual lives, and the loop of ``cluster.py``.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_gateway.core.costs.arrays import FloatArray
+from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.lengths.predictors import (
     FARTHEST,
     HISTORY,
@@ -33,11 +33,14 @@ from hetero_gateway.core.policies.estimates import (
 )
 from hetero_gateway.core.policies.finish_time import idle_before_drain_s
 from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slo, violations
+from hetero_gateway.core.scheduling.disciplines import later_s
+from hetero_gateway.core.scheduling.pool import work_s
 from hetero_gateway.core.scheduling.probes import sent
 from hetero_gateway.core.scheduling.queue import MEAN_OVER_GAPS, MEAN_OVER_REQUESTS
 from hetero_gateway.sim.compiled import progress
 from hetero_gateway.sim.compiled.progress import PROBES, Progress
 from hetero_gateway.sim.compiled.tables import (
+    MEMBER,
     BucketMeans,
     EngineTables,
     Row,
@@ -60,17 +63,20 @@ from hetero_gateway.sim.kernel import (
     decoded_by,
 )
 
-# Requests wait in the order of their numbers: those from ``head`` up to ``tail``. ``arrivals``:
-# that ever came. ``prompts``, ``outputs``: sums of those that wait. ``seen``, ``unseen``: lengths
-# that finished, and since the table of ``residual`` lives was made. ``started``: requests in
-# engines. ``tick``: the last one. Lengths and gaps are means of what arrives. ``lengths`` that
-# finished lately, in a ring, and ``ordered``, as sorting is what that table takes longest for. And
-# what the policy was made with: ``always_drains`` is the objective makespan.
+# ``queued``: requests that wait. ``arrivals``: that ever came. ``prompts``, ``outputs``: sums of
+# those that wait. ``seen``, ``unseen``: lengths that finished, and since the table of ``residual``
+# lives was made. ``started``: requests in engines. ``tick``: the last one. Lengths and gaps are
+# means of what arrives. ``lengths`` that finished lately, in a ring, and ``ordered``, as sorting is
+# what that table takes longest for. And what the policy and the discipline were made with:
+# ``always_drains`` is the objective makespan; where it ``sorts``, work is what the ``yardstick``
+# would take for it.
 QUEUE = record(
-    *fields("i8", "head tail arrivals prompts seen unseen started tick prefill_depth"),
+    *fields("i8", "queued arrivals prompts seen unseen started tick prefill_depth"),
     *fields("f8", "outputs last_arrival_s mean_gap_s mean_prompt mean_output pumped_s now_s"),
     *fields("f8", "typical_prompt typical_output prior_tokens drain_factor interval_s"),
-    *fields("?", "always_drains has_slo"),
+    *fields("f8", "mean_work_s patience_s"),
+    *fields("?", "always_drains has_slo sorts"),
+    ("yardstick", MEMBER),
     ("slo", record(*fields("f8", " ".join(Slo._fields)))),
     ("probes", PROBES),
     ("residual", "f8", (len(STAGE_MIDDLES),)),
@@ -80,11 +86,17 @@ QUEUE = record(
 
 
 class World(NamedTuple):
-    """All of a simulation but the engines, whose tables grow. ``queue``: one row."""
+    """All of a simulation but the engines, whose tables grow.
+
+    ``queue``: one row. ``waiting``: the numbers of those that wait, as a heap: the first has its
+    turn. ``placed``: of those that are placed in one pump.
+    """
 
     p: Progress
     queue: Table
     means: BucketMeans
+    waiting: Integers
+    placed: Integers
 
 
 def new_world(p: Progress, means: BucketMeans, prior_tokens: float) -> World:
@@ -92,7 +104,8 @@ def new_world(p: Progress, means: BucketMeans, prior_tokens: float) -> World:
     queue["pumped_s"] = -math.inf
     queue["prior_tokens"] = queue["residual"] = prior_tokens
     progress.set_probes(queue["probes"])
-    return World(p, queue, means)
+    numbers = np.zeros((2, len(p.requests)), np.int64)
+    return World(p, queue, means, numbers[0], numbers[1])
 
 
 # The loop
@@ -114,7 +127,7 @@ def run_all(e: EngineTables, w: World, slowdowns: Table, rng: np.random.Generato
         if ticking:
             tick_s = queue.tick * queue.interval_s
         until_s, waking = min(fault_s, arrival_s, tick_s), False
-        queued = queue.tail > queue.head
+        queued = queue.queued > 0
         if queued:
             wake_s = _next_wakeup_s(queue)
             if queue.now_s < wake_s < until_s:
@@ -180,7 +193,7 @@ def _observe_steps(e: EngineTables, p: Progress, now_s: float) -> None:
 
 
 def _arrive(w: World, request: int) -> None:
-    """A request stands last; all instances can hold it."""
+    """A request takes its place; all instances can hold it."""
     queue, r = w.queue[0], w.p.requests[request]
     predict(w.means, r)
     if queue.arrivals > 0:
@@ -191,15 +204,43 @@ def _arrive(w: World, request: int) -> None:
     share = 1 / min(queue.arrivals, MEAN_OVER_REQUESTS)
     queue.mean_prompt += share * (r.prompt_tokens - queue.mean_prompt)
     queue.mean_output += share * (r.predicted_tokens - queue.mean_output)
-    queue.tail = request + 1
+    if queue.sorts:
+        # ``Shortest.join``.
+        work = work_s(member_of(queue.yardstick), r.prompt_tokens, r.predicted_tokens)
+        queue.mean_work_s += share * (work - queue.mean_work_s)
+        r.turn_s = queue.now_s + later_s(work, queue.mean_work_s, queue.patience_s)
     queue.prompts += r.prompt_tokens
     queue.outputs += r.predicted_tokens
+    waiting, at = w.waiting, queue.queued
+    queue.queued += 1
+    while at > 0 and _goes_before(w.p.requests, request, waiting[(at - 1) // 2]):
+        waiting[at] = waiting[(at - 1) // 2]
+        at = (at - 1) // 2
+    waiting[at] = request
 
 
-def _leave(queue: Row, r: Row) -> None:
+def _goes_before(requests: Table, one: int, other: int) -> bool:
+    one_s, other_s = requests[one].turn_s, requests[other].turn_s
+    return bool(one_s < other_s or (one_s == other_s and one < other))
+
+
+def _leave(w: World, r: Row) -> None:
     """The first one waits no more."""
-    queue.head += 1
-    if queue.head < queue.tail:
+    queue, waiting = w.queue[0], w.waiting
+    queue.queued -= 1
+    size = queue.queued
+    last, at = waiting[size], 0
+    # The hole goes down to where the last one belongs.
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and _goes_before(w.p.requests, waiting[child + 1], waiting[child]):
+            child += 1
+        if not _goes_before(w.p.requests, waiting[child], last):
+            break
+        waiting[at] = waiting[child]
+        at = child
+    waiting[at] = last
+    if size > 0:
         queue.prompts -= r.prompt_tokens
         queue.outputs -= r.predicted_tokens
     else:
@@ -221,19 +262,21 @@ def _pump(e: EngineTables, w: World, rng: np.random.Generator) -> None:
     queue, requests = w.queue[0], w.p.requests
     now_s = queue.now_s
     refused = True
-    while refused and queue.head < queue.tail:
+    while refused and queue.queued > 0:
         queue.pumped_s = now_s
-        first = queue.head
-        while queue.head < queue.tail:
-            r = requests[queue.head]
+        count = 0
+        while queue.queued > 0:
+            r = requests[w.waiting[0]]
             r.instance = _place(w, r, now_s, rng)
             if r.instance < 0:
                 break
             progress.dispatch(w.p, r.instance, r, now_s)
-            _leave(queue, r)
+            w.placed[count] = w.waiting[0]
+            count += 1
+            _leave(w, r)
         refused = False
-        for request in range(first, queue.head):
-            if not _start(e, w, request, now_s):
+        for at in range(count):
+            if not _start(e, w, w.placed[at], now_s):
                 refused = True
 
 
@@ -384,9 +427,8 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
 
 def _drain_s(queue: Row, states: Table) -> float:
     """How long all that wait take at full speed (``finish_time.drain_s``)."""
-    waiting = queue.tail - queue.head
-    prompt, output = queue.prompts / waiting, queue.outputs / waiting
+    prompt, output = queue.prompts / queue.queued, queue.outputs / queue.queued
     rate_per_s = 0.0
     for s in states:
         rate_per_s += 1 / (s.speed * request_time_s(member_of(s.constants), prompt, output))
-    return float(waiting / rate_per_s)
+    return float(queue.queued / rate_per_s)

@@ -36,10 +36,10 @@ def table(size: int, kind: np.dtype[np.void]) -> Table:
 
 # The workload, and what becomes of it: ``cluster.Records``. ``length_class``: of the prompt, as the
 # predictor has it. ``predicted_tokens``: output tokens, as soon as it has arrived. Under
-# ``finish-time`` its ``stage``, -1 where it does not stream; the step clock at its first token,
-# ``joined``; and its ``place`` among those that stream with it.
+# ``finish-time`` its ``turn_s`` in the queue; its ``stage``, -1 where it does not stream; the step
+# clock at its first token, ``joined``; and its ``place`` among those that stream with it.
 REQUEST = record(
-    *fields("f8", "arrival_s placed_s first_token_s finish_s predicted_tokens joined"),
+    *fields("f8", "arrival_s placed_s first_token_s finish_s predicted_tokens turn_s joined"),
     *fields("i8", "prompt_tokens output_tokens length_class instance preemptions stage place"),
 )
 # What never changes of an instance, as the scheduler believes it.
