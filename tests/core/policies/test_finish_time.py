@@ -360,6 +360,26 @@ def test_equal_instances_share_and_their_order_does_not_matter() -> None:
     assert 70 < counts["a"] < 130
 
 
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_unprofiled_instances_that_differ_by_noise_share(count: int) -> None:
+    """Whichever was seen to be fastest by 2 %, and though nobody else is there."""
+    ids = [f"i{i}" for i in range(count)]
+    s = finish_time(*(spec(name, None) for name in ids))
+    place(s, count)  # gives all their constants
+    for k, name in enumerate(ids):
+        there = state(s, name)
+        there.observed = True
+        there.set_speed(1.0 + 0.02 * k / count)
+        for dispatch in there.outstanding():
+            s.settle(dispatch, Outcome.COMPLETED, 0.0)
+    counts = dict.fromkeys(ids, 0)
+    for at in range(100 * count):
+        ticket = s.place(request(50, 3.0), 1.0 + at)
+        counts[ticket.dispatch.instance_id] += 1
+        s.settle(ticket.dispatch, Outcome.COMPLETED, 1.5 + at)
+    assert all(80 <= got <= 120 for got in counts.values()), counts
+
+
 def test_without_constants_it_counts_by_weight() -> None:
     s = finish_time(spec("a", None, weight=3.0), spec("b", None))
     chosen = [t.decision.instance_id for t in place(s, 8)]

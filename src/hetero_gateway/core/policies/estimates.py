@@ -58,6 +58,10 @@ PREFILL_TOKENS: Final = 4096
 # few steps. It is worth that wait when the best of the others would cost so many times more, unless
 # that one is idle, and loses less by it than the queue behind it gains (``cheapest``).
 WORTH_WAITING: Final = 1.25
+# Of unprofiled instances, those whose predicted costs differ by no more are taken to be equal: of
+# their speeds only noise is known, and where speed does not fall with load the noise of one moment
+# would choose again and again, as who gets nothing is not observed.
+NEAR: Final = 1.05
 # But not when it has been silent for so long: an engine that hangs must not hold everybody up.
 MOST_PATIENCE_S: Final = 1.0
 # Where so much of a prompt is cached, it waits for its instance rather than be computed elsewhere:
@@ -218,17 +222,18 @@ def cheapest(
     latencies: Sequence[float],
     latest_s: float,
     takes_s: float,
+    near: float,
     rng: Draws,
 ) -> int:
-    """The cheapest instance with room; of those that cost the same, who is done first; of those, a
-    draw.
+    """The cheapest instance with room; of those up to ``near`` times as dear, the one with the
+    fewest requests; of those, a draw.
 
     -1: none that is done by ``latest_s``, or one of ``slots`` that lacks room is worth waiting for.
     It is not, where the cheapest with room is idle and costs no more than another ``takes_s``, the
     time in which all that wait are served: while one waits for a fast machine, so do those behind
     it, and the slow ones stand still (the threshold for a slow server of queueing theory).
     """
-    lowest = best = soonest_s = math.inf
+    lowest = best = math.inf
     chosen, ties = -1, 0
     for i in range(len(costs)):
         if not slots[i] or latencies[i] > latest_s:
@@ -238,21 +243,31 @@ def cheapest(
             lowest = cost
         if not rooms[i] or cost > best:
             continue
-        if cost < best or latencies[i] < soonest_s:
-            best, soonest_s, chosen, ties = cost, latencies[i], i, 1
-        elif latencies[i] == soonest_s:
-            ties += 1
+        if cost < best:
+            best, chosen, ties = cost, i, 0
+        ties += 1
     if chosen < 0:
         return -1
     if best > WORTH_WAITING * lowest:
-        there = states[chosen]
-        if there.in_flight + there.peers.in_flight > 0 or best - lowest > takes_s:
+        there = states[chosen].in_flight + states[chosen].peers.in_flight
+        if there > 0 or best - lowest > takes_s:
             return -1
+    if ties == 1 and near == 1.0:
+        return chosen
+    fewest, most = math.inf, near * best
+    for i in range(len(costs)):
+        if rooms[i] and costs[i] <= most and latencies[i] <= latest_s:
+            there = states[i].in_flight + states[i].peers.in_flight
+            if there < fewest:
+                fewest, chosen, ties = there, i, 0
+            if there == fewest:
+                ties += 1
     left = int(rng.random() * ties) if ties > 1 else 0
     while left > 0:
         chosen += 1
-        if rooms[chosen] and costs[chosen] == best and latencies[chosen] == soonest_s:
-            left -= 1
+        if rooms[chosen] and costs[chosen] <= most and latencies[chosen] <= latest_s:
+            if states[chosen].in_flight + states[chosen].peers.in_flight == fewest:
+                left -= 1
     return chosen
 
 

@@ -39,6 +39,7 @@ from hetero_gateway.core.policies.base import (
 from hetero_gateway.core.policies.estimates import (
     MATCHED_SHARE,
     MOST_PATIENCE_S,
+    NEAR,
     Estimate,
     Price,
     Prospect,
@@ -201,7 +202,8 @@ class FinishTime(PlacesAtOnce):
             if drains:
                 # The drain rule: not where the fastest is done sooner after the queue is drained.
                 latest_s = soonest_s + takes_s / DRAIN_FACTOR[self.objective]
-        position = cheapest(states, costs, slots, rooms, latencies, latest_s, takes_s, rng)
+        near = NEAR if backlog.stands_in else 1.0
+        position = cheapest(states, costs, slots, rooms, latencies, latest_s, takes_s, near, rng)
         it_waits = position < 0
         if it_waits:
             if not waits:

@@ -420,7 +420,15 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
     if queue.always_drains or ended:
         latest_s = soonest_s + takes_s / queue.drain_factor
     chosen = cheapest(
-        states, states.cost_s, states.slot, states.room, states.latency_s, latest_s, takes_s, rng
+        states,
+        states.cost_s,
+        states.slot,
+        states.room,
+        states.latency_s,
+        latest_s,
+        takes_s,
+        1.0,
+        rng,
     )
     return chosen if chosen < 0 else first + chosen
 
