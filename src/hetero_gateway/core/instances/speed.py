@@ -115,7 +115,11 @@ def observe(
 
 def weigh(e: SpeedEstimate, others_observed_s: float, others_modelled_s: float) -> float:
     """The factor of all that was observed, by other gateways too."""
-    own = min(e.highest, max(e.lowest, e.observed_s / e.modelled_s))
+    own = e.observed_s / e.modelled_s
+    if own < e.lowest:
+        own = e.lowest
+    if own > e.highest:
+        own = e.highest
     e.factor = e.own = own
     if others_modelled_s > 0:
         apart = MOST_APART if observed(e) else MOST_UNSEEN_APART
@@ -198,5 +202,6 @@ def first_token_times_s(
             pairs -= attended_pairs(new, prompt - new)
             # In front of it, as if all prompts were of this one's length.
             spared_s += c.p9 * (pairs + (1 - of_others) * in_front * prompt / 2)
-        times_s.append(max(0.0, ttft_s - speed * spared_s))
+        time_s = ttft_s - speed * spared_s
+        times_s.append(time_s if time_s > 0.0 else 0.0)
     return times_s

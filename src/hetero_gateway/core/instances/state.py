@@ -601,7 +601,9 @@ class InstanceState(Holder):
         ):
             return
         took_s = now_s - entry.predicted_s[0]
-        steps = min(max(0.0, output_tokens - 1), MOST_TOKENS)
+        steps = output_tokens - 1 if output_tokens > 1 else 0.0
+        if steps > MOST_TOKENS:
+            steps = float(MOST_TOKENS)
         clock, c, hits = read_clock(self, now_s, 0.0), self.constants, None
         if self._moves and self._moves[0][0] <= clock:
             self._move_on()
@@ -616,22 +618,32 @@ class InstanceState(Holder):
         else:
             prompt = entry.prompt_tokens
             step_s = self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
-        may_be_s = []
-        for ttft_s in first_token_times_s(
-            entry, entry.predicted_s[1], hits, self.prefix, c, self.speed
-        ):
+        least_s, most_s = math.inf, -math.inf
+        ttfts_s = first_token_times_s(entry, entry.predicted_s[1], hits, self.prefix, c, self.speed)
+        for ttft_s in ttfts_s:
             decoding_s = took_s - ttft_s - others_s
             # As many streamed as the clock knows: that is the mean step of all this time.
             mean_s = decoding_s / made if made > 0 and decoding_s > 0 else step_s
-            may_be_s.append(ttft_s + others_s + steps * mean_s)
-        predicted_s = min(max(may_be_s), max(min(may_be_s), took_s))
-        if len(may_be_s) > 1 and predicted_s == took_s:
+            may_be_s = ttft_s + others_s + steps * mean_s
+            if may_be_s < least_s:
+                least_s = may_be_s
+            if may_be_s > most_s:
+                most_s = may_be_s
+        predicted_s = took_s
+        if took_s < least_s:
+            predicted_s = least_s
+        elif took_s > most_s:
+            predicted_s = most_s
+        if len(ttfts_s) > 1 and predicted_s == took_s:
             return  # it may be as believed: nothing is learnt
         # All that run at a time say the same: together they weigh as much as the time they took.
-        share = 1 / max(1, self.in_flight)
+        share = 1 / (self.in_flight if self.in_flight > 1 else 1)
         if took_s > 0 and predicted_s > 0:
             # One answer, whose length the engine says, is not believed beyond this.
-            predicted_s = min(_MOST_MISS * took_s, max(took_s / _MOST_MISS, predicted_s))
+            if predicted_s > _MOST_MISS * took_s:
+                predicted_s = _MOST_MISS * took_s
+            elif predicted_s < took_s / _MOST_MISS:
+                predicted_s = took_s / _MOST_MISS
             observe_speed(self, share * took_s, share * predicted_s / self.speed, now_s)
             if self.streaming and not entry.streaming:  # or else it does as it leaves
                 set_rate(self)
@@ -717,7 +729,8 @@ class InstanceState(Holder):
 def note_prefill(state: InstanceState, tokens: float, now_s: float) -> None:
     """So many prompt tokens to compute were sent now."""
     # Whoever says no time, or one that is past, says nothing of how long ago the others were.
-    now_s = max(now_s, state.recent_prefill_s)
+    if now_s < state.recent_prefill_s:
+        now_s = state.recent_prefill_s
     since_s = state.recent_prefill_s - now_s
     state.recent_prefill = state.recent_prefill * math.exp(since_s / PREFILL_OVER_S) + tokens
     state.recent_prefill_s = now_s
@@ -757,7 +770,7 @@ def read_clock(state: InstanceState, now_s: float, steps: float) -> float:
         state.read_s = now_s
         decoding_s = elapsed_s
         if state.owed_s > 0:
-            prefilled_s = min(state.owed_s, elapsed_s)
+            prefilled_s = state.owed_s if state.owed_s < elapsed_s else elapsed_s
             state.owed_s -= prefilled_s
             state.prefilled_s += prefilled_s
             decoding_s -= prefilled_s
@@ -784,7 +797,8 @@ def set_rate(state: InstanceState) -> None:
     batch = state.streaming + state.peers.streaming
     context = state.context + state.peers.context
     step_s = c.p5 * context + c.p6 * batch + c.p7 * context / batch + c.p8
-    state.steps_per_s = 1 / max(state.speed * step_s, 1e-6)
+    step_s *= state.speed
+    state.steps_per_s = 1 / (step_s if step_s > 1e-6 else 1e-6)
 
 
 def step_row(

@@ -457,9 +457,12 @@ class RunningMean:
 
 def add_to(mean: RunningMean, value: float) -> None:
     """Learn from one more value; the simulator's compiled loop runs it, too."""
-    mean.weight = min(mean.weight + 1, MEMORY_REQUESTS)
+    if mean.weight < MEMORY_REQUESTS:
+        mean.weight += 1
     # Of memoryless lengths 1 in 3 000 is beyond: an engine that makes them up is held back.
-    mean.value += (min(value, FAR * mean.value) - mean.value) / mean.weight
+    if value > FAR * mean.value:
+        value = FAR * mean.value
+    mean.value += (value - mean.value) / mean.weight
 
 
 # Of ``BucketMeanPredictor``: what it is a mean of ("": a model), model, bucket and beginning, the

@@ -273,7 +273,8 @@ def cheapest(
 
 def late_from_s(soonest_ttft_s: float, cached: bool) -> float:
     """From when on a first token is late, where the soonest on offer comes after so long."""
-    return max(LATE_CACHED_S if cached else LATE_S, LATE_FACTOR * soonest_ttft_s)
+    late_s = LATE_CACHED_S if cached else LATE_S
+    return late_s if late_s > LATE_FACTOR * soonest_ttft_s else LATE_FACTOR * soonest_ttft_s
 
 
 def cost(

@@ -129,7 +129,7 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
     digest, value, at, in_piece = xxh3_64_intdigest, start, 0, 0
     hashes: list[int] = []
     ends: list[int] = []
-    piece_bytes, cut_at = PIECE_BYTES, PIECES_PER_LENGTH
+    piece_bytes, left = PIECE_BYTES, PIECES_PER_LENGTH  # pieces until they are longer
     for part in parts:
         size, begin = len(part), 0
         if in_piece + size >= piece_bytes:
@@ -140,8 +140,9 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
                 value = digest(view[begin:stop], value)
                 hashes.append(value >> _DROPPED_BITS)
                 ends.append(at + stop)
-                if len(hashes) == cut_at:
-                    cut_at += PIECES_PER_LENGTH
+                left -= 1
+                if not left:
+                    left = PIECES_PER_LENGTH
                     piece_bytes *= 2
                 begin = stop
                 stop += piece_bytes
@@ -156,8 +157,9 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
             in_piece = 0
             hashes.append(value >> _DROPPED_BITS)
             ends.append(at)
-            if len(hashes) == cut_at:
-                cut_at += PIECES_PER_LENGTH
+            left -= 1
+            if not left:
+                left = PIECES_PER_LENGTH
                 piece_bytes *= 2
     return PrefixKeys(tuple(hashes), tuple(ends), at)
 
@@ -261,27 +263,34 @@ class PrefixIndex:
         member = self._members[instance_id]
         sizes, masks, bit = member.sizes, self._masks, member.bit
         hashes: _Hashes = keys.hashes
-        ends, known = keys.ends, 0
+        ends, known, used = keys.ends, 0, member.used
         for i in range(len(hashes) - 1, -1, -1):
             key = hashes[i]
-            size = sizes.get(key, 0)
+            size = sizes.pop(key, 0)
             if size:
                 known += 1
-                del sizes[key]
             else:
                 size = (ends[i] - ends[i - 1] if i else ends[0]) // _UNIT_BYTES or 1
-                member.used += size
+                used += size
                 mask = masks.get(key)
                 # The bit itself is one object for all keys that only this instance has.
                 masks[key] = bit if mask is None else mask | bit
             sizes[key] = size
-        if member.used > member.capacity:
+        member.used = used
+        if used > member.capacity:
             self._evict(member)
         return known
 
     def touch(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """A text was used there once more, or is there for certain now. KeyError: unknown."""
-        self.insert(instance_id, keys)
+        sizes = self._members[instance_id].sizes
+        hashes: _Hashes = keys.hashes
+        for key in reversed(hashes):
+            size = sizes.pop(key, 0)
+            if not size:  # it has gone since
+                self.insert(instance_id, keys)
+                return
+            sizes[key] = size
 
     def withdraw(self, instance_id: InstanceId, keys: PrefixKeys, known: int) -> None:
         """It was not computed there after all: take off what ``insert`` added.
@@ -311,14 +320,14 @@ class PrefixIndex:
         member = self._members[instance_id]
         running = member.running
         hashes: _Hashes = keys.hashes
-        shared = 0
-        for i, key in enumerate(hashes):
+        shared = None
+        for key in hashes:
             count = running.get(key, 0)
             running[key] = count + 1
             if count:
-                shared = i + 1
-        if shared:
-            member.shared_bytes += keys.ends[shared - 1]
+                shared = key
+        if shared is not None:
+            member.shared_bytes += keys.ends[hashes.index(shared)]
         return member.shared_bytes
 
     def end(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
@@ -326,16 +335,16 @@ class PrefixIndex:
         member = self._members[instance_id]
         running = member.running
         hashes: _Hashes = keys.hashes
-        shared = 0
-        for i, key in enumerate(hashes):
+        shared = None
+        for key in hashes:
             count = running[key]
             if count > 1:
                 running[key] = count - 1
-                shared = i + 1
+                shared = key
             else:
                 del running[key]
-        if shared:
-            member.shared_bytes -= keys.ends[shared - 1]
+        if shared is not None:
+            member.shared_bytes -= keys.ends[hashes.index(shared)]
         return member.shared_bytes
 
     def _evict(self, member: _Member) -> None:
@@ -542,7 +551,7 @@ class PrefixCaches:
             return None
         etas, size = self._etas, keys.text_bytes
         prompt, some = float(prompt_tokens), False
-        most = max(0.0, prompt - 1)
+        most = prompt - 1 if prompt > 1 else 0.0
         match: list[float] = []
         trust: list[float] = []
         cached: list[float] = []
@@ -623,7 +632,7 @@ class PrefixCaches:
         shared_bytes = self.index.end(instance_id, keys)
         state.shared_tokens = shared_bytes / self._bytes_per_token
         if outcome is COMPLETED:
-            self.index.insert(instance_id, keys)  # used once more
+            self.index.touch(instance_id, keys)
         elif not dispatch.streaming:
             self.index.withdraw(instance_id, keys, known)
 

@@ -336,7 +336,8 @@ class ModelQueue:
                 self.mean_gap_s += (gap_s - self.mean_gap_s) / MEAN_OVER_GAPS
             self.last_arrival_s = arrived_s
             self.arrivals += 1
-            share = 1 / min(self.arrivals, MEAN_OVER_REQUESTS)
+            over = self.arrivals if self.arrivals < MEAN_OVER_REQUESTS else MEAN_OVER_REQUESTS
+            share = 1 / over
             self.mean_prompt_tokens += share * (prompt_tokens - self.mean_prompt_tokens)
             self.mean_output_tokens += share * (output_tokens - self.mean_output_tokens)
         self.size += 1
