@@ -61,7 +61,7 @@ async def test_estimates_recover_from_an_engine_that_lied() -> None:
         catch_up = running.gateway.dataplane.recorder.catch_up
         catch_up()
         assert ratio("m") < 1
-        for _ in range(150):
+        for _ in range(180):
             await client.post(CHAT, json=saying("9", "20"))
         catch_up()
         # The messages are 38 bytes of JSON.
