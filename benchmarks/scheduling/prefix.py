@@ -1,7 +1,7 @@
 """``finish-time`` with and without the prefix cache in its cost, beside other routers' rules.
 
     python benchmarks/scheduling/prefix.py chat=TRACE.jsonl.gz agents=… -o cells.jsonl
-        [--clusters A,B,mix,equal] [--loads 0.5,0.7,0.9] [--slo] [--seed 0] [--limit N]
+        [--clusters A,B,mix,equal,one-six] [--loads 0.5,0.7,0.9] [--slo] [--seed 0] [--limit N]
         [--routers blind,aware,aware@1,llm-d,…]
 
 One line per trace, cluster, load and router: mean latency, mean and p99 TTFT, cached share. Loads
@@ -30,6 +30,8 @@ import numpy as np
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.scheduling.losses import CLUSTERS as KINDS
+from benchmarks.scheduling.losses import instances_of
 from benchmarks.scheduling.prefix_peers import RULES, geometric_mean, peer
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
@@ -46,6 +48,7 @@ from hetero_gateway.sim.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = {"A": "paper-a", "B": "paper-b", "eight": "eight-of-four-kinds", "mix": "modern-mix"}
+LOPSIDED = KINDS["lopsided"]
 BLIND, AWARE = "blind", "aware"
 ROUTERS = (BLIND, AWARE, *RULES)
 SLO = Slo(2.0, 1e9)
@@ -53,7 +56,9 @@ SLO_SHARE = 0.95
 
 
 def load_instances(name: str) -> tuple[SimulatedInstance, ...]:
-    """A cluster by name; ``equal`` is four of A's faster kind."""
+    """A cluster by name; ``equal`` is four of A's faster kind, others are ``losses.py``'s."""
+    if name in LOPSIDED:
+        return tuple(instances_of(LOPSIDED[name]))
     if name != "equal":
         return load_cluster(ROOT / "configs" / "clusters" / f"{CLUSTERS[name]}.yaml").instances
     first = load_instances("A")[0]

@@ -23,6 +23,12 @@ Read in their public sources in autumn 2026; the files, and what differs from th
                  among those with at most mean + 1 σ requests, among equal ones the fewest requests;
                  none: the fewest. Where max > 2·(mean + 1) and max − min ≥ 8, only those with the
                  fewest may match. (Earlier versions, until 2025: the fewest where max − min > 8)
+    lmetric      the lowest product of uncached tokens (those that wait there and the prompt's) and
+                 requests there, this one among them; vllm-router's kv_aware has the same rule. Its
+                 source was not read
+    sticky       llm-d's default since August 2026, as described, not read: who has 0.8 of the
+                 prompt, until it has 18 s more of uncached tokens to compute, at its own pace, than
+                 the one with the fewest; else that one
     least-ttft   Mooncake, Algorithm 1 of its paper (arXiv 2407.00079): the least time in queue and
                  prefill; its source was not read
 
@@ -50,6 +56,7 @@ from hetero_gateway.sim.jit import compiled
 from hetero_gateway.sim.prefixes import Prefixes
 
 BLOCK = DEFAULT_BLOCK_TOKENS
+_STICKY_MATCH, _STICKY_LEAD_S = 0.8, 18.0
 
 
 @dataclass(eq=False)
@@ -83,6 +90,7 @@ class Candidate:
     waiting_tokens: int
     waiting_s: float
     prefill_s: float
+    token_s: float
     active_blocks: int
     new_blocks: int
 
@@ -181,12 +189,13 @@ class PeerGateway:
                     load.waiting_tokens,
                     load.waiting_s,
                     prefill_s(spec, prompt - match),
+                    spec.profile.constants.p1 if spec.profile is not None else 0.0,
                     len(load.blocks) if self._rule.counts_blocks else 0,
                     sum(k not in load.blocks for k in plain) if self._rule.counts_blocks else 0,
                 )
             )
         if not candidates:
-            candidates = [Candidate(0, 0, 0, 0, 0.0, 0, 0.0, 0.0, 0, 0)]
+            candidates = [Candidate(0, 0, 0, 0, 0.0, 0, 0.0, 0.0, 0.0, 0, 0)]
         chosen = self._rule.choose(candidates, prompt, self._rng)
         load = self._loads[chosen.position]
         uncached = prompt - chosen.match
@@ -333,11 +342,33 @@ class LeastTtft(Rule):
         return lowest(candidates, [c.waiting_s + c.prefill_s for c in candidates], rng)
 
 
+class LMetric(Rule):
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        scores = [(c.waiting_tokens + prompt - c.match) * (c.requests + 1) for c in candidates]
+        return lowest(candidates, scores, rng)
+
+
+class Sticky(Rule):
+    def choose(
+        self, candidates: Sequence[Candidate], prompt: int, rng: np.random.Generator
+    ) -> Candidate:
+        least = min(c.waiting_tokens for c in candidates)
+        best = max(candidates, key=lambda c: (c.match, -c.waiting_tokens))
+        lead_s = (best.waiting_tokens - least) * best.token_s
+        if best.match >= _STICKY_MATCH * prompt and lead_s <= _STICKY_LEAD_S:
+            return best
+        return lowest(candidates, [c.waiting_tokens for c in candidates], rng)
+
+
 RULES: dict[str, type[Rule]] = {
     "cache-aware": CacheAware,
     "llm-d": LlmD,
     "dynamo": Dynamo,
     "aibrix": Aibrix,
+    "lmetric": LMetric,
+    "sticky": Sticky,
     "least-ttft": LeastTtft,
 }
 
