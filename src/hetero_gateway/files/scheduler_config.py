@@ -217,7 +217,7 @@ class SchedulerConfig(StrictModel):
     """finish-time: most sequences without a first token sent to one instance."""
     prefix_cache: bool = True
     """Keep in mind which beginnings of prompts each instance has cached, by hashes."""
-    first_token_weight: float = Field(1.0, ge=0, le=100)
+    first_token_weight: float = Field(2.0, ge=0, le=100)
     """finish-time: what a second until the first token counts beside a second of latency, for
     prompts of which something is cached."""
     slo: SloConfig | None = None

@@ -554,7 +554,7 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(machines, ther
             latency = (n + 1 - cap) * turn + own + c.p4 + 99 * step / left
         shared = min(residual, 100) * len(streaming) + min(100, up)
         delay = shared * (c.p6 + c.p5 * 250) + n * (own + c.p2)
-        usage = min(1.5, (tok - 250) / kv)
+        usage = (tok - 250) / kv
         price = request_time_s(machine, 200, 100) / typical_s[k] * usage**2 * min(latency_s)
         assert figures.column("memory_price_s")[k] == pytest.approx(price, rel=1e-9)
         assert latency_s[k] == pytest.approx(latency, rel=1e-9)
@@ -590,7 +590,7 @@ def test_what_is_cached_changes_the_terms_of_the_prefill_and_weighs_the_first_to
         shared = min(100, 256 * n)
         delay_s = shared * (c.p6 + c.p5 * 1050) + n * (c.p1 * new + c.p2)
         usage = (tokens - 1050) / machine.kv_capacity_tokens
-        usage = max(usage, 2 * n / machine.max_num_seqs)
+        usage = max(usage, n / machine.max_num_seqs)
         time_s = request_time_s(machine, 1000, 100)
         assert row.request_time_s == pytest.approx(time_s)
         price_s = (time_s - c.p1 * (1000 - new)) / typical_s[row.instance_id]

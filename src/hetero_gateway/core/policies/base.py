@@ -58,7 +58,7 @@ class PolicyOptions:
     single_instance: InstanceId | None = None
     objective: Objective = "latency"
     prefill_depth: int = 8
-    first_token_weight: float = 1.0
+    first_token_weight: float = 2.0
     slos: Slos | None = None
 
 

@@ -48,7 +48,7 @@ _MOST_BEYOND: Final = 8.0
 KV_ROOM: Final = 0.95
 # And nobody is admitted where all that is there, at its end, would come to so much more: answers of
 # thousands of tokens evict each other else, again and again. They do not all end at one time, which
-# is why not the whole of it counts. With half there are six times as many evictions.
+# is why not the whole of it counts. With half there are 4 to 16 times as many evictions.
 GROWN_SHARE: Final = 0.65
 # Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
 # (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
@@ -73,16 +73,8 @@ MATCHED_WAIT: Final = 3
 # to slow machines, as on a fast one they hold up a hundred streams for a moment: right for the
 # mean, and the tail of the first tokens is three times as long.
 LATE_S: Final = 0.5
-# Where something is cached every second counts by ``first_token_weight``, and so late is later:
-# with 0.5 s agents' answers took 5 % longer at 90 % load.
-LATE_CACHED_S: Final = 1.0
 LATE_FACTOR: Final = 2.0
 LATE_WEIGHT: Final = 30.0
-# The predicted usage may be far above 1; how far is noise, that it is above is what counts.
-MOST_USAGE: Final = 1.5
-# Where prompts come from caches, an engine's seats (max_num_seqs) can run out before its memory.
-# They have the same price: half of them taken is as dear as a full memory.
-SEATS_USAGE: Final = 2.0
 # More of a machine's time than this is not taken to go on being spent on prompts.
 _MOST_BUSY: Final = 0.7
 
@@ -272,9 +264,11 @@ def cheapest(
 
 
 def late_from_s(soonest_ttft_s: float, cached: bool) -> float:
-    """From when on a first token is late, where the soonest on offer comes after so long."""
-    late_s = LATE_CACHED_S if cached else LATE_S
-    return late_s if late_s > LATE_FACTOR * soonest_ttft_s else LATE_FACTOR * soonest_ttft_s
+    """From when on a first token is late, where the soonest on offer comes after so long. Where
+    something is cached, never: every second counts there, by ``first_token_weight``."""
+    if cached:
+        return math.inf
+    return LATE_S if LATE_S > LATE_FACTOR * soonest_ttft_s else LATE_FACTOR * soonest_ttft_s
 
 
 def cost(
@@ -392,14 +386,12 @@ def estimate(
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
     usage = kv_there / kv
-    if usage > MOST_USAGE:
-        usage = MOST_USAGE
     time_s = n_r * request_time_s(member, prompt_tokens, output)
     computed_s = time_s
     if cached is not None:
-        seats = SEATS_USAGE * n / max_num_seqs
-        if seats > usage:
-            usage = seats
+        # Where prompts come from caches, seats can run out before memory.
+        if n > usage * max_num_seqs:
+            usage = n / max_num_seqs
         # What is cached takes no time of the machine.
         computed_s -= n_r * cached * (p1 + 0.5 * p9 * cached)
     price = computed_s / typical_request_time_s * usage * usage
