@@ -38,10 +38,10 @@ def expected(s: Scheduler, body: Request, slo: Slo, waited_s: float = 0.0, now_s
     ttft_s = choice.figures.at("ttft_s", 0)
     latency_s = choice.figures.at("latency_s", 0)
     output = float(body.predicted_output_tokens)
-    step_s = (latency_s - ttft_s) / output
+    step_s = (latency_s - ttft_s) / (output - 1) if output > 1 else 0.0
     there = state(s, "a")
     member = s.members.pool(body.model).members[0]
-    lengths = (float(body.sequences), float(body.prompt_tokens), output)
+    lengths = (view.prefill_tokens[0], float(body.sequences), float(body.prompt_tokens), output)
     return violations(there, member, ttft_s, step_s, *lengths, now_s, waited_s, slo)
 
 
@@ -98,6 +98,24 @@ def test_prompts_that_were_sent_lately_make_steps_longer_and_are_forgotten() -> 
     assert there.recent_prefill == pytest.approx(32_000)
     s.place(request(0 + 1), 10.0)
     assert there.recent_prefill == pytest.approx(32_000 / math.e + 1)
+
+
+def test_a_long_prompt_is_missed_by_those_whose_steps_wait_for_it() -> None:
+    s = with_limits(None, spec("a", max_model_len=None))
+    for _ in range(8):
+        s.first_token(placed(s, request(10)).dispatch, 0.0)  # type: ignore[arg-type]
+    # With this prompt a step takes nearly that; those after it have it to wait for, too.
+    limit = Slo(math.inf, 0.02)
+    assert expected(s, request(100), limit) == 0
+    assert expected(s, request(80_000, 2.0), limit) > 5
+
+
+def test_a_first_token_waits_for_the_steps_between_its_prompts_chunks() -> None:
+    s = with_limits(None, spec("a"))
+    alone = expected(s, request(8000, 2.0), Slo(0.7))
+    for _ in range(8):
+        s.first_token(placed(s, request(10)).dispatch, 0.0)  # type: ignore[arg-type]
+    assert expected(s, request(8000, 2.0), Slo(0.7)) > alone
 
 
 def test_a_machine_whose_streams_would_be_too_slow_is_avoided() -> None:

@@ -225,10 +225,12 @@ class FinishTime(PlacesAtOnce):
         return [
             VIOLATION_PRICE_S
             * violations(
-                state, member, one[7], one[8], n_r, prompt, output, view.now_s, backlog.waited_s,
-                slo,
+                state, member, one[7], one[8], prefill, n_r, prompt, output, view.now_s,
+                backlog.waited_s, slo,
             )
-            for state, member, one in zip(view.states, view.members, found, strict=True)
+            for state, member, prefill, one in zip(
+                view.states, view.members, view.prefill_tokens, found, strict=True
+            )
         ]  # fmt: skip
 
     def _own_prices(self, view: View, own_price: Price, found: list[Estimate]) -> list[float]:

@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
 from hetero_gateway.core.policies.estimates import busy
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.request import Request
@@ -38,6 +38,8 @@ VIOLATION_PRICE_S: Final = 40.0
 # may be in front of it.
 _TPOT_FROM, _TPOT_TO = 0.9, 1.3
 _TTFT_FROM, _TTFT_TO = 0.3, 1.0
+# Each step of an engine computes a chunk of a prompt: vLLM's default budget of tokens.
+_CHUNK_TOKENS: Final = 2048.0
 # Prompts take no more than this share of a machine, whatever was sent there lately.
 _MOST_BUSY: Final = 0.95
 
@@ -88,6 +90,7 @@ def violations(
     member: Member,
     ttft_s: float,
     step_s: float,
+    prefill: float,
     n_r: float,
     prompt_tokens: float,
     output: float,
@@ -99,6 +102,7 @@ def violations(
 
     Args:
         ttft_s, step_s: as predicted of the request there (``estimates.estimate``).
+        prefill: prompt tokens to compute, of all its sequences.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         waited_s: since it arrived.
         slo: its limits; those that are there are taken to have the same.
@@ -110,10 +114,16 @@ def violations(
     n = float(state.waiting + state.streaming)
     n += state.peers.waiting + state.peers.streaming
     left = 1.0 - busy(state, p1, now_s)
+    # The steps that come wait for this prompt, too, and those that run go on between its chunks.
+    left_then = left - f * p1 * prefill / PREFILL_OVER_S
     if left < 1.0 - _MOST_BUSY:
         left = 1.0 - _MOST_BUSY
+    if left_then < 1.0 - _MOST_BUSY:
+        left_then = 1.0 - _MOST_BUSY
+    if state.streaming:
+        ttft_s += step_s * (state.waiting_prefill + prefill) / _CHUNK_TOKENS
     added_s = f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
-    after = surely(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    after = surely(step_s / left_then / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
     before = surely((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
     late = surely((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
     # The first token is the prefill's: an answer of one has no TPOT.

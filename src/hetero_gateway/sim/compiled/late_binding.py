@@ -400,7 +400,7 @@ def _choose(w: World, r: Row, first: int, last: int, now_s: float, rng: np.rando
         if queue.has_slo:
             waited_s = now_s - r.arrival_s
             missed = violations(
-                s, member, one[7], one[8], 1.0, prompt, output, now_s, waited_s, queue.slo
+                s, member, one[7], one[8], prompt, 1.0, prompt, output, now_s, waited_s, queue.slo
             )
             s.slo_price_s = VIOLATION_PRICE_S * missed
         # A policy's own rule stands here in place of ``no_price`` (``jit.with_function``).
