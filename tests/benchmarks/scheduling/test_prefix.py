@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 def candidate(position: int, **known) -> Candidate:
     fields = {
         "requests": 0, "match": 0, "queue": 0, "kv_usage": 0.0, "waiting_tokens": 0,
-        "waiting_s": 0.0, "prefill_s": 1.0, "active_blocks": 0, "new_blocks": 0,
+        "waiting_s": 0.0, "prefill_s": 1.0, "token_s": 0.001, "active_blocks": 0, "new_blocks": 0,
     }  # fmt: skip
     return Candidate(position, **{**fields, **known})
 
@@ -35,6 +35,12 @@ def candidate(position: int, **known) -> Candidate:
         ("cache-aware", {"match": 600, "requests": 3}, {"match": 600, "requests": 2}, 1),
         ("aibrix", {"match": 64, "requests": 30}, {"requests": 13}, 0),  # one σ above the mean
         ("aibrix", {"match": 64, "requests": 3}, {"match": 64}, 1),
+        ("lmetric", {"match": 600, "requests": 2}, {"requests": 0}, 1),  # 3 · 400 to 1000
+        ("lmetric", {"match": 600, "requests": 1}, {"requests": 0}, 0),
+        ("lmetric", {"match": 600, "waiting_tokens": 700}, {}, 1),
+        ("sticky", {"match": 800, "waiting_tokens": 18_000}, {}, 0),  # 18 s more of prompts
+        ("sticky", {"match": 800, "waiting_tokens": 18_001}, {}, 1),
+        ("sticky", {"match": 799, "waiting_tokens": 1}, {}, 1),
         ("least-ttft", {"prefill_s": 0.2, "waiting_s": 0.9}, {"prefill_s": 1.0}, 1),
     ],
 )
