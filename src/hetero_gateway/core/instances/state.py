@@ -410,13 +410,17 @@ class InstanceState(Holder):
         if entry.streaming:
             self._freed_s = now_s
         prefix = self.prefix
-        if not prefix.off and (
-            prefix.counts
-            or entry.interval is not None
-            or entry.first_token is not None
-            or (usage is not None and usage.cached_tokens is not None)
-        ):
-            self._sightings.end(entry, usage)
+        if not prefix.off:
+            if (
+                prefix.counts
+                or entry.first_token is not None
+                or (usage is not None and usage.cached_tokens is not None)
+            ):
+                self._sightings.end(entry, usage)
+            elif entry.interval is not None:
+                # Nobody said what of it was cached: its interval waits for the next scrape.
+                entry.interval.open -= 1
+                entry.interval = None
         if entry.tracked:
             self.tracked -= 1
             n = entry.request.sequences

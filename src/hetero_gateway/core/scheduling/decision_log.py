@@ -21,14 +21,6 @@ from hetero_gateway.core.request import Request
 _PACKERS: dict[int, Any] = {}  # by how many numbers there are; decisions have a few lengths
 
 
-def _packed(numbers: list[float]) -> bytes:
-    pack = _PACKERS.get(len(numbers))
-    if pack is None:
-        pack = _PACKERS[len(numbers)] = struct.Struct(f"{len(numbers)}d").pack
-    packed: bytes = pack(*numbers)
-    return packed
-
-
 class LoggedDecision(NamedTuple):
     """A decision, and whose it was.
 
@@ -88,10 +80,12 @@ class DecisionLog:
                 numbers += prefix.trust
                 numbers += prefix.cached_tokens
             numbers += choice.data
+            pack = _PACKERS.get(len(numbers))
+            if pack is None:
+                pack = _PACKERS[len(numbers)] = struct.Struct(f"{len(numbers)}d").pack
             self._rows.append(
                 (
-                    # Without an object for each number.
-                    _packed(numbers),
+                    pack(*numbers),  # without an object for each number
                     choice.names,
                     choice.by_speed,
                     request_id,
