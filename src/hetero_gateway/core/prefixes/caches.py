@@ -137,15 +137,21 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
             stop = piece_bytes - in_piece
             in_piece = 0
             while stop <= size:
-                value = digest(view[begin:stop], value)
-                hashes.append(value >> _DROPPED_BITS)
-                ends.append(at + stop)
-                left -= 1
+                # All pieces of one length: what can be said of them together costs once.
+                count = (size - stop) // piece_bytes + 1
+                if count > left:
+                    count = left
+                cuts = range(stop, stop + count * piece_bytes, piece_bytes)
+                ends += range(at + stop, at + cuts.stop, piece_bytes)
+                for stop in cuts:
+                    value = digest(view[begin:stop], value)
+                    hashes.append(value >> _DROPPED_BITS)
+                    begin = stop
+                left -= count
                 if not left:
                     left = PIECES_PER_LENGTH
                     piece_bytes *= 2
-                begin = stop
-                stop += piece_bytes
+                stop = begin + piece_bytes
             at += begin
             part = view[begin:]
         if begin < size:
@@ -264,17 +270,19 @@ class PrefixIndex:
         sizes, masks, bit = member.sizes, self._masks, member.bit
         hashes: _Hashes = keys.hashes
         ends, known, used = keys.ends, 0, member.used
+        begins = (0, *ends)  # of the pieces, in front of the last end
         for i in range(len(hashes) - 1, -1, -1):
             key = hashes[i]
             size = sizes.pop(key, 0)
             if size:
                 known += 1
             else:
-                size = (ends[i] - ends[i - 1] if i else ends[0]) // _UNIT_BYTES or 1
+                size = (ends[i] - begins[i]) // _UNIT_BYTES or 1
                 used += size
-                mask = masks.get(key)
                 # The bit itself is one object for all keys that only this instance has.
-                masks[key] = bit if mask is None else mask | bit
+                mask = masks.setdefault(key, bit)
+                if mask != bit:
+                    masks[key] = mask | bit
             sizes[key] = size
         member.used = used
         if used > member.capacity:
@@ -337,12 +345,10 @@ class PrefixIndex:
         hashes: _Hashes = keys.hashes
         shared = None
         for key in hashes:
-            count = running[key]
+            count = running.pop(key)
             if count > 1:
                 running[key] = count - 1
                 shared = key
-            else:
-                del running[key]
         if shared is not None:
             member.shared_bytes -= keys.ends[hashes.index(shared)]
         return member.shared_bytes
