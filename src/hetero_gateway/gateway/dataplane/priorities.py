@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetero_gateway.engines.vllm import Work
+from hetero_gateway.engines.vllm.added_fields import with_last_field
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.request.forms import is_form
-from hetero_gateway.gateway.request.openai import with_last_field
 from hetero_gateway.http.heads import Inbound
 
 

@@ -358,19 +358,6 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
     return b"".join((body[:start], msgspec.json.encode(name), body[end:]))
 
 
-def with_last_field(body: bytes | bytearray, field: bytes) -> bytes:
-    """A usable body with one field more, which is its last: of equal names that one counts.
-
-    Raises:
-        Refusal: 400 for one that no field can be added to.
-    """
-    body = body.rstrip(_SPACE)
-    if not body.endswith(b"}") or b"\0" in body[:4]:
-        raise Refusal(400, "invalid_json", "The request body must be a JSON object in UTF-8.")
-    comma = b"" if body[:-1].rstrip(_SPACE) == b"{" else b","
-    return b"".join((memoryview(body)[:-1], comma, field, b"}"))
-
-
 def prompt_field(body: bytes | bytearray) -> bytes:
     """The raw JSON of ``messages``, or of ``prompt`` where there are none, in a usable body."""
     fields, extent = finish(read_fields(body, _ALL_ALLOWED[INVOCATIONS]))
