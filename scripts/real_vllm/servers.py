@@ -27,6 +27,8 @@ SERVED_NAME = "tiny"
 ALIASES = {"small": "tiny-fast", "large": "tiny-slow"}
 # One says in its answers what of a prompt was cached, of the other only its counters do.
 TELLS_CACHED = {"large"}
+# Two equal ones that hand KV caches over, by NIXL on this machine's memory.
+PAIR = ("prefill", "decode")
 # Starting an engine takes 12-30 s on an idle machine; others may be using it.
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -200,6 +202,23 @@ def engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Se
     argv += ["--structured-outputs-config", grammar]
     argv += ["--distributed-executor-backend", "uni", "--host", "127.0.0.1", "--port", str(port)]
     return Server(id, argv, ENGINE_ENV, str(directory), f"http://127.0.0.1:{port}")
+
+
+def paired_engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Server:
+    """One of ``PAIR``, not started: it can prefill for the other one, and decode."""
+    port = free_port()
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    argv = ["taskset", "-c", str(core), str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", str(model), "--served-model-name", SERVED_NAME, "--dtype", fast_dtype()]
+    argv += ["--enforce-eager", "--max-model-len", "4096", "--enable-prompt-tokens-details"]
+    argv += ["--kv-transfer-config", json.dumps(transfer)]
+    argv += ["--distributed-executor-backend", "uni", "--host", "127.0.0.1", "--port", str(port)]
+    env = ENGINE_ENV | {
+        "VLLM_SERVER_DEV_MODE": "1",  # so that a test can reset prefix caches
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+    }
+    return Server(id, argv, env, str(directory), f"http://127.0.0.1:{port}")
 
 
 def fast_dtype() -> str:

@@ -58,14 +58,14 @@ def handed(parameters: object = HANDED, transfer: Transfer = OF_128) -> bytes:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
 def test_a_prefill_is_the_clients_body_with_fields_at_its_end(path: str) -> None:
     body = (
-        b'{"model" :"m","prompt":"\\u00e9 \xc3\xa9","n":2,"max_tokens":64,"min_tokens":9,'
+        b'{"model" :"m","prompt":"\\u00e9 \xc3\xa9","n":1,"max_tokens":64,"min_tokens":9,'
         b'"max_completion_tokens":70,"ignore_eos":true,"stream":true, '
         b'"stream_options":{"include_usage":true},"temperature":0.70,"kv_transfer_params":null } \n'
     )
     made = prefill_body(path, body, NIXL.for_prefill(Transfer()))
     assert made.startswith(body.rstrip()[:-1])
     read = json.loads(made)
-    assert (read["stream"], read["stream_options"], read["n"]) == (False, None, 1)
+    assert (read["stream"], read["stream_options"]) == (False, None)
     assert (read["min_tokens"], read["ignore_eos"], read["temperature"]) == (0, False, 0.7)
     assert {read["max_tokens"], read["max_completion_tokens"]} == {1}
     assert read["kv_transfer_params"] == {
@@ -105,6 +105,7 @@ def test_a_decode_request_is_the_clients_body_and_what_was_handed_over() -> None
     [
         (COMPLETIONS, {"prompt": ["a", "b"]}, "several prompts"),
         (COMPLETIONS, {"prompt": [[1], [2]]}, "several prompts"),
+        (COMPLETIONS, {"n": 2}, "several answers"),
         (COMPLETIONS, {"max_tokens": 1}, "nothing to decode"),
         (COMPLETIONS, {"echo": True}, "begins with the prompt"),
         (CHAT, {"use_beam_search": True}, "beams"),
@@ -192,18 +193,21 @@ def test_what_prefill_answers_say_on_each_path() -> None:
     chat = {
         "choices": [{"finish_reason": "stop"}],
         "prompt_logprobs": [None, {"1": {"logprob": -0.5}}],
-        "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
+        "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4, "x": None}},
     }
     said = read_answer(CHAT, json.dumps(chat).encode())
-    assert said == PrefillAnswer(b"", 9, 4, True, b'[null, {"1": {"logprob": -0.5}}]')
-    messages = {"stop_reason": "max_tokens", "usage": {"input_tokens": 5}}
-    messages["usage"] |= {"cache_read_input_tokens": 16}  # type: ignore[operator]
-    assert read_answer(MESSAGES, json.dumps(messages).encode()) == PrefillAnswer(b"", 21, 16)
+    logprobs = b'[null, {"1": {"logprob": -0.5}}]'
+    assert said == PrefillAnswer(b"", 9, 4, True, logprobs, (("cached_tokens", 4),))
+    usage = {"input_tokens": 5, "cache_read_input_tokens": 16, "cache_creation_input_tokens": 2}
+    message = {"stop_reason": "max_tokens", "usage": usage}
+    said = read_answer(MESSAGES, json.dumps(message).encode())
+    assert said == PrefillAnswer(b"", 23, 16, counts=tuple(usage.items()))
     response = {
         "status": "completed",
         "usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 8}},
     }
-    assert read_answer(RESPONSES, json.dumps(response).encode()) == PrefillAnswer(b"", 9, 8, True)
+    said = read_answer(RESPONSES, json.dumps(response).encode())
+    assert said == PrefillAnswer(b"", 9, 8, True, counts=(("cached_tokens", 8),))
 
 
 def test_a_lease_leaves_time_for_the_decode_request() -> None:
@@ -257,25 +261,52 @@ def test_parameters_reach_no_client() -> None:
     assert json.loads(mended_body(COMPLETIONS, said)) == json.loads(said)
 
 
-def test_cached_tokens_are_the_prefill_instances() -> None:
-    assert mending_of(read_answer(COMPLETIONS, answer())) == Mending()  # vLLM says so itself
-    usage = {"prompt_tokens": 871, "prompt_tokens_details": {"cached_tokens": 128}}
-    older = without("remote_prefill_cached_tokens")
-    mending = mending_of(read_answer(COMPLETIONS, answer(older, usage=usage)))
-    assert mending == Mending(128)
-    decoded = answer(None, usage={"prompt_tokens_details": {"cached_tokens": 870}, "x": 1.0})
-    mended = json.loads(mended_body(COMPLETIONS, decoded, mending))
-    assert mended["usage"] == {"prompt_tokens_details": {"cached_tokens": 128}, "x": 1.0}
-    untold = answer(None, usage={"prompt_tokens_details": None})
-    assert json.loads(mended_body(COMPLETIONS, untold, mending)) == json.loads(untold)
+# What vLLM 0.32 tells of a prompt of 146 tokens with 128 in whole blocks: the prefill instance, the
+# decode instance, and one that has not split it.
+CHATS = (
+    {"prompt_tokens_details": {"cached_tokens": 0, "created_cache_tokens": 128}},
+    {"prompt_tokens_details": {"cached_tokens": 0, "created_cache_tokens": 0}},
+)
+TURNS = (
+    {"prompt_tokens_details": {"cached_tokens": 128, "created_cache_tokens": 0, "x": None}},
+    {"prompt_tokens_details": {"cached_tokens": 146, "created_cache_tokens": 0, "x": None}},
+)
+ANSWERS = (
+    {"input_tokens": 146, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 128}},
+    {"input_tokens": 146, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}},
+)
+CLAUDES = (
+    {"input_tokens": 18, "cache_creation_input_tokens": 128, "cache_read_input_tokens": 0},
+    {"input_tokens": 146, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
+)
 
-    response = {"usage": {"input_tokens": 871, "input_tokens_details": {"cached_tokens": 870}}}
-    event = b"event: x\ndata: %b\n\n" % json.dumps({"response": response}).encode()
-    assert b'"cached_tokens":128' in mended_events(RESPONSES, event, mending)
-    message = b'data: {"usage":{"input_tokens":1,"cache_read_input_tokens":870}}\n\n'
-    assert mended_events(MESSAGES, message, mending) == (
-        b'data: {"usage":{"input_tokens":743,"cache_read_input_tokens":128}}\n\n'
-    )
+
+@pytest.mark.parametrize(
+    ("path", "prefilled", "decoded"),
+    [(CHAT, *CHATS), (COMPLETIONS, *TURNS), (RESPONSES, *ANSWERS), (MESSAGES, *CLAUDES)],
+)
+@pytest.mark.parametrize("within", ["", "response"])
+def test_the_prompts_counts_are_the_prefill_instances(
+    path: str, prefilled: dict[str, Any], decoded: dict[str, Any], within: str
+) -> None:
+    mending = mending_of(read_answer(path, answer(usage=prefilled)))
+    before, after = ({"id": "a", "usage": usage, "z": 1.5} for usage in (decoded, prefilled))
+    assert json.loads(mended_body(path, json.dumps(before).encode(), mending)) == after
+    if within:
+        before, after = {within: before}, {within: after}
+    event = mended_events(path, b"event: e\ndata: %b\n\n" % json.dumps(before).encode(), mending)
+    head, _, data = event.partition(b"data: ")
+    assert (head, json.loads(data), event[-2:]) == (b"event: e\n", after, b"\n\n")
+
+
+def test_what_a_decode_instance_does_not_tell_stays_untold() -> None:
+    mending = mending_of(read_answer(COMPLETIONS, answer(usage=TURNS[0])))
+    untold = answer(None, usage={"prompt_tokens": 871, "prompt_tokens_details": None})
+    assert mended_body(COMPLETIONS, untold, mending) == untold
+    # The first event of a message counts the whole prompt, and says nothing of caches.
+    begun = b'data: {"message":{"usage":{"input_tokens":146,"output_tokens":0}}}\n\n'
+    of_message = mending_of(read_answer(MESSAGES, answer(usage=CLAUDES[0])))
+    assert mended_events(MESSAGES, begun, of_message) == begun
 
 
 def test_prompt_logprobs_are_the_prefill_instances() -> None:
@@ -288,8 +319,8 @@ def test_prompt_logprobs_are_the_prefill_instances() -> None:
 
 @pytest.mark.parametrize("text", [b"", b"not JSON _transfer_params", b"data: x_transfer_params\n"])
 def test_what_is_no_document_stays(text: bytes) -> None:
-    assert mended_body(CHAT, text, Mending(1)) == text
-    assert mended_events(CHAT, text, Mending(1)) == text
+    assert mended_body(CHAT, text, Mending((("cached_tokens", 1),))) == text
+    assert mended_events(CHAT, text, Mending((("cached_tokens", 1),))) == text
 
 
 def test_every_connector_by_its_name() -> None:

@@ -1,16 +1,17 @@
 """What the prefill instance answers, and what that makes of the decode instance's answer.
 
 The client is to get what one instance would have answered. The decode instance's answer is that
-but for what only the prefill instance knows: how much of the prompt was cached, where the decode
-instance does not say so itself (vLLM's NIXL does since ``remote_prefill_cached_tokens``), and the
-prompt's log probabilities. And ``kv_transfer_params`` and ``ec_transfer_params`` name hosts and
+but for what only the prefill instance knows: how much of the prompt it read from its cache and
+wrote into it (vLLM 0.32 passes on the one, by ``remote_prefill_cached_tokens``, and not the other,
+which on /v1/messages changes ``input_tokens``), and the prompt's log probabilities. And
+``kv_transfer_params`` and ``ec_transfer_params`` name hosts and
 blocks, which are no client's business; some connectors have them in a decode answer, and in a
 stream's last chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -54,6 +55,7 @@ class PrefillAnswer(NamedTuple):
         cached_tokens: of these; None: not told.
         ended: its one token was not cut off but ended it: an EOS, a stop.
         prompt_logprobs: JSON; b"": none.
+        counts: of its usage, what the prompt's tokens are told apart by, by vLLM's names.
     """
 
     parameters: bytes = b""
@@ -61,20 +63,28 @@ class PrefillAnswer(NamedTuple):
     cached_tokens: int | None = None
     ended: bool = False
     prompt_logprobs: bytes = b""
+    counts: tuple[tuple[str, int], ...] = ()
 
 
 class Mending(NamedTuple):
-    """What to put into the decode instance's answer; None and b"": it is right as it is.
+    """What to put into the decode instance's answer; what is hidden from clients goes in any case.
 
-    What is hidden from clients is taken out in any case.
+    Args:
+        counts: of usage, where the decode instance tells these, too.
+        prompt_logprobs: JSON; b"": none were asked for.
     """
 
-    cached_tokens: int | None = None
+    counts: tuple[tuple[str, int], ...] = ()
     prompt_logprobs: bytes = b""
+
+
+_NOTHING_LACKS = Mending()
 
 
 class _Details(msgspec.Struct):
     cached_tokens: _Count | None = None
+    created_cache_tokens: _Count | None = None
+    cache_write_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -84,6 +94,16 @@ class _Usage(msgspec.Struct):
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: _Count | None = None
     cache_creation_input_tokens: _Count | None = None
+
+
+# Where usage tells a prompt's tokens apart: in an object of its own, or, on /v1/messages, itself.
+_DETAILS = {
+    CHAT_COMPLETIONS: "prompt_tokens_details",
+    COMPLETIONS: "prompt_tokens_details",
+    RESPONSES: "input_tokens_details",
+}
+_IN_DETAILS = _Details.__struct_fields__
+_IN_MESSAGES = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 
 class _Choice(msgspec.Struct):
@@ -118,7 +138,13 @@ def read_answer(path: str, body: bytes) -> PrefillAnswer:
         answer = _answer(body)
     except _ERRORS as error:
         raise NoHandover(f"its answer cannot be read: {error}") from None
-    prompt_tokens, cached_tokens = _prompt_counts(path, answer.usage)
+    counts = dict(_counts_of(path, answer.usage))
+    if path == MESSAGES:
+        cached_tokens = counts.get("cache_read_input_tokens")
+        prompt_tokens = sum(counts.values()) if "input_tokens" in counts else None
+    else:
+        cached_tokens, usage = counts.get("cached_tokens"), answer.usage or _Usage()
+        prompt_tokens = usage.input_tokens if path == RESPONSES else usage.prompt_tokens
     logprobs = answer.prompt_logprobs
     if path == COMPLETIONS and answer.choices:
         logprobs = answer.choices[0].prompt_logprobs
@@ -128,6 +154,7 @@ def read_answer(path: str, body: bytes) -> PrefillAnswer:
         cached_tokens,
         _ended(path, answer),
         _said(logprobs),
+        tuple(counts.items()),
     )
 
 
@@ -144,38 +171,31 @@ def _ended(path: str, answer: _Answer) -> bool:
     return bool(answer.choices) and answer.choices[0].finish_reason not in (None, "length")
 
 
-def _prompt_counts(path: str, usage: _Usage | None) -> tuple[int | None, int | None]:
-    if usage is None:
-        return None, None
-    if path == MESSAGES:
-        cached = usage.cache_read_input_tokens
-        if usage.input_tokens is None:
-            return None, cached
-        created = usage.cache_creation_input_tokens or 0
-        return usage.input_tokens + (cached or 0) + created, cached
-    if path == RESPONSES:
-        details = usage.input_tokens_details
-        return usage.input_tokens, None if details is None else details.cached_tokens
-    details = usage.prompt_tokens_details
-    return usage.prompt_tokens, None if details is None else details.cached_tokens
+def _counts_of(path: str, usage: _Usage | None) -> Iterator[tuple[str, int]]:
+    told: _Usage | _Details | None = usage
+    if usage is not None and path in _DETAILS:
+        told = getattr(usage, _DETAILS[path])
+    for name in _IN_MESSAGES if path == MESSAGES else _IN_DETAILS:
+        count = getattr(told, name, None)
+        if count is not None:
+            yield name, count
 
 
 def mending_of(answer: PrefillAnswer) -> Mending:
     """What the decode instance's answer lacks, once it has come with this one's parameters."""
-    told = b'"remote_prefill_cached_tokens"' in answer.parameters
-    return Mending(None if told else answer.cached_tokens, answer.prompt_logprobs)
+    return Mending(answer.counts, answer.prompt_logprobs)
 
 
-def mended_body(path: str, body: bytes, mending: Mending = Mending()) -> bytes:  # noqa: B008
+def mended_body(path: str, body: bytes, mending: Mending = _NOTHING_LACKS) -> bytes:
     """The whole answer as one instance would have given it; itself where it is that.
 
     What is no JSON object stays as it is.
     """
-    if _HIDDEN_MARK not in body and mending.cached_tokens is None and not mending.prompt_logprobs:
+    if _HIDDEN_MARK not in body and mending == _NOTHING_LACKS:
         return body
     changes: dict[str, _Change] = dict.fromkeys(_HIDDEN, _hide)
-    if mending.cached_tokens is not None:
-        changes["usage"] = _usage_with(path, mending.cached_tokens)
+    if mending.counts:
+        changes["usage"] = _usage_with(path, dict(mending.counts))
     if mending.prompt_logprobs:
         logprobs = msgspec.Raw(mending.prompt_logprobs)
         if path == CHAT_COMPLETIONS:
@@ -185,23 +205,23 @@ def mended_body(path: str, body: bytes, mending: Mending = Mending()) -> bytes: 
     return _changed(body, changes)
 
 
-def mended_events(path: str, events: bytes, mending: Mending = Mending()) -> bytes:  # noqa: B008
+def mended_events(path: str, events: bytes, mending: Mending = _NOTHING_LACKS) -> bytes:
     """Whole server-sent events as one instance would have sent them; see ``mended_body``.
 
-    Whoever has no ``cached_tokens`` to put in needs to show only a stream's last events.
+    Only a stream's last events need it: those with usage, and the last one of each choice.
     """
     parts = events.split(b"\n\n")
     return b"\n\n".join(_mended_event(path, part, mending) for part in parts)
 
 
 def _mended_event(path: str, event: bytes, mending: Mending) -> bytes:
-    counts = mending.cached_tokens is not None and _USAGE_MARK in event
+    counts = mending.counts if _USAGE_MARK in event else ()
     if not counts and _HIDDEN_MARK not in event:
         return event
     before, mark, data = event.partition(b"data: ")
     if not mark or b"\n" in data:  # vLLM's have one line of data, which is their last
         return event
-    inner = Mending(mending.cached_tokens if counts else None)
+    inner = Mending(counts)
     for name in ("response", "message"):  # of /v1/responses and /v1/messages
         if b'"%b":' % name.encode() in data:
             whole = {name: lambda raw: msgspec.Raw(mended_body(path, bytes(raw), inner))}
@@ -223,37 +243,34 @@ def _in_each(raw: msgspec.Raw, name: str, value: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(changed))
 
 
-def _usage_with(path: str, cached_tokens: int) -> _Change:
-    count = msgspec.Raw(b"%d" % cached_tokens)
+def _usage_with(path: str, counts: Mapping[str, int]) -> _Change:
+    numbers = {name: msgspec.Raw(b"%d" % count) for name, count in counts.items()}
 
-    def details(raw: msgspec.Raw) -> msgspec.Raw:
-        return msgspec.Raw(_changed(bytes(raw), {"cached_tokens": lambda _: count}))
-
-    def change(raw: msgspec.Raw) -> msgspec.Raw:
-        if path != MESSAGES:
-            names: Sequence[str] = ("prompt_tokens_details", "input_tokens_details")
-            return msgspec.Raw(_changed(bytes(raw), dict.fromkeys(names, details)))
-        try:
-            usage = msgspec.json.decode(raw, type=_Usage)
-        except _ERRORS:
+    def put(raw: msgspec.Raw) -> msgspec.Raw:
+        found = _fields_of(bytes(raw))
+        # What the decode instance does not tell, no client of it is told.
+        told = {name for name, value in found.items() if bytes(value) != b"null"}
+        # A stream of /v1/messages opens with all of the prompt's tokens as its input.
+        if path == MESSAGES and not told.intersection(_IN_MESSAGES[1:]):
             return raw
-        if usage.cache_read_input_tokens is None or usage.input_tokens is None:
-            return raw
-        # Its input tokens are those that were not read from the cache.
-        rest = usage.input_tokens + usage.cache_read_input_tokens - cached_tokens
-        left = msgspec.Raw(b"%d" % max(0, rest))
-        changes = {"cache_read_input_tokens": lambda _: count, "input_tokens": lambda _: left}
-        return msgspec.Raw(_changed(bytes(raw), changes))
+        changes = {name: numbers[name] for name in numbers if name in told}
+        return msgspec.Raw(msgspec.json.encode(found | changes)) if changes else raw
 
-    return change
+    if path == MESSAGES:
+        return put
+    return lambda raw: msgspec.Raw(_changed(bytes(raw), {_DETAILS[path]: put}))
+
+
+def _fields_of(document: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(document, type=dict[str, msgspec.Raw])
+    except _ERRORS:
+        return {}
 
 
 def _changed(document: bytes, changes: Mapping[str, _Change]) -> bytes:
     """A JSON object with those of its fields that have a change; all others byte for byte."""
-    try:
-        fields = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
-    except _ERRORS:
-        return document
+    fields = _fields_of(document)
     found = {name: changes[name](fields[name]) for name in changes if name in fields}
     if all(bytes(fields[name]) == bytes(value) for name, value in found.items()):
         return document

@@ -65,9 +65,8 @@ _TAKEN_BACK = {
     "ignore_eos": b"false",
     "stream": b"false",
     "stream_options": b"null",
-    "n": b"1",
 }
-# What a prefill cannot stand for, each with what it has to be set to.
+# Fields with which a prefill and a decode make no whole, unless they say nothing.
 _AGAINST = {
     "use_beam_search": "beams begin with several first tokens",
     "echo": "its answer begins with the prompt",
@@ -94,6 +93,9 @@ def reason_against(path: str, body: bytes | bytearray) -> str:
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if _value(fields, name) in (b"0", b"1"):
             return "there is nothing to decode"
+    if _value(fields, "n") not in (*_NOTHING_SAID, b"1"):
+        # The second one fetches what was freed when the first one had it.
+        return "it has several answers, and one hand-over"
     prompt = _value(fields, "prompt")
     if path == COMPLETIONS and _several(prompt):
         return "it has several prompts, and one hand-over"

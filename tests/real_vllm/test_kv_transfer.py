@@ -1,0 +1,180 @@
+"""A prompt computed by one real engine and answered by another: as if one had done both.
+
+``scripts/real-vllm --pair`` starts the two. Nothing of the gateway is between: the bodies are those
+of ``engines/vllm/kv_transfer``, sent by hand.
+"""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from real_vllm import servers
+
+from hetero_gateway.engines.vllm.kv_transfer import (
+    CONNECTORS,
+    NoHandover,
+    PrefillAnswer,
+    Transfer,
+    decode_body,
+    mended_body,
+    mended_events,
+    mending_of,
+    prefill_body,
+    read_answer,
+    reason_against,
+)
+
+pytestmark = pytest.mark.real_vllm
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+NIXL = CONNECTORS["NixlConnector"]
+# vLLM's CPU engine has blocks of 128 tokens.
+TRANSFER = Transfer(block_tokens=128)
+PROMPT = "def main(self): import os, sys; return the value of this class " * 8
+OUTPUT_TOKENS = 24
+_IDS = itertools.count()
+
+
+class Pair:
+    """The two engines, asked by hand."""
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self.http = httpx.Client(timeout=120)
+        self.prefill, self.decode = prefill, decode
+
+    def post(self, base_url: str, path: str, body: bytes, request_id: str) -> httpx.Response:
+        headers = {"content-type": "application/json", "x-request-id": request_id}
+        answer = self.http.post(base_url + path, content=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def forget(self) -> None:
+        for base_url in (self.prefill, self.decode):
+            self.http.post(base_url + "/reset_prefix_cache").raise_for_status()
+
+    def whole(self, path: str, body: bytes) -> bytes:
+        """By one engine, which has no part of the prompt."""
+        self.forget()
+        answer = self.post(self.decode, path, body, f"whole-{next(_IDS)}").content
+        self.forget()
+        return answer
+
+    def prefilled(self, path: str, body: bytes, request_id: str) -> PrefillAnswer:
+        assert reason_against(path, body) == ""
+        asked = prefill_body(path, body, NIXL.for_prefill(TRANSFER))
+        return read_answer(path, self.post(self.prefill, path, asked, request_id).content)
+
+    def split(self, path: str, body: bytes, *, stream: bool) -> bytes:
+        """By both, as the client is to see it."""
+        request_id = f"split-{next(_IDS)}"
+        answer = self.prefilled(path, body, request_id)
+        parameters = NIXL.for_decode(TRANSFER, answer)
+        decoded = self.post(self.decode, path, decode_body(body, parameters), request_id).content
+        mend = mended_events if stream else mended_body
+        return mend(path, decoded, mending_of(answer))
+
+    def computed(self) -> dict[str, float]:
+        """Prompt tokens of the decode engine by where they came from, and tokens of its steps."""
+        text = self.http.get(self.decode + "/metrics").text
+        found = re.findall(
+            r'^vllm:prompt_tokens_by_source_total{.*source="(\w+)"} (\S+)$', text, re.M
+        )
+        found += re.findall(r"^vllm:(iteration_tokens_total_sum){.*} (\S+)$", text, re.M)
+        return {name: float(value) for name, value in found}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    directory = Path(os.environ.get("HETERO_GATEWAY_REAL_VLLM", "-"))
+    states = [directory / f"{name}.json" for name in servers.PAIR]
+    if not all(state.is_file() for state in states):
+        pytest.skip("scripts/real-vllm --pair runs these")
+    found = Pair(*(servers.load_server(state).base_url for state in states))
+    yield found
+    found.http.close()
+
+
+def body_for(path: str, *, stream: bool = False, **fields: Any) -> bytes:
+    limit = {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}.get(path, "max_tokens")
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]}
+    if path in (COMPLETIONS, RESPONSES):
+        prompt = {"prompt" if path == COMPLETIONS else "input": PROMPT}
+    body = {"model": "tiny", "temperature": 0, limit: OUTPUT_TOKENS, **prompt, "stream": stream}
+    if stream and path in (CHAT, COMPLETIONS):
+        body["stream_options"] = {"include_usage": True}
+    return json.dumps(body | fields).encode()
+
+
+def said(answer: bytes, *, stream: bool) -> object:
+    """What does not differ from one time to another: of a stream its text, usages and ends."""
+    if not stream:
+        text = re.sub(rb'"(created|created_at)":\d+', rb'"\1":0', answer)
+        return json.loads(re.sub(rb'"(chatcmpl|cmpl|resp|msg)[-_][^"]*"', b'"id"', text))
+    text, rest = "", []
+    for line in answer.decode().splitlines():
+        if not line.startswith("data: {"):
+            continue
+        event = json.loads(line[6:])
+        delta = event.get("delta")
+        text += (delta if isinstance(delta, str) else (delta or {}).get("text")) or ""
+        for choice in event.get("choices", []):
+            text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            rest.append(choice["finish_reason"])
+        parts = (event, event.get("response") or {}, event.get("message") or {})
+        rest += [part["usage"] for part in parts if "usage" in part]
+        rest.append((delta or {}).get("stop_reason") if isinstance(delta, dict) else None)
+    assert b'kv_transfer_params":{' not in answer
+    return text, [each for each in rest if each]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
+def test_two_engines_answer_as_one_and_compute_nothing_twice(
+    pair: Pair, path: str, stream: bool
+) -> None:
+    body = body_for(path, stream=stream)
+    expected = said(pair.whole(path, body), stream=stream)
+    before = pair.computed()
+    assert said(pair.split(path, body, stream=stream), stream=stream) == expected
+    grown = {name: value - before[name] for name, value in pair.computed().items()}
+    assert grown["external_kv_transfer"] > 128
+    assert grown["local_compute"] == grown["local_cache_hit"] == 0
+    assert grown["iteration_tokens_total_sum"] == OUTPUT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt_logprobs": 1}),
+        (CHAT, {"prompt_logprobs": 1}),
+        (COMPLETIONS, {"logprobs": 2, "temperature": 1, "seed": 7}),
+        (COMPLETIONS, {"logit_bias": {"1": 100}}),  # its first token is the end
+        (COMPLETIONS, {"kv_transfer_params": None, "min_tokens": 3, "ignore_eos": True}),
+        (COMPLETIONS, {"prompt": "hi there"}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_whatever_is_asked_for(pair: Pair, path: str, fields: dict[str, Any]) -> None:
+    body = body_for(path, **fields)
+    expected = said(pair.whole(path, body), stream=False)
+    assert said(pair.split(path, body, stream=False), stream=False) == expected
+
+
+def test_what_is_short_of_a_block_is_not_handed_over(pair: Pair) -> None:
+    body, request_id = body_for(COMPLETIONS), f"short-{next(_IDS)}"
+    answer = pair.prefilled(COMPLETIONS, body, request_id)
+    parameters = json.loads(answer.parameters)
+    parameters["remote_block_ids"] = [parameters["remote_block_ids"][0][:-1]]
+    fewer = answer._replace(parameters=json.dumps(parameters).encode())
+    with pytest.raises(NoHandover, match="1 blocks of 128"):
+        NIXL.for_decode(TRANSFER, fewer)
+    # So that nothing stays pinned.
+    fetching = decode_body(body, NIXL.for_decode(TRANSFER, answer))
+    pair.post(pair.decode, COMPLETIONS, fetching, request_id)
