@@ -8,6 +8,7 @@ from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.server import EmulatedServer, listen
 from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs, TraceOutputs
+from hetero_gateway.lab.emulator.transfer_settings import KVTransferSettings, read_config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +53,22 @@ def settings_of(args: argparse.Namespace) -> EmulatorSettings:
         prompt_tokens_details=args.enable_prompt_tokens_details,
         lora_modules=tuple(name.partition("=")[0] for name in args.lora_modules),
         store_responses=args.store_responses,
+        kv_transfer=_kv_transfer(args),
+        dtype=args.dtype,
+        attention_backend=args.attention_backend,
+    )
+
+
+def _kv_transfer(args: argparse.Namespace) -> KVTransferSettings | None:
+    if args.kv_transfer_config is None:
+        return None
+    return KVTransferSettings(
+        read_config(args.kv_transfer_config),
+        args.kv_host or args.host,
+        args.kv_port,
+        args.kv_gbit_per_s,
+        args.kv_start_s,
+        args.kv_bytes_per_token,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from hetero_gateway.engines.vllm import paths
+from hetero_gateway.engines.vllm.kv_transfer import SPLIT_PATHS
 from hetero_gateway.lab.emulator import bodies
 from hetero_gateway.lab.emulator.bodies import Ask
 from hetero_gateway.lab.emulator.errors import (
@@ -26,6 +27,7 @@ from hetero_gateway.lab.emulator.errors import (
     refused,
     validate,
 )
+from hetero_gateway.lab.emulator.kv_transfer import KVTransfer
 from hetero_gateway.lab.emulator.loop import EngineLoop
 from hetero_gateway.lab.emulator.openai import ChatReply, CompletionReply
 from hetero_gateway.lab.emulator.other_apis import MessagesReply, ResponsesReply, ResponseStore
@@ -45,6 +47,7 @@ from hetero_gateway.lab.emulator.text import (
     answer_tokens,
     block_keys,
     chat_tokens,
+    common_block_keys,
     token_text,
     tokenize,
 )
@@ -65,14 +68,21 @@ class EmulatedVLLM:
         self.settings = settings
         self.loop = EngineLoop(settings)
         self._store = ResponseStore(keeps=settings.store_responses)
+        self.transfer: KVTransfer | None = None
+        self._block_keys = block_keys
+        if settings.kv_transfer is not None:
+            self.transfer = KVTransfer(settings, settings.kv_transfer, self.loop, VERSION, self.die)
+            self._block_keys = common_block_keys
+        self.is_dead = False
+        self.on_death: Callable[[], None] = lambda: None
         self._random = Random(settings.seed)
         self._started = int(time.time())
         self._tasks: asyncio.TaskGroup | None = None
         # Adapters by name: the path that each was loaded from.
         self._adapters = {name: name for name in settings.lora_modules}
         self._pages: dict[str, Callable[[], Json]] = {
-            paths.HEALTH: lambda: None,
-            paths.PING: lambda: None,
+            paths.HEALTH: self._health,
+            paths.PING: self._health,
             paths.VERSION: lambda: {"version": VERSION},
             paths.LOAD: lambda: {"server_load": 0},  # as without its tracking flag
             paths.METRICS: self.loop.metrics.render,
@@ -111,9 +121,13 @@ class EmulatedVLLM:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             stepping = tasks.create_task(self.loop.run())
+            if self.transfer is not None:
+                await self.transfer.open(tasks.create_task)
             await send({"type": "lifespan.startup.complete"})
             await receive()
             stepping.cancel()
+            if self.transfer is not None:
+                self.transfer.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     # -- one request
@@ -167,21 +181,45 @@ class EmulatedVLLM:
         given = _header(scope, b"x-request-id")
         suffix = given.decode("latin-1") if given else f"{self._random.getrandbits(64):016x}"
         head = ReplyHead(suffix, self._model(body), int(time.time()), arrived_s)
-        reply = self._replies[scope["path"]](body, head)
-        self._fill(reply, raw)
-        limit = self.settings.max_num_queued_reqs
-        if limit is not None and self.loop.engine.num_waiting >= limit:
-            self.loop.metrics.rejections += 1
-            raise refused("busy")
+        parameters = None
+        if self.transfer is not None and scope["path"] in SPLIT_PATHS:
+            parameters = body.get("kv_transfer_params")
+        try:
+            reply = self._accepted(scope["path"], body, head, raw)
+        except RefusedRequest:
+            if parameters is not None and self.transfer is not None:
+                self.transfer.refuse(parameters)
+            raise
         assert self._tasks is not None, "the server must run the lifespan"
         reply.open(send, self._tasks.create_task)
-        self.loop.submit(reply)
+        if parameters is not None and self.transfer is not None:
+            self.transfer.submit(reply, parameters)
+        else:
+            self.loop.submit(reply)
         try:
             # ASGI: a disconnect message comes when the client is gone, or the response complete.
             while (await receive())["type"] != "http.disconnect":
                 pass
         finally:
             self.loop.cancel(reply)
+
+    def _accepted(self, path: str, body: Json, head: ReplyHead, raw: bytes) -> EmulatedReply:
+        """What answers it. Raises RefusedRequest."""
+        if self.is_dead:
+            raise refused("dead")
+        reply = self._replies[path](body, head)
+        self._fill(reply, _content(raw, body))
+        limit = self.settings.max_num_queued_reqs
+        if limit is not None and self.loop.engine.num_waiting >= limit:
+            self.loop.metrics.rejections += 1
+            raise refused("busy")
+        return reply
+
+    def die(self) -> None:
+        """End as a real engine does of what it did not expect, with all that it was at."""
+        self.is_dead = True
+        self.loop.fail_all()
+        self.on_death()
 
     def _fill(self, reply: EmulatedReply, raw: bytes) -> None:
         """Give a reply its sequences: n for each prompt. Raises RefusedRequest: one is too long."""
@@ -197,7 +235,7 @@ class EmulatedVLLM:
                 keys = []
                 if settings.prefix_caching:
                     tokens = prompt + answer_tokens(answer.pieces)
-                    keys = block_keys(tokens, (adapter, ask.cache_salt))
+                    keys = self._block_keys(tokens, (adapter, ask.cache_salt))
                 reply.add(len(prompt) // BYTES_PER_TOKEN, answer, keys)
 
     def _limit(self, ask: Ask, prompt_tokens: int) -> int:
@@ -226,6 +264,11 @@ class EmulatedVLLM:
         if asked not in names:
             raise refused("no_model", name=asked, names=", ".join(names))
         return asked
+
+    def _health(self) -> Json:
+        if self.is_dead:
+            raise RefusedRequest(503, {})
+        return None
 
     def _names(self) -> tuple[str, ...]:
         """Every name that is served; the base model's first."""
@@ -298,6 +341,14 @@ class EmulatedVLLM:
         factor = validate(bodies.SlowdownBody, body).factor
         self.loop.engine.slowdown = factor
         return {"factor": factor}
+
+
+def _content(raw: bytes, body: Json) -> bytes:
+    """The body but for what says where its prompt was computed: that changes no answer."""
+    if "kv_transfer_params" not in body:
+        return raw
+    before, mark, _ = raw.rpartition(b',"kv_transfer_params":')
+    return before + b"}" if mark else raw
 
 
 async def _read(receive: Receive) -> bytes:

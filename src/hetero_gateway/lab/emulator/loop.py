@@ -8,6 +8,7 @@ machine can be distinguished from a good one.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from hetero_gateway.errors import ConfigError
@@ -53,12 +54,25 @@ class EngineLoop:
         self._work = asyncio.Event()
         self._submitted_s = 0.0
         self._open: set[EmulatedReply] = set()
+        self.on_step: Callable[[], None] = lambda: None  # after each
 
     def submit(self, reply: EmulatedReply) -> None:
         """Queue every sequence of a reply whose response is open."""
+        self.open(reply)
+        self.enqueue(reply)
+
+    def open(self, reply: EmulatedReply) -> None:
+        """A reply is under way, whether its sequences are queued yet or not."""
         self._open.add(reply)
+
+    def enqueue(self, reply: EmulatedReply) -> None:
+        """Queue every sequence of an open reply."""
         for choice in reply.choices:
             self.engine.submit(choice)
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to do."""
         if not self._work.is_set():
             self._submitted_s = time.perf_counter()
             self._work.set()
@@ -68,6 +82,21 @@ class EngineLoop:
         self._open.discard(reply)
         for choice in reply.choices:
             self.engine.abort(choice)
+        reply.left()
+
+    def fail(self, reply: EmulatedReply) -> None:
+        """End a reply as an engine does that cannot go on with it."""
+        self._open.discard(reply)
+        for choice in reply.choices:
+            self.engine.abort(choice)
+        self.metrics.failed(reply)
+        reply.fail()
+
+    def fail_all(self) -> None:
+        """The engine has died, and what it was at with it."""
+        for reply in list(self._open):
+            if reply.unfinished:
+                self.fail(reply)
 
     def abort_all(self) -> None:
         """End every open response now."""
@@ -110,8 +139,11 @@ class EngineLoop:
                 reply.on_token(choice)
         for choice in result.finished:
             metrics.finished(choice, now_s)
+            if choice.reply.on_end is not None:
+                choice.reply.on_end(choice)
             if not choice.reply.streamed:
                 choice.reply.on_finished()
+        self.on_step()
 
 
 async def _sleep_until(when_s: float) -> None:

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.engines.vllm import ABORT
 from hetero_gateway.engines.vllm import metrics as series
-from hetero_gateway.lab.emulator.reply import ReplyChoice
+from hetero_gateway.lab.emulator.reply import EmulatedReply, ReplyChoice
 from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, EmulatorSettings
 from hetero_gateway.sim.engine import Engine
 
@@ -67,6 +67,8 @@ class EmulatedMetrics(Collector):
         self._finished = {"stop": 0, "length": 0, ABORT: 0, "error": 0}
         self._started_s = time.time()
         self.rejections = 0
+        # Requests that wait for a transfer of KV cache, and tokens that were cached by one.
+        self.fetching = self.found_tokens = 0
         self.lost_s = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -81,12 +83,25 @@ class EmulatedMetrics(Collector):
         if choice.output_tokens > 1:
             self._per_token_s.observe((now_s - choice.first_token_s) / (choice.output_tokens - 1))
 
+    def failed(self, reply: EmulatedReply) -> None:
+        """A reply ended in an error of the engine's."""
+        self._finished["error"] += reply.unfinished
+
+    def add(self, collector: Collector) -> None:
+        """Further series."""
+        self._registry.register(collector)
+
     def render(self) -> bytes:
         """The exposition, in Prometheus' text format."""
         return generate_latest(self._registry)
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of every series of the engine's."""
+        return {"engine": "0", "model_name": self._settings.model_names[0]}
+
     def collect(self) -> Iterator[Metric]:
-        labels = {"engine": "0", "model_name": self._settings.model_names[0]}
+        labels = self.labels
         values = self._values(labels)
         for row in _SERIES:
             value = values[row["name"]]
@@ -114,7 +129,7 @@ class EmulatedMetrics(Collector):
         rejected = {"model_name": labels["model_name"], "reason": "max_num_queued_reqs"}
         return {
             series.RUNNING: engine.num_running,
-            series.WAITING: engine.num_waiting,
+            series.WAITING: engine.num_waiting + self.fetching,
             series.KV_USAGE: engine.kv_usage,
             series.CACHE_CONFIG: [(cache, 1.0)],
             series.PROCESS_START: [({}, self._started_s)],
@@ -124,7 +139,7 @@ class EmulatedMetrics(Collector):
             "vllm:prompt_tokens_cached": engine.prefix_hits_total,
             # An engine without a prefix cache counts 0.
             series.PREFIX_CACHE_QUERIES: engine.prefix_queries_total,
-            series.PREFIX_CACHE_HITS: engine.prefix_hits_total,
+            series.PREFIX_CACHE_HITS: engine.prefix_hits_total - self.found_tokens,
             "vllm:request_success": [
                 ({**labels, "finished_reason": reason}, count)
                 for reason, count in self._finished.items()

@@ -16,6 +16,7 @@ from hetero_gateway.lab.emulator.text import Json, unescape, words
 
 _FINGERPRINT = b',"system_fingerprint":"%b"' % FINGERPRINT.encode()
 _TRANSFERS = b',"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}'
+_HANDED_OVER = b'"kv_transfer_params":'
 quoted = msgspec.json.encode  # a JSON string, or null
 
 
@@ -127,8 +128,14 @@ class _OpenAIReply(EmulatedReply):
             _FINGERPRINT,
             self._usage(self.completion_tokens),
             details,
-            self.body_end,
+            self._body_end(),
         )
+
+    def _body_end(self) -> bytes:
+        if not self.handed_over:
+            return self.body_end
+        told = _HANDED_OVER + self.handed_over
+        return self.body_end.replace(_HANDED_OVER + b"null", told)
 
 
 def _end(choice: ReplyChoice) -> bytes:

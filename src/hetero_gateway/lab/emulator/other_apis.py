@@ -16,6 +16,13 @@ def _event(data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), msgspec.json.encode(data))
 
 
+def _with_handed_over(document: dict[str, Any], handed_over: bytes) -> bytes:
+    """A document with the ``kv_transfer_params`` that it has, if any."""
+    if handed_over:
+        document = document | {"kv_transfer_params": msgspec.Raw(handed_over)}
+    return msgspec.json.encode(document)
+
+
 class ResponsesReply(EmulatedReply):
     """/v1/responses: one message of text, in OpenAI's numbered events when streamed."""
 
@@ -114,7 +121,7 @@ class ResponsesReply(EmulatedReply):
         )
 
     def body(self) -> bytes:
-        return msgspec.json.encode(self.response(complete=True))
+        return _with_handed_over(self.response(complete=True), self.handed_over)
 
 
 class ResponseStore:
@@ -208,4 +215,5 @@ class MessagesReply(EmulatedReply):
 
     def body(self) -> bytes:
         content = [{"type": "text", "text": unescape(self.choices[0].text)}]
-        return msgspec.json.encode(self._message(content, **self._stop, usage=self._usage))
+        message = self._message(content, **self._stop, usage=self._usage)
+        return _with_handed_over(message, self.handed_over)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hetero_gateway.engines.vllm import ABORT
+from hetero_gateway.engines.vllm import ABORT, DONE
 from hetero_gateway.lab.emulator.bodies import Ask
-from hetero_gateway.lab.emulator.settings import OutputLengths
+from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS, OutputLengths
 from hetero_gateway.lab.emulator.text import BYTES_PER_TOKEN, escape, words
 from hetero_gateway.sim.engine import Sequence
 
@@ -62,6 +62,11 @@ class ReplyChoice(Sequence):
         self.first_token_s = 0.0  # wall clock
         self.head = b""  # of every chunk but the last, made once
         self.tail = b""
+
+    @property
+    def prompt_keys(self) -> list[int]:
+        """Of the prompt's full blocks."""
+        return self._keys[: self.prompt_tokens // BLOCK_TOKENS]
 
     @property
     def text(self) -> bytes:
@@ -137,6 +142,12 @@ class EmulatedReply:
 
     id_prefix = ""
     outlet: Outlet
+    # With transfers of KV caches: what happens at a choice's end, and where the client leaves; the
+    # answer's kv_transfer_params; and what the instance that computed the prompt had cached of it.
+    on_end: Callable[[ReplyChoice], None] | None = None
+    on_leave: Callable[[], None] | None = None
+    handed_over = b""
+    remote_cached_tokens: int | None = None
 
     def __init__(self, ask: Ask, head: ReplyHead) -> None:
         self.ask = ask
@@ -162,6 +173,8 @@ class EmulatedReply:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were cached, over every prompt, as its first sequence found them."""
+        if self.remote_cached_tokens is not None:
+            return self.remote_cached_tokens
         return sum(choice.cached_tokens for choice in self.choices[:: self.ask.n])
 
     @property
@@ -218,6 +231,27 @@ class EmulatedReply:
         else:
             self.unfinished = 1
             self.on_finished()
+
+    def fail(self) -> None:
+        """End in an error of the engine's: a stream under status 200, with an event for it."""
+        self.unfinished = 0
+        body = msgspec.json.encode(DOCUMENTS["failure"])
+        if self.streamed:
+            self.outlet.write(b"data: %b\n\n%b" % (body, DONE), more=False)
+        else:
+            self.outlet.start(500, JSON, len(body))
+            self.outlet.write(body, more=False)
+
+    def left(self) -> None:
+        """Nobody waits for it any more, or it has ended."""
+        if self.unfinished and self.on_leave is not None:
+            self.on_leave()
+
+    def garble(self) -> None:
+        """Answer something else, as an engine whose KV cache is another prompt's."""
+        for choice in self.choices:
+            other = words(hash(choice.text) & 0xFFFF | 1, len(choice.pieces))
+            choice.pieces = other if other != choice.pieces else other[::-1]
 
     # -- shapes
 

@@ -47,6 +47,11 @@ class EmulatedServer(uvicorn.Server):
         self._listener = listener
         self._on_ready = on_ready
         self._shutdown_timeout_s = shutdown_timeout_s
+        emulated.on_death = self._end
+
+    def _end(self) -> None:
+        """A vLLM whose engine has died ends."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -9,6 +9,7 @@ from typing import Self
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.lab.emulator.transfer_settings import KVTransferSettings
 from hetero_gateway.sim.engine import Scheduling
 
 BLOCK_TOKENS = 16
@@ -99,6 +100,8 @@ class EmulatorSettings:
         max_num_batched_tokens: None means vLLM's default, raised to max_num_seqs.
         num_gpu_blocks: a KV cache of this many blocks of 16 tokens instead of the profile's.
         lora_modules: further names, each an adapter that shares no cached prefix with others.
+        kv_transfer: how it hands KV caches over; None: it does not.
+        dtype, attention_backend: what others compare, before one takes the other's KV cache.
 
     Raises:
         ConfigError: naming the option that cannot be.
@@ -121,6 +124,9 @@ class EmulatorSettings:
     prompt_tokens_details: bool = False
     lora_modules: tuple[str, ...] = ()
     store_responses: bool = False
+    kv_transfer: KVTransferSettings | None = None
+    dtype: str = "auto"
+    attention_backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("time_scale", "slowdown"):
@@ -133,6 +139,8 @@ class EmulatorSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1, not {value}")
+        if self.kv_transfer is not None and not self.prefix_caching:
+            raise ConfigError("--kv-transfer-config: is emulated with a prefix cache only")
         capacity_tokens = self.capacity_tokens
         if capacity_tokens < 2:
             raise ConfigError(f"{self.profile.name}: the KV cache holds no block of 16 tokens")
