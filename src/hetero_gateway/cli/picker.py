@@ -10,6 +10,7 @@ from hetero_gateway.cli.log_lines import start_logging
 from hetero_gateway.cli.made_key import MadeKey
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
+from hetero_gateway.files.kv_transfer_config import transfer_warnings
 from hetero_gateway.http.clients import raise_descriptor_limit
 from hetero_gateway.serve.garbage import freeze_what_start_made
 
@@ -25,6 +26,9 @@ def run(args: argparse.Namespace) -> int:
     ):
         if getattr(config.scheduler, name):
             raise ConfigError(f"{args.config}: scheduler.{name}: the picker cannot {what}")
+    transfers = [(each.id, each.kv_transfer) for each in config.instances]
+    for warning in transfer_warnings(transfers, picks=True):
+        print(f"hetero-gateway: {args.config}: warning: {warning}", file=sys.stderr)
     start_logging(args.log_level, as_json=config.log.format == "json")
     try:
         from hetero_gateway.serve import picker as server

@@ -8,6 +8,7 @@ from typing import Any
 
 from hetero_gateway.files.gateway_config import has_gateway_keys, load_gateway_config
 from hetero_gateway.files.instance_config import instance_profile
+from hetero_gateway.files.kv_transfer_config import hand_over_to, transfer_warnings
 from hetero_gateway.files.setup_warnings import Seen, setup_warnings
 from hetero_gateway.files.yaml_file import read_yaml
 
@@ -26,13 +27,16 @@ def run(args: argparse.Namespace) -> int:
     config = load_gateway_config(args.config)
     rows: list[dict[str, Any]] = []
     seen: list[Seen] = []
+    transfers = [(each.id, each.kv_transfer) for each in config.instances]
     for each in config.instances:
         profile = instance_profile(each, args.config.parent)
         made_for = None if profile is None else profile.model
         seen.append(Seen(each.id, each.base_url, each.models, profile_model=made_for))
         told = {"id": each.id, "base_url": each.base_url, "models": sorted(each.models)}
+        told["hands_over_to"] = hand_over_to(each.id, transfers)
         rows.append(told | {"profile": profile.name if profile else None})
     warnings = setup_warnings(seen) if seen or not config.discovery else []
+    warnings += transfer_warnings(transfers, picks="picker" in data)
     if not args.json:
         ids: list[str | None] = [each.id for each in config.instances]
         for warning in warnings:
@@ -48,10 +52,15 @@ def run(args: argparse.Namespace) -> int:
         [
             f"{row['id']}: {row['base_url']}, "
             f"models: {', '.join(row['models']) or 'asked of the instance'}, "
-            f"profile: {row['profile'] or 'none'}"
+            f"profile: {row['profile'] or 'none'}{_told_of_transfers(row)}"
             for row in rows
         ],
     )
+
+
+def _told_of_transfers(row: Mapping[str, Any]) -> str:
+    others = row["hands_over_to"]
+    return f", hands KV caches over to: {', '.join(others)}" if others else ""
 
 
 def _validate_cluster(args: argparse.Namespace) -> int:

@@ -151,6 +151,18 @@ class GatewayConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _check_transfers(self) -> Self:
+        fields = {"kv_transfer_params", "vllm_xargs"}
+        for name in fields.intersection(self.server.allow_engine_fields):
+            if any(each.kv_transfer is not None for each in self.instances):
+                why = (
+                    f"{name} is either the client's or, by instances' kv_transfer, the gateway's: "
+                    "a client's may read other clients' caches and end an engine"
+                )
+                raise Misfits([(("server", "allow_engine_fields"), why)])
+        return self
+
+    @model_validator(mode="after")
     def _check_ids(self) -> Self:
         found: list[tuple[Key, str]] = []
         seen: set[str] = set()

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.model_names import ModelName, ServedNames
 from hetero_gateway.files.profile_file import load_profile
@@ -60,6 +61,8 @@ class InstanceConfig(StrictModel):
     """Certificate chain (PEM) that the gateway shows to this instance."""
     key_file: Path | None = None
     """The certificate's private key (PEM)."""
+    kv_transfer: InstanceTransferConfig | None = None
+    """How it hands KV caches over; none: it does not."""
 
     _certified = model_validator(mode="after")(check_certificate)
 

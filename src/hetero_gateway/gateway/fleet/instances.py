@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 # of them has named, no other takes away.
 FILE, ADMIN = "file", "admin"
 # What can differ of an instance's configuration while it serves.
-ADJUSTABLE = ("model", "profile", "weight")
+ADJUSTABLE = ("model", "profile", "weight", "kv_transfer")
 
 
 # A model that an engine has not is not asked of it for so long, unless it lists it; and one that it
