@@ -18,9 +18,11 @@ from real_vllm import servers
 
 from hetero_gateway.engines.vllm.kv_transfer import (
     CONNECTORS,
+    Beginning,
     NoHandover,
     PrefillAnswer,
     Transfer,
+    beginning_of,
     decode_body,
     mended_body,
     mended_events,
@@ -178,3 +180,30 @@ def test_what_is_short_of_a_block_is_not_handed_over(pair: Pair) -> None:
     # So that nothing stays pinned.
     fetching = decode_body(body, NIXL.for_decode(TRANSFER, answer))
     pair.post(pair.decode, COMPLETIONS, fetching, request_id)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
+def test_a_prefill_instance_that_has_gone_fails_the_stream_before_it_tells_anything(
+    pair: Pair, path: str
+) -> None:
+    body, request_id = body_for(path, stream=True), f"gone-{next(_IDS)}"
+    given = NIXL.for_decode(TRANSFER, pair.prefilled(path, body, request_id))
+    gone = json.dumps(json.loads(given) | {"remote_port": 1, "remote_engine_id": "gone"}).encode()
+    for parameters, expected in ((gone, Beginning.FAILED), (given, Beginning.BEGUN)):
+        pair.http.post(pair.decode + "/reset_prefix_cache").raise_for_status()
+        begun, broken = b"", False
+        asked = decode_body(body, parameters)
+        headers = {"content-type": "application/json"}
+        with pair.http.stream("POST", pair.decode + path, content=asked, headers=headers) as answer:
+            assert answer.status_code == 200
+            try:
+                for part in answer.iter_raw():
+                    begun += part
+                    if beginning_of(path, begun) is not Beginning.OPENING:
+                        break
+            except httpx.RemoteProtocolError:
+                broken = True
+        if broken:
+            assert (path, beginning_of(path, begun)) == (RESPONSES, Beginning.OPENING)
+        else:
+            assert beginning_of(path, begun) is expected

@@ -1,6 +1,7 @@
 """A request in two: bodies byte for byte, hand-overs whole or none, answers as of one instance."""
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 from hetero_gateway.engines.vllm import kv_transfer
 from hetero_gateway.engines.vllm.kv_transfer import (
     CONNECTORS,
+    Beginning,
     Mending,
     NoHandover,
     PrefillAnswer,
     Transfer,
+    beginning_of,
     decode_body,
     may_be_fetched,
     mended_body,
@@ -22,6 +25,7 @@ from hetero_gateway.engines.vllm.kv_transfer import (
     read_answer,
     reason_against,
 )
+from tests.fuzz.mutation import mutated_bytes, mutated_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -215,6 +219,31 @@ def test_a_lease_leaves_time_for_the_decode_request() -> None:
     assert [may_be_fetched(age_s, lease_s=4) for age_s in (1.9, 2.0)] == [True, False]
 
 
+def test_whatever_an_instance_answers_is_whole_or_nothing() -> None:
+    rng = random.Random(29)
+    whole = json.loads(answer())
+    taken = 0
+    for _ in range(1000):
+        path = rng.choice((CHAT, COMPLETIONS, MESSAGES, RESPONSES))
+        said = mutated_json(rng, whole)
+        if rng.random() < 0.3:
+            said = mutated_bytes(rng, said)
+        beginning_of(path, b"data: " + said + b"\n\n")
+        try:
+            read = read_answer(path, said)
+            mended_body(path, said, mending_of(read))
+            mended_events(path, b"data: " + said + b"\n\n", mending_of(read))
+            given = json.loads(NIXL.for_decode(OF_128, read))
+        except NoHandover:
+            continue
+        taken += 1
+        (ids,) = given["remote_block_ids"]
+        assert len(ids) >= 7
+        assert 0 < given["remote_port"] < 65536
+        assert all(given[f"remote_{name}"] for name in ("host", "engine_id", "request_id"))
+    assert taken > 20
+
+
 # -- other connectors
 
 
@@ -321,6 +350,52 @@ def test_prompt_logprobs_are_the_prefill_instances() -> None:
 def test_what_is_no_document_stays(text: bytes) -> None:
     assert mended_body(CHAT, text, Mending((("cached_tokens", 1),))) == text
     assert mended_events(CHAT, text, Mending((("cached_tokens", 1),))) == text
+
+
+# -- how its stream begins, as vLLM 0.32 streams it
+
+ERROR = b'data: {"error": {"message": "Internal server error", "param": null, "code": 500}}\n\n'
+ROLE = (
+    b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},'
+    b'"logprobs":null,"finish_reason":null}],"prompt_token_ids":null}\n\n'
+)
+TEXT = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":" a"},"finish_reason":null}]}\n\n'
+EOS = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}\n\n'
+CALL = b'data: {"id":"c","choices":[{"delta":{"role":"assistant","tool_calls":[{"index":0}]}}]}\n\n'
+START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"m"}}\n\n'
+BLOCK = b'event: content_block_start\ndata: {"type":"content_block_start","index":0}\n\n'
+BROKEN = b'event: error\ndata: {"type":"error","error":{"type":"internal_error"}}\n\n'
+CREATED = (
+    b'event: response.created\ndata: {"response":{"error":null},"type":"response.created"}\n\n'
+)
+ITEM = b'event: response.output_item.added\ndata: {"type":"response.output_item.added"}\n\n'
+COMPLETION = b'data: {"id":"c","choices":[{"index":0,"text":"","finish_reason":null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "opening", "more", "found"),
+    [
+        (CHAT, ROLE, ERROR, Beginning.FAILED),
+        (CHAT, ROLE, TEXT, Beginning.BEGUN),
+        (CHAT, ROLE, EOS, Beginning.BEGUN),
+        (CHAT, ROLE, b"data: [DONE]\n\n", Beginning.FAILED),
+        (CHAT, b"", CALL, Beginning.BEGUN),
+        (COMPLETIONS, b": a comment\n\n", ERROR, Beginning.FAILED),
+        (COMPLETIONS, b"", COMPLETION, Beginning.BEGUN),
+        (COMPLETIONS, b"", b"data: 7\n\n", Beginning.BEGUN),
+        (MESSAGES, START, BROKEN, Beginning.FAILED),
+        (MESSAGES, START, BLOCK, Beginning.BEGUN),
+        (RESPONSES, CREATED, ITEM, Beginning.BEGUN),
+        (RESPONSES, CREATED, b'data: {"type":"response.failed"}\n\n', Beginning.FAILED),
+    ],
+)
+def test_the_first_events_of_a_decode_stream(
+    path: str, opening: bytes, more: bytes, found: Beginning
+) -> None:
+    for end in range(len(opening + more)):  # however it comes in
+        assert beginning_of(path, (opening + more)[:end]) is Beginning.OPENING
+    assert beginning_of(path, opening + more) is found
+    assert beginning_of(path, (opening + more + TEXT).replace(b"\n", b"\r\n")) is found
 
 
 def test_every_connector_by_its_name() -> None:

@@ -13,8 +13,10 @@ import pytest
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.engines.vllm.kv_transfer import (
     CONNECTORS,
+    Beginning,
     PrefillAnswer,
     Transfer,
+    beginning_of,
     decode_body,
     mended_body,
     mended_events,
@@ -214,6 +216,34 @@ async def test_a_prefill_instance_that_is_dead(policy: str, stream: bool) -> Non
         assert answer.content.endswith(b"data: [DONE]\n\n") == stream
         assert second.pinned_blocks == 0
         assert (await second.post(COMPLETIONS, body)).status_code == 200  # the engine lives
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
+async def test_a_stream_that_fails_has_told_nothing(path: str) -> None:
+    body = body_for(path, stream=True)
+    async with pair() as (first, second):
+        given = parameters_of(await first.prefill(path, body), remote_engine_id="gone")
+        for asked, expected in ((given, Beginning.FAILED), (b"{}", Beginning.BEGUN)):
+            begun = b""
+            try:
+                decoded = decode_body(body, asked)
+                headers = {"content-type": "application/json"}
+                async with second.http.stream(
+                    "POST", second.url + path, content=decoded, headers=headers
+                ) as answer:
+                    assert answer.status_code == 200
+                    async for part in answer.aiter_raw():
+                        begun += part
+            except httpx.RemoteProtocolError:
+                assert (path, asked) == (RESPONSES, given)
+                expected = Beginning.OPENING  # it breaks off
+            assert beginning_of(path, begun) is expected
+        assert second.pinned_blocks == 0
+        whole = await second.post(path, decode_body(body_for(path), given))
+        assert (whole.status_code, "Internal server error" in whole.text) == (500, True)
+        # The prefill instance has never heard of it: its blocks wait for the end of their lease.
+        await asyncio.sleep(30)
+        assert first.pinned_blocks == 0
 
 
 async def test_a_prefill_instance_that_dies_while_it_is_read() -> None:

@@ -193,6 +193,9 @@ class EmulatedVLLM:
         assert self._tasks is not None, "the server must run the lifespan"
         reply.open(send, self._tasks.create_task)
         if parameters is not None and self.transfer is not None:
+            task = asyncio.current_task()
+            assert task is not None
+            reply.on_break = task.cancel
             self.transfer.submit(reply, parameters)
         else:
             self.loop.submit(reply)
@@ -200,6 +203,10 @@ class EmulatedVLLM:
             # ASGI: a disconnect message comes when the client is gone, or the response complete.
             while (await receive())["type"] != "http.disconnect":
                 pass
+        except asyncio.CancelledError:
+            # ``on_break``: the connection is closed within the response, as by an exception.
+            if reply.unfinished:
+                raise
         finally:
             self.loop.cancel(reply)
 

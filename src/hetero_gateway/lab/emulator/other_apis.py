@@ -91,12 +91,22 @@ class ResponsesReply(EmulatedReply):
     def _output(self) -> list[dict[str, Any]]:
         return [self._item("completed", [self._part(self.text)])]
 
-    def opening(self) -> bytes:
+    def fail_stream(self) -> None:
+        """vLLM breaks it off, behind what it tells before there is anything to tell."""
+        if self._sequence_number < 0:
+            self.outlet.write(self._created())
+        self.on_break()
+
+    def _created(self) -> bytes:
         response = self.response(complete=False)
+        return self._numbered("created", response=response) + self._numbered(
+            "in_progress", response=response
+        )
+
+    def opening(self) -> bytes:
         item = self._item("in_progress", [])
         return (
-            self._numbered("created", response=response)
-            + self._numbered("in_progress", response=response)
+            self._created()
             + self._numbered("output_item.added", item=item, output_index=0)
             + self._numbered("content_part.added", **self._place, part=self._part("", []))
         )
@@ -171,6 +181,7 @@ class MessagesReply(EmulatedReply):
     """/v1/messages: Anthropic's API, one block of text; a stream ends without ``[DONE]``."""
 
     id_prefix = "chatcmpl-"
+    is_anthropic = True
 
     def __init__(self, body: Json, head: ReplyHead) -> None:
         super().__init__(messages_ask(body, head.model), head)
@@ -191,13 +202,22 @@ class MessagesReply(EmulatedReply):
         named = {"id": self.id, "content": content, "model": self.model}
         return {**DOCUMENTS["message"], **named, **rest}
 
-    def opening(self) -> bytes:
+    def fail_stream(self) -> None:
+        """vLLM stumbles over its own error here, and says so."""
+        error = {"type": "internal_error", "message": "2 validation errors"}
+        begun = b"" if self._opened else self._begun()
+        told = _event({"type": "error", "error": error})
+        self.outlet.write(begun + told, more=False)
+
+    def _begun(self) -> bytes:
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         message = self._message([], stop_reason=None, stop_sequence=None, usage=usage)
+        return _event({"type": "message_start", "message": message})
+
+    def opening(self) -> bytes:
         block = {"type": "text", "text": ""}
-        return _event({"type": "message_start", "message": message}) + _event(
-            {"type": "content_block_start", "content_block": block, "index": 0}
-        )
+        opened = {"type": "content_block_start", "content_block": block, "index": 0}
+        return self._begun() + _event(opened)
 
     def text_delta(self, piece: bytes) -> bytes:
         return (

@@ -141,11 +141,14 @@ class EmulatedReply:
     """What every endpoint's reply shares."""
 
     id_prefix = ""
+    is_anthropic = False
     outlet: Outlet
-    # With transfers of KV caches: what happens at a choice's end, and where the client leaves; the
-    # answer's kv_transfer_params; and what the instance that computed the prompt had cached of it.
+    # With transfers of KV caches: what happens at a choice's end, where the client leaves, and to
+    # break the connection; the answer's kv_transfer_params; and what the instance that computed the
+    # prompt had cached of it.
     on_end: Callable[[ReplyChoice], None] | None = None
     on_leave: Callable[[], None] | None = None
+    on_break: Callable[[], object] = staticmethod(lambda: None)
     handed_over = b""
     remote_cached_tokens: int | None = None
 
@@ -233,14 +236,24 @@ class EmulatedReply:
             self.on_finished()
 
     def fail(self) -> None:
-        """End in an error of the engine's: a stream under status 200, with an event for it."""
+        """End in an error of the engine's, which a stream tells under status 200."""
         self.unfinished = 0
-        body = msgspec.json.encode(DOCUMENTS["failure"])
         if self.streamed:
-            self.outlet.write(b"data: %b\n\n%b" % (body, DONE), more=False)
-        else:
-            self.outlet.start(500, JSON, len(body))
-            self.outlet.write(body, more=False)
+            self.fail_stream()
+            return
+        document = DOCUMENTS["failure"]
+        if self.is_anthropic:
+            error = document["error"]
+            told = {"type": error["type"], "message": error["message"]}
+            document = {"type": "error", "error": told}
+        body = msgspec.json.encode(document)
+        self.outlet.start(500, JSON, len(body))
+        self.outlet.write(body, more=False)
+
+    def fail_stream(self) -> None:
+        """Tell it as chats and completions do: behind what precedes the first token."""
+        body = msgspec.json.encode(DOCUMENTS["failure"])
+        self.outlet.write(self._opening() + b"data: %b\n\n%b" % (body, DONE), more=False)
 
     def left(self) -> None:
         """Nobody waits for it any more, or it has ended."""

@@ -9,7 +9,9 @@ Two requests are made of one, by its path and its body:
    the request goes whole, to any instance. The decode instance has to have it while the blocks
    are pinned: ``may_be_fetched``.
 4. ``decode_body`` goes to the decode instance, whose answer is the client's.
-5. ``mending_of`` says what of that answer would be other without the detour, and ``mended_body``
+5. ``beginning_of`` says of its stream's first events whether they tell anything yet: until they
+   do, the request can still go elsewhere.
+6. ``mending_of`` says what of that answer would be other without the detour, and ``mended_body``
    and ``mended_events`` put it right.
 
 With ``Connector.at_once`` (Mooncake) both requests go at the same time, so 3 needs no answer. Both
@@ -24,6 +26,8 @@ from hetero_gateway.engines.vllm.kv_transfer.answers import mended_body as mende
 from hetero_gateway.engines.vllm.kv_transfer.answers import mended_events as mended_events
 from hetero_gateway.engines.vllm.kv_transfer.answers import mending_of as mending_of
 from hetero_gateway.engines.vllm.kv_transfer.answers import read_answer as read_answer
+from hetero_gateway.engines.vllm.kv_transfer.beginnings import Beginning as Beginning
+from hetero_gateway.engines.vllm.kv_transfer.beginnings import beginning_of as beginning_of
 from hetero_gateway.engines.vllm.kv_transfer.bodies import SPLIT_PATHS as SPLIT_PATHS
 from hetero_gateway.engines.vllm.kv_transfer.bodies import decode_body as decode_body
 from hetero_gateway.engines.vllm.kv_transfer.bodies import prefill_body as prefill_body

@@ -23,8 +23,8 @@ from hetero_gateway.engines.vllm.paths import (
     RESPONSES,
 )
 
-# One with the log probabilities of a long prompt; without, it has some kilobytes.
-_MOST_ANSWER_BYTES = 64 << 20
+# One with the log probabilities of a long prompt, read in 20 ms; without, it has some kilobytes.
+_MOST_ANSWER_BYTES = 8 << 20
 _NULL = msgspec.Raw(b"null")
 _ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]

@@ -14,6 +14,7 @@ it ends, with all its streams. So one that is not whole is never handed over.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -202,6 +203,10 @@ def _given(answer: PrefillAnswer | None) -> bytes:
         raise NoHandover("it has no kv_transfer_params", ended=answer.ended)
     if len(given) > _MOST_PARAMETERS_BYTES:
         raise NoHandover(f"its kv_transfer_params have {len(given)} bytes")
+    try:
+        json.loads(given)  # with which the decode instance reads it, all of it
+    except (ValueError, RecursionError):
+        raise NoHandover("its kv_transfer_params are no JSON to an engine") from None
     return given
 
 
