@@ -73,7 +73,10 @@ def test_mooncakes_bootstrap_server(tmp_path: Path) -> None:
 def test_the_parameters_are_the_gateways_where_it_hands_over(tmp_path: Path, field: str) -> None:
     data = {"server": {"allow_engine_fields": [field]}, "instances": rows(a=NIXL, b=NIXL)}
     assert f"server.allow_engine_fields: {field} is either" in error_of(tmp_path, data)
-    load(tmp_path, data | {"instances": rows(a=None)})
+    source = {"name": "k", "kind": "dns", "host": "vllm", "kv_transfer": NIXL}
+    data |= {"instances": rows(a=None), "discovery": [source]}
+    assert "is either the client's or" in error_of(tmp_path, data)
+    load(tmp_path, data | {"discovery": []})
 
 
 def test_validate_says_who_can_and_who_cannot(

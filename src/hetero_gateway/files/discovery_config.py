@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig
 from hetero_gateway.files.model_names import ModelName, ServedNames
 from hetero_gateway.files.server_config import check_certificate
 from hetero_gateway.files.yaml_file import StrictModel
@@ -73,6 +74,8 @@ class SourceConfig(StrictModel):
     certificate_file: Path | None = None
     """As of an instance."""
     key_file: Path | None = None
+    """As of an instance."""
+    kv_transfer: InstanceTransferConfig | None = None
     """As of an instance."""
 
     @model_validator(mode="after")

@@ -152,9 +152,11 @@ class GatewayConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_transfers(self) -> Self:
+        transfers = [each.kv_transfer for each in self.instances]
+        transfers += [each.kv_transfer for each in self.discovery]
         fields = {"kv_transfer_params", "vllm_xargs"}
         for name in fields.intersection(self.server.allow_engine_fields):
-            if any(each.kv_transfer is not None for each in self.instances):
+            if any(transfers):
                 why = (
                     f"{name} is either the client's or, by instances' kv_transfer, the gateway's: "
                     "a client's may read other clients' caches and end an engine"

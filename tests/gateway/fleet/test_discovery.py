@@ -203,10 +203,13 @@ async def test_srv_records_name_ports_and_ipv6_has_addresses() -> None:
         server.records["one.vllm.test", "A"] = ["127.0.0.1"]
         server.records["two.vllm.test", "A"] = ["127.0.0.1"]
         server.records["two.vllm.test", "AAAA"] = ["2001:db8::1"]
-        source = names_of(server, host="_http._tcp.vllm.test", record="srv")
+        decodes = {"connector": "NixlConnector", "role": "decode"}
+        source = names_of(server, host="_http._tcp.vllm.test", record="srv", kv_transfer=decodes)
         async with running_gateway(config_of(source)) as running:
             await eventually(lambda: len(running.gateway.fleet.instances) == 3)
-            urls = {i.config.base_url for i in running.gateway.fleet.instances.values()}
+            found = [i.config for i in running.gateway.fleet.instances.values()]
+            assert all(one.kv_transfer and one.kv_transfer.role == "decode" for one in found)
+            urls = {one.base_url for one in found}
             local = {f"http://127.0.0.1:{port}" for port in ports}
             assert urls == local | {f"http://[2001:db8::1]:{ports[1]}"}
 

@@ -199,13 +199,15 @@ async def test_the_instances_are_brought_in_line_with_the_file(tmp_path: Path) -
         assert list(fleet.instances) == ["i0", "i2"]
         assert 'backend="i1"' not in await rig.running.metrics()
         assert (await post(rig)).status_code == 200
-        # One that only weighs more now goes on serving.
+        # One that only weighs more now goes on serving, and one whose KV cache others may have.
         instance, second = fleet.instances.values()
-        rig.write(instances=[first | {"weight": 3.0}, second.config.model_dump(mode="json")])
+        more_of_it = {"weight": 3.0, "kv_transfer": {"connector": "NixlConnector"}}
+        rig.write(instances=[first | more_of_it, second.config.model_dump(mode="json")])
         assert (await rig.client.post("/admin/reload")).json()["changed"] == ["i0"]
         assert list(fleet.instances.values()) == [instance, second]
         assert instance.up
         assert fleet.scheduler.members.specs[instance.id].weight == 3
+        assert instance.config.kv_transfer is not None
 
 
 @pytest.mark.slow

@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_ID = 63
 # What a source says of all of its instances.
-_OF_INSTANCES = ("model", "weight", "api_key_env", "ca_file", "certificate_file", "key_file")
+_OF_INSTANCES = (
+    *("model", "weight", "api_key_env", "ca_file", "certificate_file", "key_file"),
+    "kv_transfer",
+)
 # Of instances that may have changed, this many are looked at in a turn of the event loop.
 _LOOKED_AT = 128
 
