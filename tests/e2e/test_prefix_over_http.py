@@ -40,8 +40,14 @@ async def test_cached_share_ttft_and_latency_are_as_simulated(
         assert measured["quiet"]
         assert measured["cached_share"] == pytest.approx(simulated["cached_share"], abs=0.03)
         assert measured["latency_mean_s"] == pytest.approx(simulated["latency_mean_s"], rel=0.03)
-        # A placement that differs changes those after it: by chance, of so few up to 7 %.
+        # Some are placed elsewhere, which moves those after them: one router's mean of 200 requests
+        # differs by up to 7 % in either direction, that of all routers by less than 3.
         assert measured["ttft_mean_s"] == pytest.approx(simulated["ttft_mean_s"], rel=0.09)
+    measured_s, simulated_s = (
+        sum(row[side]["ttft_mean_s"] for row in routers.values())
+        for side in ("measured", "simulated")
+    )
+    assert measured_s == pytest.approx(simulated_s, rel=0.05)
     aware, blind = (routers[name]["measured"] for name in ("finish-time", benchmark.BLIND))
     assert aware["ttft_mean_s"] < blind["ttft_mean_s"]
     assert aware["cached_share"] > blind["cached_share"]
