@@ -1,13 +1,15 @@
 """The load that policies hold within limits on the first token and on each further one.
 
     python benchmarks/scheduling/limits.py -o cells.jsonl [--requests NAME=TRACE.csv ...]
-        [--set development|held-out] [--clusters a,b] [--tpot 0.1,0.05] [--seeds 3]
+        [--set development|held-out|lopsided] [--clusters a,b] [--tpot 0.1,0.05] [--seeds 3]
+    python benchmarks/scheduling/limits.py --at 0.9 --set lopsided [--mixes agents] ...
 
 For each cluster of ``losses.py`` (but the one of two models) and mix: the highest load, in
 hundredths of what the instances do together, at which 95 % of the requests have their first token
 within 1 s and their others within ``--tpot`` seconds each. ``finish-time+limits`` knows the limits
 (``scheduler.slo``); all others are only judged by them. Cells that are in the file already are not
-run again. Needs the extra ``fast``.
+run again. With ``--at``: the share of requests within the limits at that load, and the mean
+latency, of ``finish-time`` with and without knowing them. Needs the extra ``fast``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ import numpy as np
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.scheduling.losses import CLUSTERS, MIXES, OURS, Kind, instances_of, named_trace
+from benchmarks.scheduling.losses import (
+    CLUSTERS,
+    LOPSIDED_MIXES,
+    MIXES,
+    OURS,
+    Kind,
+    instances_of,
+    named_trace,
+)
 from benchmarks.scheduling.policies import trace_mix
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.sim.cluster import simulate
@@ -65,6 +75,25 @@ def loads_held(
     return [held(policy) for policy in POLICIES]
 
 
+def print_shares(
+    cluster: tuple[Kind, ...], lengths: Lengths, tpot_s: float, seeds: int, load: float, name: str
+) -> None:
+    """Within the limits at this load, by whether ``finish-time`` knows them."""
+    instances, slo = tuple(instances_of(cluster)), Slo(TTFT_S, tpot_s)
+    plain = Experiment(instances, lengths, _REQUESTS, slo)
+    moments = mix_moments(lengths)
+    rate = measure_bound(plain).rate_per_s(load, moments)
+    shown = ""
+    for heeds in (True, False):
+        experiment = Experiment(instances, lengths, _REQUESTS, slo, heeds_slo=heeds)
+        run = partial(simulate, compiled=True)
+        runs = [run_once(experiment, OURS, rate, s, moments, run) for s in range(seeds)]
+        share = float(np.mean([r.slo_share for r in runs]))
+        latency_s = float(np.mean([r.latency_s.mean for r in runs]))
+        shown += f"{share:9.3f} in {latency_s:7.3f} s"
+    print(f"{name:<26}{tpot_s:<8g}{shown}", flush=True)
+
+
 def print_table(cells: dict[Key, float], which: str) -> None:
     """Each setting, and the means over them of what knowing the limits gains."""
     settings = sorted({key[:4] for key in cells if key[0] == which})
@@ -95,18 +124,33 @@ def main() -> int:
     parser.add_argument("--requests", type=named_trace, action="append", metavar="NAME=TRACE.csv")
     parser.add_argument("--set", choices=CLUSTERS, default="development")
     parser.add_argument("--clusters", help="default: all of the set, but two-models")
+    parser.add_argument("--mixes", help="default: all there are")
     parser.add_argument("--tpot", default="0.1,0.05", help="limits in seconds")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("-o", type=Path, required=True, help="cells, as JSON lines; added to")
+    parser.add_argument("--at", type=float, help="shares at this load, in place of loads held")
+    parser.add_argument("-o", "--output", type=Path, help="cells, as JSON lines; added to")
     args = parser.parse_args()
-    mixes = {name: trace_mix(path) for name, path in args.requests or ()} or MIXES
+    mixes = {name: trace_mix(path) for name, path in args.requests or ()}
+    mixes = mixes or (LOPSIDED_MIXES if args.set == "lopsided" else MIXES)
+    if args.mixes:
+        mixes = {name: mixes[name] for name in args.mixes.split(",")}
+    if args.at:
+        print(f"{'':34}{'knowing the limits':>20}{'not':>20}")
+        for cluster in args.clusters.split(",") if args.clusters else CLUSTERS[args.set]:
+            for mix, lengths in mixes.items():
+                for tpot_s in map(float, args.tpot.split(",")):
+                    kinds, name = CLUSTERS[args.set][cluster], f"{cluster} {mix}"
+                    print_shares(kinds, lengths, tpot_s, args.seeds, args.at, name)
+        return 0
+    if args.output is None:
+        parser.error("cells go to a file: give -o")
     cells: dict[Key, float] = {}
-    if args.o.exists():
-        for line in args.o.read_text(encoding="utf-8").splitlines():
+    if args.output.exists():
+        for line in args.output.read_text(encoding="utf-8").splitlines():
             *key, load = json.loads(line)
             cells[tuple(key)] = load
     every = [name for name in CLUSTERS[args.set] if name != "two-models"]
-    with args.o.open("a", encoding="utf-8") as out:
+    with args.output.open("a", encoding="utf-8") as out:
         for cluster in args.clusters.split(",") if args.clusters else every:
             for mix, lengths in mixes.items():
                 for tpot_s in map(float, args.tpot.split(",")):

@@ -10,9 +10,10 @@ cells in the file. Queue disciplines are judged beside ``finish-time+fifo``: the
 ``once``, and ``finish-time+classes`` at ``1.15``; needs the extra ``fast``.
 
 Loads: ``0.7`` and ``0.9`` of the sum of the instances' own throughputs; ``once``: everything at
-once, twice as many as there are slots; ``few``: half as many as slots; ``closed``: so many clients
-that each send their next request when the last is answered: four for each slot, where an instance
-counts at most 32 slots; ``burst``: 0.7, in bursts (a coefficient of variation of 6).
+once, twice as many as there are slots, at most 3000; ``many``: 5000 of them; ``few``: half as many
+as slots; ``closed``: so many clients that each send their next request when the last is answered:
+four for each slot, where an instance counts at most 32 slots; ``burst``: 0.7, in bursts (a
+coefficient of variation of 6).
 
 The clusters of the set ``held-out`` are for judging: no constant is chosen on them. Those of
 ``lopsided`` have one or two very fast machines beside slow ones; where no trace is given, they have
@@ -67,7 +68,7 @@ FIFO, CLASSES = f"{OURS}+fifo", f"{OURS}+classes"
 OVERLOAD = "1.15"
 BURST, _BURST_LOAD, _BURST_CV = "burst", 0.7, 6.0
 _SLO = Slo(1.0, 0.1)
-_REQUESTS = 3000
+_REQUESTS, _MANY = 3000, 5000
 _CLIENTS_PER_SLOT, _MOST_SLOTS = 4, 32
 _BOTH = ("x", "y")
 
@@ -290,6 +291,8 @@ class Setting:
         count, clients = _REQUESTS, 0
         if load == "once":
             count = min(2 * self.slots, _REQUESTS)
+        elif load == "many":
+            count = _MANY
         elif load == "few":
             count = self.slots // 2
         elif load == "closed":
@@ -299,7 +302,7 @@ class Setting:
         if load == BURST:
             rng = np.random.default_rng((seed, 1))
             arrival_s = gamma_arrivals(count, self.rate_per_s(_BURST_LOAD), _BURST_CV, rng)
-        elif load not in ("once", "few", "closed"):
+        elif load not in ("once", "many", "few", "closed"):
             rng = np.random.default_rng((seed, 1))
             arrival_s = gamma_arrivals(count, self.rate_per_s(float(load)), 1.0, rng)
         lengths = self._lengths.draw(count, np.random.default_rng((seed, 0)))

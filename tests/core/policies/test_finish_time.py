@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.core.instances.dispatch import Dispatch, PeerLoad
 from hetero_gateway.core.policies import PolicyOptions
+from hetero_gateway.core.policies.estimates import LATE_WEIGHT, cost
 from hetero_gateway.core.policies.finish_time import FinishTime, _part, idle_before_drain_s
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -76,6 +77,12 @@ def test_it_gets_more_of_short_prompts() -> None:
         submitted(s, prompt_tokens=100)
     # Two steps of 2048 tokens keep an engine busy while the next first tokens come back.
     assert len(s.pump(0.0)) == math.ceil(4096 / 100)
+    c = dataclasses.replace(FAST.constants, p1=5e-4)
+    s = finish_time(spec("a", profile(c)))
+    for _ in range(100):
+        submitted(s, prompt_tokens=100)
+    # A slow one gets as many as it computes in half a second.
+    assert len(s.pump(0.0)) == math.ceil(0.5 / 5e-4 / 100)
 
 
 def test_a_first_token_makes_room_for_one() -> None:
@@ -554,7 +561,7 @@ def test_estimates_equal_the_pseudo_code_by_walking_every_request(machines, ther
             latency = (n + 1 - cap) * turn + own + c.p4 + 99 * step / left
         shared = min(residual, 100) * len(streaming) + min(100, up)
         delay = shared * (c.p6 + c.p5 * 250) + n * (own + c.p2)
-        usage = (tok - 250) / kv
+        usage = max((tok - 250) / kv, n / machine.max_num_seqs)
         price = request_time_s(machine, 200, 100) / typical_s[k] * usage**2 * min(latency_s)
         assert figures.column("memory_price_s")[k] == pytest.approx(price, rel=1e-9)
         assert latency_s[k] == pytest.approx(latency, rel=1e-9)
@@ -658,6 +665,19 @@ def test_a_long_request_is_dearer_where_memory_is_short_and_filling() -> None:
         ratios.append([long / max(short, 1e-12) for short, long in zip(*price, strict=True)])
     assert not any(ratios[0])  # idle: memory has no price
     assert ratios[1][0] > 1.2 * ratios[1][1]
+
+
+def test_a_seat_is_as_dear_as_memory_where_seats_run_out_first() -> None:
+    s = finish_time(spec("few", profile(max_num_seqs=16)), spec("many"))
+    for only in ("few", "many"):
+        s.place(request(10, 10.0).replace(only=InstanceId(only), sequences=8), 0.0)
+    few, many = chosen(s.choose(request(10, 10.0))).choice.figures.column("memory_price_s")
+    assert few > 100 * many > 0
+
+
+def test_no_first_token_is_late_beyond_all_measure() -> None:
+    prices = [cost(0.0, 0.0, 0.0, ttft_s, 0.0, 0.5, 0.0)[1] for ttft_s in (0.4, 0.51, 1.0, 1e3)]
+    assert prices == pytest.approx([0.0, LATE_WEIGHT * 0.01, 7.5, 15.0], rel=0.03)
 
 
 def test_typical_is_what_arrives() -> None:

@@ -32,7 +32,7 @@ def with_rule() -> FinishTime:
 
 def run(way: str, monkeypatch: pytest.MonkeyPatch, policy=with_rule):
     """A cluster's records: by the scheduler's objects, by the loop as it is written, by numba."""
-    load = loops.heavy_workload(400, 0.04)
+    load = loops.heavy_workload(400, 0.03)
     monkeypatch.setattr(loops, "make_policy", lambda name, options: policy())
     arguments = loops.CLUSTER, load, "finish-time", PolicyOptions()
     if way == "as written":

@@ -52,7 +52,7 @@ KV_ROOM: Final = 0.95
 GROWN_SHARE: Final = 0.65
 # Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
 # (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
-# few requests are not enough for that.
+# few requests are not enough for that. But no more than are computed in ``LATE_S``.
 PREFILL_TOKENS: Final = 4096
 # An instance that has slots, but too many prompts to begin with, will take the next one within a
 # few steps. It is worth that wait when the best of the others would cost so many times more, unless
@@ -69,9 +69,10 @@ MOST_PATIENCE_S: Final = 1.0
 MATCHED_SHARE: Final = 0.5
 MATCHED_WAIT: Final = 3
 # A first token is late beyond so long, or beyond so many times the soonest on offer where that is
-# late, too. Each second more is as dear as so many seconds of latency. Without it long prompts go
-# to slow machines, as on a fast one they hold up a hundred streams for a moment: right for the
-# mean, and the tail of the first tokens is three times as long.
+# late, too. The first second more is as dear as so many seconds of latency, and each further one
+# less: what is very late anyway is not to swamp all else. Without it long prompts go to slow
+# machines, as on a fast one they hold up a hundred streams for a moment: right for the mean, and
+# the tail of the first tokens is up to three times as long.
 LATE_S: Final = 0.5
 LATE_FACTOR: Final = 2.0
 LATE_WEIGHT: Final = 30.0
@@ -185,7 +186,10 @@ def room(
             held = GROWN_SHARE * grown
         if held > KV_ROOM * member.kv_limit_tokens:
             return False, False
-    if waiting < prefill_depth or state.waiting_prefill + peers.waiting_prefill < PREFILL_TOKENS:
+    if waiting < prefill_depth:
+        return True, True
+    tokens = state.waiting_prefill + peers.waiting_prefill
+    if tokens < PREFILL_TOKENS and state.speed * member.p1 * tokens < LATE_S:
         return True, True
     return now_s - state.heard_s < MOST_PATIENCE_S, False
 
@@ -289,7 +293,7 @@ def cost(
         first_token_weight: of the time to the first token; 0 where nothing is cached.
     """
     price_s = price * soonest_s
-    late_price_s = LATE_WEIGHT * (ttft_s - late_s) if ttft_s > late_s else 0.0
+    late_price_s = LATE_WEIGHT * late_s * (1.0 - late_s / ttft_s) if ttft_s > late_s else 0.0
     late_price_s += first_token_weight * ttft_s
     return price_s, late_price_s, latency_s + delay_s + price_s + late_price_s
 
@@ -386,12 +390,11 @@ def estimate(
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
     usage = kv_there / kv
+    if n > usage * max_num_seqs:  # seats run out before memory
+        usage = n / max_num_seqs
     time_s = n_r * request_time_s(member, prompt_tokens, output)
     computed_s = time_s
     if cached is not None:
-        # Where prompts come from caches, seats can run out before memory.
-        if n > usage * max_num_seqs:
-            usage = n / max_num_seqs
         # What is cached takes no time of the machine.
         computed_s -= n_r * cached * (p1 + 0.5 * p9 * cached)
     price = computed_s / typical_request_time_s * usage * usage
