@@ -148,6 +148,21 @@ def test_without_a_word_of_configuration_nearly_all_of_the_ideal(clients, slots,
     assert np.mean(shares) >= least
 
 
+@pytest.mark.parametrize(
+    ("steps_s", "clients", "after"),
+    # Where all slots are taken, the next one is at hand as one ends.
+    [((0.01, 0.04), 12, 0.97), ((0.01, 0.04), 32, 0.995), ((0.01, 0.03, 0.09), 32, 0.995)],
+)
+def test_it_learns_in_the_first_seconds(steps_s, clients, after) -> None:
+    shares = []
+    for from_s, until_s in ((0.0, 12.0), (12.0, 40.0)):
+        engines = {str(step_s): Engine(step_s, 8) for step_s in steps_s}
+        loop = Loop(engines, clients, scrapes_s=0.0, seed=0)
+        shares.append(loop.run(until_s, from_s) / ideal(engines, clients))
+    assert shares[0] >= 0.92
+    assert shares[1] >= after
+
+
 def test_an_engine_with_more_slots_than_were_learnt_gets_them_used() -> None:
     engines = {"fast": Engine(0.01, 4), "slow": Engine(0.04, 64)}
     loop = Loop(engines, 32, scrapes_s=0.0, seed=0)

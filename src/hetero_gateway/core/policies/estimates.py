@@ -194,6 +194,14 @@ def room(
     return now_s - state.heard_s < MOST_PATIENCE_S, False
 
 
+def at_hand(state: InstanceState, member: Member) -> bool:
+    """Whether one is to wait in an engine whose learnt seats are all taken, as all others' are: so
+    that it begins as soon as one finishes; and if it begins at once, there are more seats."""
+    peers = state.peers
+    streaming = state.streaming + peers.streaming
+    return state.seats <= streaming < member.seats and state.waiting + peers.waiting == 0
+
+
 def matched_room(
     state: InstanceState, member: Member, prefill_depth: int, now_s: float
 ) -> tuple[bool, bool]:

@@ -43,6 +43,7 @@ from hetero_gateway.core.policies.estimates import (
     Estimate,
     Price,
     Prospect,
+    at_hand,
     cheapest,
     cost,
     estimate,
@@ -130,8 +131,12 @@ class FinishTime(PlacesAtOnce):
                     slot, has_room = matched_room(state, members[i], depth, now_s)
             slots.append(slot)
             rooms.append(has_room)
-        if True not in rooms and not waits:
-            return None
+        if True not in rooms:
+            if backlog.stands_in:
+                rooms = [at_hand(s, m) for s, m in zip(states, members, strict=True)]
+                slots = [slot or has_room for slot, has_room in zip(slots, rooms, strict=True)]
+            if True not in rooms and not waits:
+                return None
         # Nothing is at an end so soon after an arrival.
         ended = backlog.idle_s >= _IDLE_BOUNDS_S[0] and _has_ended(backlog)
         output, residual = float(request.predicted_output_tokens), backlog.residual
