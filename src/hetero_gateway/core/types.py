@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, NewType, Protocol
+from typing import Final, Literal, NamedTuple, NewType, Protocol
 
 from hetero_gateway.core.costs.profile import Profile
 
@@ -18,6 +18,8 @@ MOST_SEQUENCES: Final = 2**31
 # The class of a request that nobody has put into another one.
 DEFAULT_CLASS: Final = "interactive"
 BATCH_CLASS: Final = "batch"
+# Which leg an instance may serve of a request that is split; it may serve whole ones all the same.
+KvRole = Literal["both", "prefill", "decode"]
 
 
 class PrefixKeys(NamedTuple):
@@ -71,6 +73,7 @@ class InstanceSpec:
         draining: True while it finishes what it has and gets nothing new.
         kv_capacity_tokens: as its engine says it, for an instance without a profile; None: unknown.
         absent_reason: why it is not available, where it is not.
+        kv_role: which legs it may serve.
     """
 
     instance_id: InstanceId
@@ -82,6 +85,7 @@ class InstanceSpec:
     draining: bool = False
     kv_capacity_tokens: int | None = None
     absent_reason: str = "unhealthy"
+    kv_role: KvRole = "both"
 
 
 class Outcome(enum.Enum):
@@ -97,6 +101,18 @@ class Outcome(enum.Enum):
 # What is asked of every request: an enumeration looks a member up at each use, for the price of
 # several calls.
 COMPLETED, CLIENT_DISCONNECTED = Outcome.COMPLETED, Outcome.CLIENT_DISCONNECTED
+
+
+class Leg(enum.Enum):
+    """What of a request an instance does."""
+
+    WHOLE = "whole"
+    PREFILL = "prefill"  # its prompt, whose KV stays until another one has fetched it
+    DECODE = "decode"  # its answer, with the KV of its prompt from another one
+
+
+# As above.
+WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
 
 
 class RejectReason(enum.Enum):

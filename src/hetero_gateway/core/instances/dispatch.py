@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from hetero_gateway.core.instances.observation import FirstTokenRow
 from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.types import InstanceId, Outcome, Usage
+from hetero_gateway.core.types import WHOLE, InstanceId, Leg, Outcome, Usage
 
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
 # two keeps floats exact.
@@ -44,6 +44,10 @@ class Holder:
         self, entry: Dispatch, output_tokens: float, now_s: float, usage: Usage | None = None
     ) -> None:
         """A request whose tokens nobody saw is complete."""
+        raise NotImplementedError
+
+    def prefilled(self, entry: Dispatch, now_s: float) -> bool:
+        """Its prompt is computed, and waits to be fetched."""
         raise NotImplementedError
 
     def settle(
@@ -83,6 +87,8 @@ class Dispatch:
             None: it has not, or did not.
         interval: where its prefill is counted, until it is over.
         first_token: the row of it, as long as it is not known what was prefilled.
+        leg: what of the request it is.
+        pinned: a prefill leg whose prompt is computed: its KV waits to be fetched.
         turn: as what it was counted by a discipline with shares for clients; None: by none.
     """
 
@@ -95,9 +101,11 @@ class Dispatch:
         "joined",
         "known_keys",
         "kv_tokens",
+        "leg",
         "match_tokens",
         "outcome",
         "output_tokens",
+        "pinned",
         "predicted_s",
         "prefill_tokens",
         "prefilled_s",
@@ -157,13 +165,15 @@ class Dispatch:
         self.interval: Interval | None = None
         self.first_token: FirstTokenRow | None = None
         self.turn: object = None
+        self.leg: Leg = WHOLE
+        self.pinned = False
 
     @property
     def instance_id(self) -> InstanceId:
         return self.state.instance_id
 
     def __repr__(self) -> str:
-        phase = "streaming" if self.streaming else "waiting"
+        phase = "streaming" if self.streaming else "pinned" if self.pinned else "waiting"
         where = phase if self.outcome is None else self.outcome.value
         return f"<Dispatch {where} on {self.instance_id} w={self.workload:.4g} s>"
 

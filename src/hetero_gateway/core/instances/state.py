@@ -7,7 +7,8 @@ A request's life is a row of events, and this is what they change on its instanc
     first_token   WAITING               STREAMING    it goes from U to R
     observe_steps –                     –            the step clock and f are set by what was seen
     observe_cache –                     –            so many prompt tokens were not prefilled
-    settle        WAITING, STREAMING    settled      all that it put on is taken off, once
+    prefilled     WAITING               PINNED       a prefill leg: it leaves U, its KV stays
+    settle        all of these          settled      all that it put on is taken off, once
     leave         (of the instance)     –            everything outstanding is settled
 
 Any other event changes nothing: a second first token, a second ``settle``, a token after it. An
@@ -28,7 +29,7 @@ placement never walks the running requests:
     symbol  attribute              what it is                                          unit
     |U|     waiting                sent, without a first token yet                     sequences
     |R|     streaming              past the first token                                sequences
-    Σ_U I   waiting_prompt         prompt tokens of U                                  tokens
+    Σ_U I   waiting_prompt         prompt tokens of U, and of what is PINNED           tokens
             waiting_prefill        those of them that the engine has to compute        tokens
     Σ_U P   waiting_output         predicted output tokens of U                        tokens
     Σ_R I+g context                cached tokens of R; g: tokens streamed so far       tokens
@@ -80,7 +81,7 @@ from hetero_gateway.core.instances.speed import (
 )
 from hetero_gateway.core.lengths.predictors import STAGE_TOKENS
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.types import MOST_TOKENS, InstanceId, Outcome, Usage
+from hetero_gateway.core.types import DECODE, MOST_TOKENS, PREFILL, InstanceId, Outcome, Usage
 
 _STAGES = len(STAGE_TOKENS)
 
@@ -365,7 +366,8 @@ class InstanceState(Holder):
         entry.joined = clock
         entry.prefilled_s = self.prefilled_s
         self.heard_s = now_s
-        if self.streaming > 0:
+        computed = entry.leg is not DECODE
+        if computed and self.streaming > 0:
             # Only then was its prefill among decode steps that are observed.
             interval = self.interval
             interval.prompts += n
@@ -377,9 +379,10 @@ class InstanceState(Holder):
                 interval.untold_charged += entry.prefill_tokens
                 interval.open += 1
                 entry.interval = interval
-        self._prompts += n
-        self._prefill_tokens += entry.prefill_tokens
-        self._prompt_tokens += entry.prompt_tokens
+        if computed:
+            self._prompts += n
+            self._prefill_tokens += entry.prefill_tokens
+            self._prompt_tokens += entry.prompt_tokens
         if seen and entry.before is not None:
             self._sightings.keep_first_token(entry, entry.before, now_s)
         self.streaming += n
@@ -390,6 +393,23 @@ class InstanceState(Holder):
         set_rate(self)
         if self.stands_in and seen:
             self._learn_concurrency(entry, now_s)
+        return True
+
+    def prefilled(self, entry: Dispatch, now_s: float) -> bool:
+        """A prefill leg's prompt is computed; its KV stays until it settles. False, and no change,
+        unless it was WAITING (and is followed).
+        """
+        if (
+            entry.leg is not PREFILL
+            or entry.pinned
+            or not entry.tracked
+            or entry.outcome is not None
+        ):
+            return False
+        leave_waiting(self, entry.request.sequences, entry)
+        self.waiting_prompt += entry.prompt_tokens
+        entry.pinned = True
+        self.heard_s = now_s
         return True
 
     def settle(
@@ -425,7 +445,10 @@ class InstanceState(Holder):
             self.tracked -= 1
             n = entry.request.sequences
             if not entry.streaming:
-                leave_waiting(self, n, entry)
+                if entry.pinned:
+                    self.waiting_prompt -= entry.prompt_tokens
+                else:
+                    leave_waiting(self, n, entry)
             else:
                 self.streaming -= n
                 self.context -= entry.prompt_tokens + n * (1 + self.clock - entry.joined)
@@ -743,12 +766,11 @@ def note_prefill(state: InstanceState, tokens: float, now_s: float) -> None:
 def leave_waiting(state: InstanceState, sequences: int, entry: Dispatch) -> None:
     """A request of so many sequences is no longer in U."""
     state.waiting -= sequences
+    state.waiting_prompt -= entry.prompt_tokens
     if state.waiting == 0:
         state.owed_s = 0.0
-        state.waiting_prompt = 0
         state.waiting_prefill = state.waiting_output = 0.0
     else:
-        state.waiting_prompt -= entry.prompt_tokens
         state.waiting_prefill -= entry.prefill_tokens
         state.waiting_output -= entry.output_tokens
 

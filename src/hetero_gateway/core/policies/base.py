@@ -36,6 +36,7 @@ _MOST_NAMED: Final = 3
 # What finish-time expects of a candidate.
 _ESTIMATES = (
     "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
+    "prefill_cost_s", "decode_cost_s",
 )  # fmt: skip
 
 
@@ -202,6 +203,10 @@ class Choice:
         waits: it would be the best, but cannot be sent a request now (only where ``queues``).
         ttft_s: predicted time to the first token, s; None: not estimated.
         latency_s: predicted time to the last one, s; None: not estimated.
+
+    Where another candidate computes the prompt (``policies/legs.py``): its ``prefill_position``, -1
+    else; what its load grows by, ``prefill_charge``, and how long that takes, ``prefill_s``; then
+    ``charge`` is of the answer alone, which comes after a transfer of ``transfer_s``.
     """
 
     __slots__ = (
@@ -211,6 +216,10 @@ class Choice:
         "latency_s",
         "names",
         "position",
+        "prefill_charge",
+        "prefill_position",
+        "prefill_s",
+        "transfer_s",
         "ttft_s",
         "waits",
     )
@@ -234,6 +243,8 @@ class Choice:
         self.ttft_s = ttft_s
         self.latency_s = latency_s
         self.by_speed = by_speed
+        self.prefill_position = -1
+        self.prefill_charge = self.prefill_s = self.transfer_s = 0.0
 
     @property
     def figures(self) -> Figures:
@@ -283,6 +294,12 @@ class Decision:
         self.policy = policy
         self.excluded = excluded
         self.prefix = view.prefix
+
+    @property
+    def prefill_id(self) -> InstanceId | None:
+        """Who computes the prompt; None: who answers."""
+        position = self.choice.prefill_position
+        return None if position < 0 else self.ids[position]
 
     @property
     def waits(self) -> bool:

@@ -77,7 +77,7 @@ LATE_S: Final = 0.5
 LATE_FACTOR: Final = 2.0
 LATE_WEIGHT: Final = 30.0
 # More of a machine's time than this is not taken to go on being spent on prompts.
-_MOST_BUSY: Final = 0.7
+MOST_BUSY: Final = 0.7
 
 
 # Of one instance, in this order: T of the request, KV usage, load and requests in flight there, as
@@ -388,8 +388,8 @@ def estimate(
         prefill_s = p1 * (waiting_prefill + prefill) + (others_s + own_s)
         ttft_s = f * (prefill_s + p2 * (waiting + n_r) + p4)
     rho = busy(state, p1, now_s) if expects_prompts else 0.0
-    if rho > _MOST_BUSY:
-        rho = _MOST_BUSY
+    if rho > MOST_BUSY:
+        rho = MOST_BUSY
     latency_s = ttft_s
     if output > 1.0:  # the prefill makes the first one
         latency_s += (output - 1.0) * step_s / (1.0 - rho)

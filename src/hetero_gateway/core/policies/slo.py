@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
-from hetero_gateway.core.policies.estimates import busy
+from hetero_gateway.core.policies.estimates import MOST_BUSY, busy
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.request import Request
 
@@ -129,6 +129,57 @@ def violations(
     # The first token is the prefill's: an answer of one has no TPOT.
     slow = after if output > 1 else 0.0
     return n_r * (1.0 - (1.0 - late) * (1.0 - slow)) + n * (after - before)
+
+
+# What ``violations`` counts, for a request whose prompt is computed elsewhere than its answer
+# (``legs.py``). ``token_s``: a step as an answer has to wait for it, over what prompts leave of the
+# machine's time; ``there``: sequences there.
+
+
+def missed_by_prompt(
+    state: InstanceState,
+    member: Member,
+    ttft_s: float,
+    token_s: float,
+    prefill: float,
+    n_r: float,
+    there: float,
+    now_s: float,
+    waited_s: float,
+    slo: Slo,
+) -> float:
+    """How many requests are expected to miss their limits by this prompt there."""
+    late = n_r * surely((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
+    if not state.streaming:
+        return late
+    p1, left = member[0], 1.0 - busy(state, member[0], now_s)
+    step_s = token_s * max(1.0 - MOST_BUSY, left)
+    left_then = max(1.0 - _MOST_BUSY, left - state.speed * p1 * prefill / PREFILL_OVER_S)
+    after = surely(step_s / left_then / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    left = max(1.0 - _MOST_BUSY, left)
+    return late + there * (after - surely(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO))
+
+
+def missed_by_answer(
+    state: InstanceState,
+    member: Member,
+    token_s: float,
+    n_r: float,
+    prompt_tokens: float,
+    output: float,
+    there: float,
+    now_s: float,
+    slo: Slo,
+) -> float:
+    """How many requests are expected to miss their limits by this answer there."""
+    p1, p5, p6 = member[0], member[4], member[5]
+    left = 1.0 - busy(state, p1, now_s)
+    step_s = token_s * max(1.0 - MOST_BUSY, left)
+    left = max(1.0 - _MOST_BUSY, left)
+    added_s = state.speed * n_r * (p6 + p5 * (prompt_tokens + output / 2))
+    after = surely(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    before = surely((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    return n_r * after + there * (after - before)
 
 
 def surely(ratio: float, start: float, end: float) -> float:

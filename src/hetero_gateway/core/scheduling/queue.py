@@ -50,6 +50,7 @@ class Ticket:
     ``rank``: since when, ``first``: as a retry, in front of who came after it. When it leaves
     the queue by being placed or refused, it has either ``decision`` and ``dispatch``, or
     ``rejected``, or ``failed``: what its placement met, a bug that is nobody else's.
+    ``prefill``: of a request that is split, its other leg; ``dispatch`` is who answers.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Ticket:
         "first",
         "line",
         "owner",
+        "prefill",
         "rank",
         "rejected",
         "request",
@@ -86,6 +88,7 @@ class Ticket:
         self.first = False
         self.decision: Decision | None = None
         self.dispatch: Dispatch | None = None
+        self.prefill: Dispatch | None = None
         self.rejected: Reject | None = None
         self.failed: Exception | None = None
         self.waits = True

@@ -32,11 +32,16 @@ from typing import Any, Final, NamedTuple
 from hetero_gateway.core.instances.dispatch import NO_PEERS, Dispatch
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.base import Decision
-from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, drain_s, idle_before_drain_s
+from hetero_gateway.core.policies.finish_time import (
+    MOST_PATIENCE_S,
+    drain_s,
+    idle_before_drain_s,
+)
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decider import Decider, Views
 from hetero_gateway.core.scheduling.disciplines import Clients, Fifo, Shortest
+from hetero_gateway.core.scheduling.legs import Legs
 from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.scheduling.probes import Probes, sent
@@ -45,6 +50,7 @@ from hetero_gateway.core.scheduling.restraints import Restraints
 from hetero_gateway.core.scheduling.shedding import MARGIN, WaitLimits, predicted_wait_s
 from hetero_gateway.core.types import (
     COMPLETED,
+    DECODE,
     Draws,
     InstanceId,
     InstanceSpec,
@@ -83,7 +89,8 @@ class Fresh(NamedTuple):
 class Scheduler:
     """Queues, chooses, dispatches and settles. One per gateway or simulated cluster.
 
-    ``members``: the instances, and the pools that they form for models.
+    ``members``: the instances, and the pools that they form for models. ``legs``: what is special
+    about requests that two instances share.
 
     Args:
         policy: what chooses among the eligible instances.
@@ -119,6 +126,7 @@ class Scheduler:
         # What chooses among the eligible instances; ``set_policy`` changes it.
         self.policy = policy
         self.restraints = Restraints()
+        self.legs = Legs(self._decider, self.members, self.restraints, self.caches)
         self._reference = reference
         self._max_queued = max_queued
         self._waits: WaitLimits | None = None
@@ -146,6 +154,7 @@ class Scheduler:
         pool = self.members.pool(model)
         if (
             self.queues
+            or self.legs.pairs is not None
             or self._observes
             or self.restraints.by_id
             or not isinstance(self._discipline, Fifo)
@@ -170,7 +179,7 @@ class Scheduler:
         """
         queues = policy.queues
         self.policy = policy
-        self._decider.set_policy(policy)
+        self.legs.decide_by(policy)
         self.members.set_stand_ins(queues)
         self._probes.activate(queues)
 
@@ -465,10 +474,17 @@ class Scheduler:
                 decision = self._decider.decide(ticket.request, takers, now_s, queue, waited_s)
             if decision is None:
                 return False
+            if decision.choice.prefill_position >= 0:
+                ticket.prefill = self.legs.dispatch(decision, now_s)
+                if self.on_dispatch is not None:
+                    self.on_dispatch(ticket.prefill.instance_id, now_s)
             ticket.dispatch = self.dispatch(decision, now_s)
             ticket.decision, ticket.waits = decision, False
         except Exception as error:
             # The boundary between requests: left at the head, it would fail all that come after.
+            if ticket.prefill is not None:
+                self.settle(ticket.prefill, Outcome.UPSTREAM_ERROR, now_s)
+                ticket.prefill = None
             ticket.failed, ticket.waits = error, False
         return True
 
@@ -555,6 +571,9 @@ class Scheduler:
         )
         if choice.ttft_s is not None:
             dispatch.expected_s = choice.ttft_s
+        if choice.prefill_position >= 0:
+            # Its first token says nothing of a prompt that another one computes.
+            dispatch.leg, dispatch.before = DECODE, None
         if self.restraints.by_id:
             self.restraints.sent(dispatch, now_s)
         if self.on_dispatch is not None:

@@ -1,0 +1,166 @@
+"""Who can hand the KV of a prompt over to whom, and how fast: what the scheduler is told of pairs.
+
+A pair is ordered: one instance computes a prompt, the other pulls its KV and answers. How long that
+takes is a start and so many bytes at a bandwidth; both begin as told and are fitted to what is
+seen, as a line by least squares in which older transfers count less. A pair that refused is left
+alone for some minutes: unequal engines refuse each other, and none says so before it is asked.
+
+Each instance has one link each way. How much of the last seconds its transfers take says how long
+the next one waits there, as M/D/1 has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from hetero_gateway.core.types import InstanceId, InstanceSpec
+
+REFUSED_FOR_S: Final = 300.0
+# A transfer counts half after so many more; what a pair was told to be counts as so many.
+_HALF_AFTER: Final = 64.0
+_TOLD_COUNTS: Final = 4.0
+# What was told is kept as two transfers: of nothing, and of so many bytes.
+_TOLD_BYTES: Final = 1e8
+_START_BOUNDS_S = (0.0, 10.0)
+_BANDWIDTH_BOUNDS = (1e5, 1e13)
+# A link's transfers are forgotten over so long, and take no more than this share of its time.
+_LINK_OVER_S: Final = 10.0
+_MOST_BUSY: Final = 0.95
+
+
+class Link(NamedTuple):
+    """What a transfer takes: ``start_s``, and bytes over ``bytes_per_s``."""
+
+    start_s: float
+    bytes_per_s: float
+
+    def takes_s(self, size_bytes: float) -> float:
+        return self.start_s + size_bytes / self.bytes_per_s
+
+
+class _Fit:
+    """A pair's link, by sums over its transfers: weight, bytes, seconds, their products."""
+
+    __slots__ = ("_sums", "link", "refused_until_s")
+
+    def __init__(self, told: Link) -> None:
+        self.link = told
+        self.refused_until_s = -math.inf
+        w, x, far_s = _TOLD_COUNTS / 2, _TOLD_BYTES, told.takes_s(_TOLD_BYTES)
+        self._sums = (2 * w, w * x, w * (told.start_s + far_s), w * x * x, w * x * far_s)
+
+    def observe(self, size_bytes: float, took_s: float) -> None:
+        keep = 0.5 ** (1 / _HALF_AFTER)
+        x, y = size_bytes, took_s
+        n, sx, sy, sxx, sxy = (keep * one for one in self._sums)
+        n, sx, sy, sxx, sxy = n + 1, sx + x, sy + y, sxx + x * x, sxy + x * y
+        self._sums = (n, sx, sy, sxx, sxy)
+        spread = n * sxx - sx * sx
+        per_byte_s = 1 / self.link.bytes_per_s
+        if spread > 1e-9 * n * sxx:
+            per_byte_s = (n * sxy - sx * sy) / spread
+        slowest, fastest = _BANDWIDTH_BOUNDS
+        per_byte_s = min(1 / slowest, max(1 / fastest, per_byte_s))
+        low_s, high_s = _START_BOUNDS_S
+        start_s = min(high_s, max(low_s, (sy - per_byte_s * sx) / n))
+        if start_s == low_s and sx > 0:  # a line through 0
+            per_byte_s = min(1 / slowest, max(1 / fastest, sy / sx))
+        self.link = Link(start_s, 1 / per_byte_s)
+
+
+class _Busy:
+    """How many seconds of transfers one way of an instance's link had lately."""
+
+    __slots__ = ("_at_s", "_recent_s")
+
+    def __init__(self) -> None:
+        self._recent_s = self._at_s = 0.0
+
+    def note(self, takes_s: float, now_s: float) -> None:
+        now_s = max(now_s, self._at_s)
+        faded = math.exp((self._at_s - now_s) / _LINK_OVER_S)
+        self._recent_s, self._at_s = self._recent_s * faded + takes_s, now_s
+
+    def share(self, now_s: float) -> float:
+        since_s = min(0.0, self._at_s - now_s)
+        return min(_MOST_BUSY, self._recent_s * math.exp(since_s / _LINK_OVER_S) / _LINK_OVER_S)
+
+
+class Pairs:
+    """The pairs of all instances.
+
+    Args:
+        kv_bytes_per_token: of what is handed over.
+        links: by (who computes the prompt, who answers), as told; others cannot.
+    """
+
+    __slots__ = ("_fits", "_into", "_out_of", "kv_bytes_per_token")
+
+    def __init__(
+        self, kv_bytes_per_token: float, links: Mapping[tuple[InstanceId, InstanceId], Link]
+    ) -> None:
+        self.kv_bytes_per_token = kv_bytes_per_token
+        self._fits = {pair: _Fit(link) for pair, link in links.items() if pair[0] != pair[1]}
+        self._out_of = {prefill: _Busy() for prefill, _ in self._fits}
+        self._into = {decode: _Busy() for _, decode in self._fits}
+
+    def __len__(self) -> int:
+        return len(self._fits)
+
+    def link(self, prefill: InstanceId, decode: InstanceId, now_s: float) -> Link | None:
+        """None: they cannot, or not now."""
+        fit = self._fits.get((prefill, decode))
+        return None if fit is None or now_s < fit.refused_until_s else fit.link
+
+    def transfer_s(
+        self, prefill: InstanceId, decode: InstanceId, tokens: float, now_s: float
+    ) -> float:
+        """How long a transfer of so many tokens takes, its wait for the links included; inf: they
+        cannot."""
+        fit = self._fits.get((prefill, decode))
+        if fit is None or now_s < fit.refused_until_s:
+            return math.inf
+        takes_s = fit.link.takes_s(tokens * self.kv_bytes_per_token)
+        out, into = self._out_of[prefill].share(now_s), self._into[decode].share(now_s)
+        busy = out if out > into else into
+        return takes_s * (1 + busy / (2 * (1 - busy)))
+
+    def sent(self, prefill: InstanceId, decode: InstanceId, tokens: float, now_s: float) -> None:
+        """A transfer of so many tokens is to come. KeyError: there is no such pair."""
+        takes_s = self._fits[prefill, decode].link.takes_s(tokens * self.kv_bytes_per_token)
+        self._out_of[prefill].note(takes_s, now_s)
+        self._into[decode].note(takes_s, now_s)
+
+    def observe(
+        self, prefill: InstanceId, decode: InstanceId, size_bytes: float, took_s: float
+    ) -> None:
+        """A transfer was seen; what is absurd is not believed. KeyError: there is no such pair."""
+        if 0 <= size_bytes < math.inf and 0 <= took_s < math.inf:
+            self._fits[prefill, decode].observe(size_bytes, took_s)
+
+    def refuse(self, prefill: InstanceId, decode: InstanceId, now_s: float) -> None:
+        """They could not: not before some minutes again. KeyError: there is no such pair."""
+        self._fits[prefill, decode].refused_until_s = now_s + REFUSED_FOR_S
+
+    def refused(self, now_s: float) -> list[tuple[InstanceId, InstanceId]]:
+        """Those that are left alone now."""
+        return [pair for pair, fit in self._fits.items() if now_s < fit.refused_until_s]
+
+
+def between(specs: Iterable[InstanceSpec], link: Link, kv_bytes_per_token: float) -> Pairs:
+    """All pairs of these that serve a model in common, as far as their roles let them."""
+    every = tuple(specs)
+    return Pairs(
+        kv_bytes_per_token,
+        {
+            (one.instance_id, other.instance_id): link
+            for one in every
+            for other in every
+            if one is not other
+            and one.kv_role != "decode"
+            and other.kv_role != "prefill"
+            and one.models & other.models
+        },
+    )

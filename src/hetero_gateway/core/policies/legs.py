@@ -1,0 +1,283 @@
+"""``finish-time`` where a prompt may be computed on one instance and answered by another.
+
+docs/design/disaggregation.md has the description. What ``FinishTime`` expects of a whole request on
+each candidate is taken apart into what its prompt and what its answer cost there, so that a pair is
+priced in the same seconds, and without looking at the candidates once more:
+
+    prefill leg on i   its first token's time there, and the delay of those that wait for its prompt
+    transfer           what j lacks of the KV, over the pair's link
+    decode leg on j    its steps there, with the first token's, their delay for others, memory
+
+A cost is a sum of one part by i, one by j, and one by the pair that is never below 0. So pairs are
+looked at in the order of the parts, until no other can be cheaper: the best of all n² is found
+after a few.
+
+Roles are prices: seconds that a prompt costs on an instance that had better not compute prompts,
+and an answer on one that had better not decode (``planner/roles.py`` finds them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from hetero_gateway.core.costs.cost_model import workload
+from hetero_gateway.core.instances.pairs import Pairs
+from hetero_gateway.core.policies.base import Choice, Decision, View, number
+from hetero_gateway.core.policies.estimates import (
+    WORTH_WAITING,
+    cost,
+    late_from_s,
+    request_time_s,
+    room,
+)
+from hetero_gateway.core.policies.finish_time import FinishTime, drain_s
+from hetero_gateway.core.policies.member import Member
+from hetero_gateway.core.policies.slo import (
+    VIOLATION_PRICE_S,
+    missed_by_answer,
+    missed_by_prompt,
+)
+from hetero_gateway.core.types import Draws, InstanceId
+
+# What more its choices report of each candidate.
+_LEG_NAMES = ("prefill_cost_s", "decode_cost_s")
+
+
+class RolePrice(NamedTuple):
+    """What it costs to compute a prompt on an instance, and to answer there, beside all else, s."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+_NO_PRICE: Final = RolePrice()
+
+
+class _Part(NamedTuple):
+    """One leg on one candidate: what it costs, without a late first token's price; and the first
+    token's time there."""
+
+    cost_s: float
+    ttft_s: float
+    position: int
+
+
+class FinishTimeOfLegs(FinishTime):
+    """``FinishTime``, for requests that may be split.
+
+    Args:
+        of: whose rules it has.
+        pairs: who can hand over to whom.
+        roles: prices by instance; who is not there has none.
+    """
+
+    def __init__(self, of: FinishTime, pairs: Pairs, roles: Mapping[InstanceId, RolePrice]) -> None:
+        self.objective, self.prefill_depth = of.objective, of.prefill_depth
+        self._first_token_weight = of._first_token_weight
+        self.slos, self.own_price = of.slos, of.own_price
+        self.pairs, self.roles = pairs, roles
+
+    def choose(  # type: ignore[override]
+        self, view: View, rng: Draws, *, waits: bool = False
+    ) -> Choice | None:
+        whole = super().choose(view, rng, waits=True)
+        assert whole is not None
+        found = self._cheapest(view, whole)
+        return found if waits or not found.waits else None
+
+    def _cheapest(self, view: View, whole: Choice) -> Choice:
+        """The cheapest of all ways, given what is expected of a whole request."""
+        request, backlog = view.request, view.backlog
+        assert backlog is not None
+        output = float(request.predicted_output_tokens)
+        if output <= 1 or not backlog.profiled or len(view.ids) < 2:
+            return whole
+        names, data = whole.names, whole.data
+        width, at = len(names), names.index
+        at_latency, at_delay, at_cost = at("latency_s"), at("delay_s"), at("cost_s")
+        at_ttft, at_room, at_price = at("ttft_s"), at("room"), at("memory_price_s")
+        n_r, prompt = float(request.sequences), float(request.prompt_tokens)
+        prefix, now_s = view.prefix, view.now_s
+        cached = None if prefix is None or not any(prefix.cached_tokens) else prefix.cached_tokens
+        weight = 0.0 if cached is None else self._first_token_weight
+        soonest_ttft_s = min(data[at_ttft::width])
+        late_s = late_from_s(soonest_ttft_s, cached is not None)
+        slo = None if self.slos is None else self.slos.of(request)
+        if slo is not None and backlog.waited_s >= slo.ttft_s:
+            slo = None
+        needed, grown = n_r * prompt, n_r * (prompt + output)
+        if cached is not None:
+            needed = grown = -math.inf
+        prefills: list[_Part] = []
+        decodes: list[_Part] = []
+        told: list[float] = []
+        costs_s: list[float] = []
+        # Whether each may be sent a prompt, and an answer; and whether it is worth waiting for.
+        for i, state in enumerate(view.states):
+            member, row, fresh = view.members[i], i * width, view.prefill_tokens[i]
+            price = self.roles.get(view.ids[i], _NO_PRICE)
+            here = state.waiting + state.streaming + state.peers.waiting + state.peers.streaming
+            own_s = member.p1 * fresh + member.p2 * n_r
+            if member.p9:
+                own_s += member.p9 * (fresh * (prompt - 0.5 * fresh / n_r))
+            held_up_s = here * state.speed * own_s
+            ttft_s, latency_s = data[row + at_ttft], data[row + at_latency]
+            step_s = (latency_s - ttft_s) / (output - 1.0)
+            prefill_s = ttft_s + held_up_s + price.prefill_s
+            share = _answer_share(member, prompt, output, 0.0 if cached is None else cached[i])
+            decode_s = latency_s - ttft_s + step_s + data[row + at_delay] - held_up_s
+            decode_s += share * data[row + at_price] + price.decode_s
+            if slo is not None:
+                prefill_s += VIOLATION_PRICE_S * missed_by_prompt(
+                    state, member, ttft_s, step_s, fresh, n_r, here, now_s, backlog.waited_s, slo
+                )
+                decode_s += VIOLATION_PRICE_S * missed_by_answer(
+                    state, member, step_s, n_r, prompt, output, here, now_s, slo
+                )
+            prefills.append(_Part(prefill_s, ttft_s, i))
+            decodes.append(_Part(decode_s, step_s, i))
+            costs_s.append(data[row + at_cost] + price.prefill_s + price.decode_s)
+            told += (*data[row : row + width], prefill_s, decode_s)
+        rooms = data[at_room::width]
+        slots = [
+            bool(has) or room(state, member, needed, grown, self.prefill_depth, now_s)[0]
+            for state, member, has in zip(view.states, view.members, rooms, strict=True)
+        ]
+        # An answer computes no prompt, so how many of these wait there is of no account.
+        best = self._best_pair(
+            view, late_s, weight,
+            [p for p in prefills if rooms[p.position]], [d for d in decodes if slots[d.position]],
+        )  # fmt: skip
+        soon = self._best_pair(
+            view, late_s, weight,
+            [p for p in prefills if slots[p.position]], [d for d in decodes if slots[d.position]],
+        )  # fmt: skip
+        position = whole.position
+        if self.roles:
+            open_to = [i for i in range(len(rooms)) if rooms[i]]
+            if open_to:
+                position = min(open_to, key=lambda i: (costs_s[i], i != whole.position))
+            waits = not open_to
+        else:
+            waits = whole.waits
+        whole_s = math.inf if waits else costs_s[position]
+        lowest_s = min([soon[0], *(c for c, slot in zip(costs_s, slots, strict=True) if slot)])
+        chosen_s = min(whole_s, best[0])
+        names = (*names, *_LEG_NAMES)
+        if chosen_s > WORTH_WAITING * lowest_s or chosen_s == math.inf:
+            idle = position if whole_s <= best[0] else best[2]
+            there = idle >= 0 and view.states[idle].in_flight + view.states[idle].peers.in_flight
+            if there or chosen_s - lowest_s > self._takes_s(view) or chosen_s == math.inf:
+                waits_for = soon if soon[0] < min(costs_s) else (math.inf, -1, -1, 0.0)
+                if waits_for[1] < 0:
+                    position = costs_s.index(min(costs_s))
+                return self._answer(view, whole, names, told, position, waits_for, True)
+        pair = best if best[0] < whole_s else (math.inf, -1, -1, 0.0)
+        return self._answer(view, whole, names, told, position, pair, False)
+
+    def _best_pair(
+        self,
+        view: View,
+        late_s: float,
+        weight: float,
+        prefills: list[_Part],
+        decodes: list[_Part],
+    ) -> tuple[float, int, int, float]:
+        """The cheapest of the pairs: its cost, both positions, and its transfer's time, s."""
+        best: tuple[float, int, int, float] = (math.inf, -1, -1, 0.0)
+        if not prefills or not decodes:
+            return best
+        prefills.sort()
+        decodes.sort()
+        pairs, ids, now_s = self.pairs, view.ids, view.now_s
+        prefix, request = view.prefix, view.request
+        n_r, prompt = request.sequences, request.prompt_tokens
+        least_s = decodes[0].cost_s
+        for p in prefills:
+            if p.cost_s + least_s >= best[0]:
+                break
+            for d in decodes:
+                if p.cost_s + d.cost_s >= best[0]:
+                    break
+                i, j = p.position, d.position
+                if i == j:
+                    continue
+                tokens = prompt if prefix is None else prompt - prefix.cached_tokens[j]
+                transfer_s = pairs.transfer_s(ids[i], ids[j], n_r * tokens, now_s)
+                ttft_s = p.ttft_s + transfer_s + d.ttft_s
+                cost_s = p.cost_s + d.cost_s + transfer_s
+                cost_s += cost(0.0, 0.0, 0.0, ttft_s, 0.0, late_s, weight)[1]
+                if cost_s < best[0]:
+                    best = (cost_s, i, j, transfer_s)
+        return best
+
+    def _answer(
+        self,
+        view: View,
+        whole: Choice,
+        names: tuple[str, ...],
+        told: list[float],
+        position: int,
+        pair: tuple[float, int, int, float],
+        waits: bool,
+    ) -> Choice:
+        request = view.request
+        n_r, prompt = float(request.sequences), float(request.prompt_tokens)
+        prefill, transfer_s = pair[1], pair[3]
+        if prefill >= 0:
+            position = pair[2]
+        row, at = position * len(names), names.index
+        time_s, usage = told[row], told[row + 1]
+        ttft_s, latency_s = told[row + at("ttft_s")], told[row + at("latency_s")]
+        if prefill < 0:
+            charge = workload(time_s, usage, view.theta)
+            return Choice(position, charge, names, told, waits, ttft_s, latency_s, whole.by_speed)
+        member, of_prefill = view.members[position], prefill * len(names)
+        decoding_s = latency_s - ttft_s
+        step_s = decoding_s / (request.predicted_output_tokens - 1.0)
+        ttft_s = told[of_prefill + at("ttft_s")] + transfer_s + step_s
+        time_s -= n_r * request_time_s(member, prompt, 0.0)
+        charge = workload(max(0.0, time_s), usage, view.theta)
+        choice = Choice(
+            position, charge, names, told, waits, ttft_s, ttft_s + decoding_s, whole.by_speed
+        )
+        choice.prefill_position, choice.transfer_s = prefill, transfer_s
+        prefill_time_s = n_r * request_time_s(view.members[prefill], prompt, 0.0)
+        choice.prefill_charge = workload(prefill_time_s, told[of_prefill + 1], view.theta)
+        choice.prefill_s = told[of_prefill + at("ttft_s")]
+        return choice
+
+    def _takes_s(self, view: View) -> float:
+        """How long all that wait take, s."""
+        backlog = view.backlog
+        if backlog is None or backlog.mean_lengths is None:
+            return 0.0
+        return drain_s(view.states, view.members, backlog.mean_lengths, backlog.queued)
+
+    def because(self, decision: Decision) -> str:
+        choice = decision.choice
+        if choice.prefill_position < 0:
+            return super().because(decision)
+        figures, ids = choice.figures, decision.ids
+        cost_s = figures.at("prefill_cost_s", choice.prefill_position)
+        cost_s += figures.at("decode_cost_s", choice.position) + choice.transfer_s
+        return (
+            f"{ids[choice.prefill_position]} computes the prompt in {number(choice.prefill_s)} s "
+            f"and hands it over in {number(choice.transfer_s)} s; both cost {number(cost_s)} s, "
+            f"and all of it there {number(figures.at('cost_s', choice.position))} s"
+        )
+
+
+def _answer_share(
+    member: Member, prompt_tokens: float, output_tokens: float, cached_tokens: float
+) -> float:
+    """What of a whole request's time on an instance its answer is, 0 to 1."""
+    whole_s = request_time_s(member, prompt_tokens, output_tokens)
+    prompt_s = request_time_s(member, prompt_tokens, 0.0)
+    cached_s = cached_tokens * (member.p1 + 0.5 * member.p9 * cached_tokens)
+    computed_s = whole_s - cached_s
+    if computed_s <= 0:
+        return 1.0
+    return max(0.0, min(1.0, (whole_s - prompt_s) / computed_s))

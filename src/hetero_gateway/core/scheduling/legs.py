@@ -1,0 +1,108 @@
+"""Requests that two instances share: who may, at what price, and the leg that computes the prompt.
+
+    scheduler.legs.set_roles(roles, pairs)          # then pump
+    ticket.prefill, ticket.dispatch                 # of a request that is split: both legs
+    scheduler.legs.prefilled(ticket.prefill, now_s) # its prompt is computed: hand it over
+    scheduler.first_token(ticket.dispatch, now_s)   # it was fetched, and
+    scheduler.settle(ticket.prefill, …)             # is gone there
+
+Each leg is settled as any dispatch is, once, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.pairs import Pairs
+from hetero_gateway.core.policies import Policy
+from hetero_gateway.core.policies.base import Decision
+from hetero_gateway.core.policies.finish_time import FinishTime
+from hetero_gateway.core.policies.legs import FinishTimeOfLegs, RolePrice
+from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.scheduling.decider import Decider
+from hetero_gateway.core.scheduling.members import Members
+from hetero_gateway.core.scheduling.restraints import Restraints
+from hetero_gateway.core.types import PREFILL, InstanceId
+
+
+class Legs:
+    """Of one scheduler, whose parts it is given.
+
+    ``pairs``: who can hand prompts over to whom; None: nobody. ``roles``: what legs cost on which
+    instance; None: no request is split.
+    """
+
+    __slots__ = ("_caches", "_decider", "_members", "_policy", "_restraints", "pairs", "roles")
+
+    def __init__(
+        self,
+        decider: Decider,
+        members: Members,
+        restraints: Restraints,
+        caches: PrefixCaches | None,
+    ) -> None:
+        self._decider = decider
+        self._members = members
+        self._restraints = restraints
+        self._caches = caches
+        self._policy = decider.policy
+        self.pairs: Pairs | None = None
+        self.roles: Mapping[InstanceId, RolePrice] | None = None
+
+    def decide_by(self, policy: Policy) -> None:
+        """Have this policy choose from now on, and split requests if it can."""
+        self._policy = policy
+        if self.pairs is not None and self.roles is not None and isinstance(policy, FinishTime):
+            policy = FinishTimeOfLegs(policy, self.pairs, self.roles)
+        self._decider.set_policy(policy)
+
+    def set_roles(
+        self, roles: Mapping[InstanceId, RolePrice] | None, pairs: Pairs | None = None
+    ) -> None:
+        """What legs cost on which instance from now on; None: no request is split. Pump afterwards.
+
+        ``finish-time`` alone makes use of it.
+
+        Args:
+            pairs: who can hand prompts over to whom, and how fast; None: as before.
+        """
+        self.roles = roles
+        if pairs is not None:
+            self.pairs = pairs if len(pairs) else None
+        self.decide_by(self._policy)
+
+    def dispatch(self, decision: Decision, now_s: float) -> Dispatch:
+        """Put a prefill leg on its instance; what is left of the decision is the answer's.
+
+        ValueError: that cannot be charged.
+        """
+        choice, instance_id, pairs = decision.choice, decision.prefill_id, self.pairs
+        assert instance_id is not None
+        assert pairs is not None
+        state = self._members.table.states[instance_id]
+        # Its answer is of one token, which nobody sees.
+        request = decision.request.replace(predicted_output_tokens=0.0, streams=False)
+        prefix, lacks, cached = decision.prefix, float(request.prompt_tokens), 0.0
+        if prefix is not None:
+            cached = prefix.cached_tokens[choice.prefill_position]
+            lacks -= prefix.cached_tokens[choice.position]
+        tokens = request.sequences * (request.prompt_tokens - cached)
+        prefill = state.dispatch(request, choice.prefill_charge, now_s, None, tokens)
+        prefill.leg, prefill.before, prefill.expected_s = PREFILL, None, choice.prefill_s
+        decision.prefill_tokens = 0.0
+        pairs.sent(instance_id, decision.instance_id, request.sequences * lacks, now_s)
+        if self._restraints.by_id:
+            self._restraints.sent(prefill, now_s)
+        if request.prefix is not None and self._caches is not None:
+            if prefix is not None:
+                prefill.match_tokens = prefix.match_tokens[choice.prefill_position]
+            self._caches.placed(prefill, request.prefix)
+        return prefill
+
+    def prefilled(self, dispatch: Dispatch, now_s: float) -> None:
+        """A prefill leg's prompt is computed, and its KV waits to be fetched. Only the first call
+        counts; what it holds is taken off as it settles.
+        """
+        if dispatch.state.prefilled(dispatch, now_s):
+            self._decider.freed.append(dispatch.instance_id)
