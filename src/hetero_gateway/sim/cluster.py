@@ -24,8 +24,9 @@ few objects for each request in flight; nothing is kept of an event.
 
 import dataclasses
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -34,11 +35,14 @@ import numpy as np
 from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.dispatch import Dispatch
+from hetero_gateway.core.instances.pairs import Pairs
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
+from hetero_gateway.core.policies.legs import RolePrice
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import (
+    PREFILL,
     InstanceId,
     InstanceSpec,
     Outcome,
@@ -55,7 +59,7 @@ from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED
 from hetero_gateway.sim.workload import Fault, FaultEvent, FaultKind, Workload, fault_events
 
 # The kinds of external events; at one time they happen in this order.
-_FAULT, _ARRIVAL, _TICK = range(3)
+_FAULT, _ARRIVAL, _FETCHED, _TICK = range(4)
 
 # Loading numba and the compiled kernel takes as long as simulating this many requests without.
 _WORTH_COMPILING = 50_000
@@ -119,6 +123,8 @@ def simulate(
     observe_interval_s: float = 1.0,
     compiled: bool | None = None,
     watch: Callable[[EngineFleet], None] = lambda fleet: None,
+    pairs: Pairs | None = None,
+    roles: Mapping[InstanceId, RolePrice] | None = None,
 ) -> Records:
     """Run a workload to its end, or until nothing can happen any more.
 
@@ -136,10 +142,16 @@ def simulate(
             stay as they were, but for their generators. None: where it is installed and the
             workload is long enough to be worth it. The records are the same.
         watch: is given the engines before they run: what no gateway can see, for comparisons.
+        pairs: who can hand prompts over to whom, and how fast: the scheduler is told, and the
+            transfers take as long. The loop of these is never compiled.
+        roles: what the scheduler is told of them; without ``pairs`` of no account.
 
     Raises:
-        ValueError: a profile that no engine can run; see ``Engine``.
+        ValueError: a profile that no engine can run; see ``Engine``. Or instances that die, where
+            there are pairs.
     """
+    if pairs is not None and any(fault.kind is not FaultKind.SLOW for fault in faults):
+        raise ValueError("instances that hand prompts over cannot die in a simulation")
     if compiled is None:
         compiled = len(workload.arrival_s) >= _WORTH_COMPILING and can_compile()
     prefixes = workload.prefixes
@@ -152,8 +164,8 @@ def simulate(
         most_blocks=0 if prefixes is None else prefixes.most_tokens // DEFAULT_BLOCK_TOKENS + 1,
     )
     watch(fleet)
-    run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions)
-    if compiled:
+    run = _Run(instances, workload, scheduler, predictor, fleet, model, predictions, pairs, roles)
+    if compiled and pairs is None:
         arrays = cases.covered(
             scheduler, predictor, fleet, model, workload, faults, predictions, observe_interval_s,
             run.records,
@@ -176,6 +188,8 @@ class _Run:
         fleet: EngineFleet,
         model: str,
         predictions: FloatArray | None,
+        pairs: Pairs | None,
+        roles: Mapping[InstanceId, RolePrice] | None,
     ) -> None:
         size = len(workload.arrival_s)
         self._scheduler = scheduler
@@ -204,6 +218,19 @@ class _Run:
         ) = (_view(getattr(self.records, field)) for field in Records.__slots__)  # fmt: skip
         self._prefixes = workload.prefixes
         self._classes = workload.classes
+        # Transfers: when each way of each instance's link is free, s, and those under way.
+        self._pairs = pairs
+        self._out_s = [0.0] * len(instances)
+        self._in_s = [0.0] * len(instances)
+        self._transfers: dict[int, tuple[Ticket, int]] = {}
+        self._tickets: dict[int, Ticket] = {}  # of prefill legs, by slot
+        self._links = {}
+        if pairs is not None:
+            scheduler.legs.set_roles(roles, pairs)
+            # As told: what the scheduler learns of them changes nothing of how fast they are.
+            for pair in itertools.permutations(self._positions, 2):
+                if (link := pairs.link(*pair, -math.inf)) is not None:
+                    self._links[pair] = link
         # By the fleet's slot: who has it.
         self._requests: list[int] = []
         self._dispatches: list[Dispatch | None] = []
@@ -237,10 +264,11 @@ class _Run:
                     until_s, waking = wake_s, True
             if until_s == math.inf:
                 return self.records
-            complete = fleet.advance(until_s, scheduler.queued > 0)
+            complete = fleet.advance(until_s, scheduler.queued > 0 or self._pairs is not None)
             if fleet.log[0]:
                 self._tell()
-            if not complete:
+            # What was handed over just now may arrive before anything else happens.
+            if not complete or (events and events[0][0] < until_s):
                 continue
             self._now_s = until_s
             if waking:
@@ -254,6 +282,9 @@ class _Run:
                 else:
                     heapq.heappop(events)
                 self._arrive(sequence)
+            elif kind == _FETCHED:
+                heapq.heappop(events)
+                self._fetched(sequence)
             elif kind == _TICK:
                 heapq.heappop(events)
                 self._ticking = False
@@ -316,6 +347,16 @@ class _Run:
         if prompt_tokens + output_tokens - 1 > self._fleet.capacity_tokens[position]:
             self._scheduler.settle(dispatch, Outcome.UPSTREAM_ERROR, self._now_s)
             return False
+        if ticket.prefill is not None:
+            self._start_prefill(ticket, ticket.prefill)
+            return True
+        self._occupy(request, dispatch, position, output_tokens)
+        return True
+
+    def _occupy(
+        self, request: int, dispatch: Dispatch, position: int, output_tokens: int, **leg: Any
+    ) -> int:
+        """Give an engine a sequence; returns its slot."""
         slot = self._fleet.new_slot()
         if slot >= len(self._requests):
             more = slot + 1 - len(self._requests)
@@ -328,8 +369,47 @@ class _Run:
         if self._prefixes is not None:
             keys = self._prefixes.engine_keys(request, DEFAULT_BLOCK_TOKENS)
             keys = keys if self._fleet.compiled else keys.tolist()
-        self._fleet.submit(position, slot, prompt_tokens, output_tokens, self._now_s, keys)
-        return True
+        prompt_tokens = self._prompt_tokens[request]
+        self._fleet.submit(position, slot, prompt_tokens, output_tokens, self._now_s, keys, **leg)
+        return slot
+
+    # -- legs
+
+    def _start_prefill(self, ticket: Ticket, prefill: Dispatch) -> None:
+        position = self._positions[prefill.instance_id]
+        slot = self._occupy(ticket.owner, prefill, position, 1, pins=True)
+        self._tickets[slot] = ticket
+
+    def _hand_over(self, slot: int, at_s: float) -> None:
+        """A prompt is computed: its KV goes over both links, one transfer after the other."""
+        ticket = self._tickets.pop(slot)
+        prefill, dispatch, pairs = ticket.prefill, ticket.dispatch, self._pairs
+        assert prefill is not None
+        assert dispatch is not None
+        assert pairs is not None
+        self._scheduler.legs.prefilled(prefill, at_s)
+        one, other = (self._positions[d.instance_id] for d in (prefill, dispatch))
+        link = self._links[prefill.instance_id, dispatch.instance_id]
+        size_bytes = self._prompt_tokens[ticket.owner] * pairs.kv_bytes_per_token
+        end_s = max(at_s, self._out_s[one], self._in_s[other]) + link.takes_s(size_bytes)
+        self._out_s[one] = self._in_s[other] = end_s
+        self._transfers[slot] = ticket, one
+        heapq.heappush(self._events, (end_s, _FETCHED, slot))
+
+    def _fetched(self, slot: int) -> None:
+        """A prompt's KV has arrived: who has it goes on, and who had it has room again."""
+        ticket, one = self._transfers.pop(slot)
+        prefill, dispatch, request = ticket.prefill, ticket.dispatch, ticket.owner
+        assert prefill is not None
+        assert dispatch is not None
+        self._fleet.unpin(one, slot, self._now_s)
+        self._scheduler.settle(prefill, Outcome.COMPLETED, self._now_s)
+        self._release(slot)
+        position = self._positions[dispatch.instance_id]
+        tokens = self._prompt_tokens[request] - 1
+        self._occupy(request, dispatch, position, self._output_tokens[request], fetched=tokens)
+        if self._scheduler.queued:
+            self._pump()
 
     def _tell(self) -> None:
         """Pass on what the engines have logged."""
@@ -338,7 +418,12 @@ class _Run:
             slot, kind = log[k] >> 2, log[k] & 3
             request, dispatch = self._requests[slot], self._dispatches[slot]
             assert dispatch is not None
-            if kind == FIRST:
+            if dispatch.leg is PREFILL:
+                if kind == FINISHED:
+                    self._hand_over(slot, log_s[k])
+                elif kind == PREEMPTED:
+                    self._preemptions[request] += 1
+            elif kind == FIRST:
                 self._first_token_s[request] = log_s[k]
                 scheduler.first_token(dispatch, log_s[k])
             elif kind == FINISHED:

@@ -20,7 +20,9 @@ from hetero_gateway.sim.engine import (
 )
 
 # What is called from here; the rest of the kernel is called by these.
-ENTRIES = (kernel.submit, kernel.change_slowdown, kernel.advance, kernel.decoded)
+ENTRIES = (
+    kernel.submit, kernel.unpin, kernel.change_slowdown, kernel.advance, kernel.decoded,
+)  # fmt: skip
 # Room for what many instances log between two external events, beside one full step.
 _LOGENTRIES = 4096
 
@@ -80,7 +82,7 @@ class EngineFleet:
         self._log_s = self._array([0.0] * entries)
         self._steps = self._array([0] * len(profiles))
         self._seconds = self._array([0.0] * len(profiles))
-        self._submit, self._change_slowdown, self._advance, self._decoded = (
+        self._submit, self._unpin, self._change_slowdown, self._advance, self._decoded = (
             compile_kernel() if compiled else ENTRIES
         )
         # Reading single numbers from a memoryview is as fast as from a list.
@@ -144,16 +146,36 @@ class EngineFleet:
         return (*engines, self._log, self._log_s)
 
     def submit(
-        self, i: int, slot: int, prompt: int, output: int, now_s: float, keys: Sequence[int] = ()
+        self,
+        i: int,
+        slot: int,
+        prompt: int,
+        output: int,
+        now_s: float,
+        keys: Sequence[int] = (),
+        *,
+        fetched: int = 0,
+        pins: bool = False,
     ) -> None:
         """Queue a sequence that fits; the step that begins at ``now_s`` or next may admit it.
 
         ``keys`` are those of ``Sequence``: at most ``most_blocks``; an array where it is compiled.
+
+        Args:
+            fetched: prompt tokens, all but one at most, whose KV has come from another instance.
+            pins: its output is one token, and its blocks stay until ``unpin``.
         """
         if self._most_blocks:
             self._k[2 * slot][: len(keys)] = keys
+        q = self._q[slot]
+        q[kernel.FETCHED], q[kernel.PINS] = fetched, int(pins)
         tables = (self._q, self._n, self._x, self._first)
         self._submit(*tables, i, slot, prompt, output, len(keys), now_s)
+
+    def unpin(self, i: int, slot: int, now_s: float) -> None:
+        """What a sequence that pins, and is done, has left on instance i was fetched."""
+        tables = (self._q, self._n, self._x, self._c, self._k, self._first)
+        self._unpin(*tables, i, slot, now_s)
 
     def cached_tokens(self, slot: int) -> int:
         """Prompt tokens of a sequence that its instance had in its prefix cache."""

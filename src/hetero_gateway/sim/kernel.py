@@ -46,7 +46,10 @@ HEAP_AT, PREEMPTIONS, STATE, NEXT, PREVIOUS = range(8, 13)
 # KEPT: blocks that others can find; HELD: blocks taken at admission; CACHED_TOKENS: found then, the
 # first time.
 KEYS, HITS, KEPT, HELD, CACHED_TOKENS = range(13, 18)
-SEQUENCE_FIELDS = 18
+# Of a leg. FETCHED: prompt tokens whose KV came from elsewhere; PINS: 1 where its blocks stay when
+# it is done, until they are fetched.
+FETCHED, PINS = range(18, 20)
+SEQUENCE_FIELDS = 20
 
 # Values of STATE.
 NEW, WAITING, PREFILLING, DECODING, DONE = range(5)
@@ -279,6 +282,9 @@ def admit(q: Rows, n: Row, c: Kept, k: Rows) -> int:
         begin_with_hits(q, n, c[n[INSTANCE]], k, slot)
     else:
         n[FREE_BLOCKS] -= blocks(n, prefill_tokens(q, slot))
+    # What was fetched is gone with an eviction: then all is computed here.
+    if q[slot][PREEMPTIONS] == 0 and q[slot][FETCHED] > q[slot][COMPUTED]:
+        q[slot][COMPUTED] = q[slot][FETCHED]
     return slot
 
 
@@ -546,7 +552,8 @@ def end_prefill(
     if s[GENERATED] < s[OUTPUT]:
         join_decoding(q, n, slot)
         return
-    free(q, n, c, k, slot, tokens)
+    if s[PINS] == 0:
+        free(q, n, c, k, slot, tokens)
     s[STATE] = DONE
     record(log, log_s, now_s, slot, FINISHED)
 
@@ -593,15 +600,29 @@ def submit(
     s[HITS] = 0
     s[CACHED_TOKENS] = 0
     enqueue(q, instance, slot)
+    # Behind others it changes nothing: what they lack comes free at the end of the run at best.
+    if instance[STEPS] == 0 or instance[NUM_WAITING] == 1:
+        look_again(n, x, first, i, now_s)
+
+
+def look_again(n: Rows, x: TimeRows, first: Row, i: int, now_s: float) -> None:
+    """Have instance i plan a step that begins at ``now_s``, or as the one under way ends."""
+    instance = n[i]
     if instance[STEPS] > 0:
-        # Behind others it changes nothing: what they lack comes free at the end of the run at best.
-        if instance[NUM_WAITING] > 1:
-            return
         cut_run(instance, x[i], now_s)
     elif x[i][NEXT_S] > now_s:
         x[i][NEXT_S] = now_s
         instance[PHASE] = BEGIN
     rank(n, x, first, i)
+
+
+def unpin(
+    q: Rows, n: Rows, x: TimeRows, c: Kept, k: Rows, first: Row, i: int, slot: int, now_s: float
+) -> None:
+    """Instance i's blocks of a prompt that is computed were fetched: they are free."""
+    free(q, n[i], c, k, slot, q[slot][PROMPT])
+    if n[i][NUM_WAITING] > 0:
+        look_again(n, x, first, i, now_s)
 
 
 def change_slowdown(
