@@ -96,7 +96,9 @@ class Pairs:
         links: by (who computes the prompt, who answers), as told; others cannot.
     """
 
-    __slots__ = ("_fits", "_into", "_out_of", "kv_bytes_per_token")
+    __slots__ = (
+        "_fits", "_into", "_least_start_s", "_most_bytes_per_s", "_out_of", "kv_bytes_per_token",
+    )  # fmt: skip
 
     def __init__(
         self, kv_bytes_per_token: float, links: Mapping[tuple[InstanceId, InstanceId], Link]
@@ -105,6 +107,10 @@ class Pairs:
         self._fits = {pair: _Fit(link) for pair, link in links.items() if pair[0] != pair[1]}
         self._out_of = {prefill: _Busy() for prefill, _ in self._fits}
         self._into = {decode: _Busy() for _, decode in self._fits}
+        # Bounds that hold for every link there was.
+        self._least_start_s, self._most_bytes_per_s = math.inf, 1.0
+        for fit in self._fits.values():
+            self._bound(fit.link)
 
     def __len__(self) -> int:
         return len(self._fits)
@@ -127,6 +133,10 @@ class Pairs:
         busy = out if out > into else into
         return takes_s * (1 + busy / (2 * (1 - busy)))
 
+    def least_s(self, tokens: float) -> float:
+        """No transfer of so many tokens takes less than this, as far as is known."""
+        return self._least_start_s + tokens * self.kv_bytes_per_token / self._most_bytes_per_s
+
     def sent(self, prefill: InstanceId, decode: InstanceId, tokens: float, now_s: float) -> None:
         """A transfer of so many tokens is to come. KeyError: there is no such pair."""
         takes_s = self._fits[prefill, decode].link.takes_s(tokens * self.kv_bytes_per_token)
@@ -138,7 +148,13 @@ class Pairs:
     ) -> None:
         """A transfer was seen; what is absurd is not believed. KeyError: there is no such pair."""
         if 0 <= size_bytes < math.inf and 0 <= took_s < math.inf:
-            self._fits[prefill, decode].observe(size_bytes, took_s)
+            fit = self._fits[prefill, decode]
+            fit.observe(size_bytes, took_s)
+            self._bound(fit.link)
+
+    def _bound(self, link: Link) -> None:
+        self._least_start_s = min(self._least_start_s, link.start_s)
+        self._most_bytes_per_s = max(self._most_bytes_per_s, link.bytes_per_s)
 
     def refuse(self, prefill: InstanceId, decode: InstanceId, now_s: float) -> None:
         """They could not: not before some minutes again. KeyError: there is no such pair."""

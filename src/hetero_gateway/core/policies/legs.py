@@ -19,7 +19,7 @@ and an answer on one that had better not decode (``planner/roles.py`` finds them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from hetero_gateway.core.costs.cost_model import workload
@@ -55,13 +55,9 @@ class RolePrice(NamedTuple):
 _NO_PRICE: Final = RolePrice()
 
 
-class _Part(NamedTuple):
-    """One leg on one candidate: what it costs, without a late first token's price; and the first
-    token's time there."""
-
-    cost_s: float
-    ttft_s: float
-    position: int
+# One leg on one candidate: what it costs, s, without the price of a late first token; the first
+# token's time there, s; and its position.
+_Part = tuple[float, float, int]
 
 
 class FinishTimeOfLegs(FinishTime):
@@ -114,6 +110,7 @@ class FinishTimeOfLegs(FinishTime):
         decodes: list[_Part] = []
         told: list[float] = []
         costs_s: list[float] = []
+        shares: dict[float, float] = {}
         # Whether each may be sent a prompt, and an answer; and whether it is worth waiting for.
         for i, state in enumerate(view.states):
             member, row, fresh = view.members[i], i * width, view.prefill_tokens[i]
@@ -126,7 +123,13 @@ class FinishTimeOfLegs(FinishTime):
             ttft_s, latency_s = data[row + at_ttft], data[row + at_latency]
             step_s = (latency_s - ttft_s) / (output - 1.0)
             prefill_s = ttft_s + held_up_s + price.prefill_s
-            share = _answer_share(member, prompt, output, 0.0 if cached is None else cached[i])
+            share = shares.get(member.kind)
+            if share is None:
+                share = _answer_share(
+                    member, prompt, data[row] / n_r, 0.0 if cached is None else cached[i]
+                )
+                if cached is None:
+                    shares[member.kind] = share
             decode_s = latency_s - ttft_s + step_s + data[row + at_delay] - held_up_s
             decode_s += share * data[row + at_price] + price.decode_s
             if slo is not None:
@@ -136,24 +139,27 @@ class FinishTimeOfLegs(FinishTime):
                 decode_s += VIOLATION_PRICE_S * missed_by_answer(
                     state, member, step_s, n_r, prompt, output, here, now_s, slo
                 )
-            prefills.append(_Part(prefill_s, ttft_s, i))
-            decodes.append(_Part(decode_s, step_s, i))
+            prefills.append((prefill_s, ttft_s, i))
+            decodes.append((decode_s, step_s, i))
             costs_s.append(data[row + at_cost] + price.prefill_s + price.decode_s)
-            told += (*data[row : row + width], prefill_s, decode_s)
+            told += data[row : row + width]
+            told += (prefill_s, decode_s)
         rooms = data[at_room::width]
-        slots = [
-            bool(has) or room(state, member, needed, grown, self.prefill_depth, now_s)[0]
-            for state, member, has in zip(view.states, view.members, rooms, strict=True)
-        ]
+        slots: Sequence[float] = rooms
+        if not all(rooms):
+            slots = [
+                has or room(state, member, needed, grown, self.prefill_depth, now_s)[0]
+                for state, member, has in zip(view.states, view.members, rooms, strict=True)
+            ]
         # An answer computes no prompt, so how many of these wait there is of no account.
         best = self._best_pair(
             view, late_s, weight,
-            [p for p in prefills if rooms[p.position]], [d for d in decodes if slots[d.position]],
+            [p for p in prefills if rooms[p[2]]], [d for d in decodes if slots[d[2]]],
         )  # fmt: skip
-        soon = self._best_pair(
-            view, late_s, weight,
-            [p for p in prefills if slots[p.position]], [d for d in decodes if slots[d.position]],
-        )  # fmt: skip
+        soon = best
+        if slots != rooms:
+            parts = [p for p in prefills if slots[p[2]]], [d for d in decodes if slots[d[2]]]
+            soon = self._best_pair(view, late_s, weight, *parts)
         position = whole.position
         if self.roles:
             open_to = [i for i in range(len(rooms)) if rooms[i]]
@@ -194,20 +200,21 @@ class FinishTimeOfLegs(FinishTime):
         pairs, ids, now_s = self.pairs, view.ids, view.now_s
         prefix, request = view.prefix, view.request
         n_r, prompt = request.sequences, request.prompt_tokens
-        least_s = decodes[0].cost_s
+        link_s = 0.0 if prefix is not None else pairs.least_s(n_r * prompt)
+        least_s = decodes[0][0] + link_s
         for p in prefills:
-            if p.cost_s + least_s >= best[0]:
+            if p[0] + least_s >= best[0]:
                 break
             for d in decodes:
-                if p.cost_s + d.cost_s >= best[0]:
+                if p[0] + d[0] + link_s >= best[0]:
                     break
-                i, j = p.position, d.position
+                i, j = p[2], d[2]
                 if i == j:
                     continue
                 tokens = prompt if prefix is None else prompt - prefix.cached_tokens[j]
                 transfer_s = pairs.transfer_s(ids[i], ids[j], n_r * tokens, now_s)
-                ttft_s = p.ttft_s + transfer_s + d.ttft_s
-                cost_s = p.cost_s + d.cost_s + transfer_s
+                ttft_s = p[1] + transfer_s + d[1]
+                cost_s = p[0] + d[0] + transfer_s
                 cost_s += cost(0.0, 0.0, 0.0, ttft_s, 0.0, late_s, weight)[1]
                 if cost_s < best[0]:
                     best = (cost_s, i, j, transfer_s)
@@ -271,10 +278,9 @@ class FinishTimeOfLegs(FinishTime):
 
 
 def _answer_share(
-    member: Member, prompt_tokens: float, output_tokens: float, cached_tokens: float
+    member: Member, prompt_tokens: float, whole_s: float, cached_tokens: float
 ) -> float:
     """What of a whole request's time on an instance its answer is, 0 to 1."""
-    whole_s = request_time_s(member, prompt_tokens, output_tokens)
     prompt_s = request_time_s(member, prompt_tokens, 0.0)
     cached_s = cached_tokens * (member.p1 + 0.5 * member.p9 * cached_tokens)
     computed_s = whole_s - cached_s
