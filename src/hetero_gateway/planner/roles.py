@@ -1,0 +1,142 @@
+"""Which instances had better compute prompts, and which answer: roles, found by simulation. Pure.
+
+docs/design/disaggregation.md says why each request's own best is not the best of all. Here the
+recent mix is simulated under candidates of roles, *nothing is split* and *no roles* among them, and
+the best one counts. To be run in a process of its own: it takes a second of CPU time or more.
+
+Candidates follow comparative advantage: instances in the order of their prompt's time over their
+answer's, the first m of which get prompts and the others answers, for some m about the one at which
+both have as much to do. A role is a price; a high one is a rule.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hetero_gateway.core.costs.cost_model import request_time_s
+from hetero_gateway.core.instances.pairs import Pairs
+from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
+from hetero_gateway.core.policies import PolicyOptions, make_policy
+from hetero_gateway.core.policies.legs import RolePrice
+from hetero_gateway.core.policies.slo import Slo, Slos
+from hetero_gateway.core.scheduling.discipline_settings import DEFAULT_DISCIPLINE
+from hetero_gateway.core.scheduling.disciplines import make_discipline
+from hetero_gateway.core.scheduling.scheduler import Scheduler
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.sim.result import RunResult, summarise
+from hetero_gateway.sim.workload import Workload
+
+Roles = Mapping[InstanceId, RolePrice] | None
+
+# Seconds: one that is paid in a burst, and one that never is.
+SOFT_S, HARD_S = 10.0, 1000.0
+# The first look at every candidate is at so many requests, the second at all, of the best ones.
+_FIRST_LOOK, _SECOND_LOOKS = 500, 3
+# A share of the requests beyond their limits is as bad as so many times that share of the latency.
+_MISS_WEIGHT = 10.0
+# To split at all must be worth so much.
+_WORTH = 0.01
+
+
+def split_of(order: Sequence[InstanceId], prefills: int, price_s: float) -> Roles:
+    """The first so many get prompts, the others answers."""
+    return {
+        instance: RolePrice(decode_s=price_s) if k < prefills else RolePrice(prefill_s=price_s)
+        for k, instance in enumerate(order)
+    }
+
+
+def advantage_order(
+    instances: Sequence[SimulatedInstance], prompt_tokens: float, output_tokens: float
+) -> tuple[list[InstanceId], int]:
+    """Instances, those first that had rather compute prompts; and how many of them balance it."""
+    told = []
+    for one in instances:
+        if one.believed is not None:
+            prompt_s = max(1e-9, request_time_s(one.believed, prompt_tokens, 0.0))
+            answer_s = request_time_s(one.believed, prompt_tokens, output_tokens) - prompt_s
+            told.append((prompt_s / max(1e-9, answer_s), one.instance_id, prompt_s, answer_s))
+    told.sort()
+    balanced = 1
+    for m in range(1, len(told)):
+        prompts = sum(1 / prompt_s for _, _, prompt_s, _ in told[:m])
+        answers = sum(1 / max(1e-9, answer_s) for _, _, _, answer_s in told[m:])
+        balanced = m
+        if prompts >= answers:
+            break
+    return [instance for _, instance, _, _ in told], balanced
+
+
+def candidates(
+    instances: Sequence[SimulatedInstance], prompt_tokens: float, output_tokens: float
+) -> list[Roles]:
+    """What is tried; the first splits nothing."""
+    order, balanced = advantage_order(instances, prompt_tokens, output_tokens)
+    found: list[Roles] = [None, {}]
+    about = sorted({balanced - 2, balanced - 1, balanced, balanced + 1})
+    for m in about:
+        if 1 <= m < len(order):
+            found += [split_of(order, m, SOFT_S), split_of(order, m, HARD_S)]
+    return found
+
+
+def find_roles(
+    instances: Sequence[SimulatedInstance],
+    mix: Workload,
+    pairs: Callable[[], Pairs],
+    slo: Slo,
+    *,
+    heeds_slo: bool = True,
+    max_batched_tokens: int = 2048,
+    seed: int = 0,
+) -> Roles:
+    """The roles under which this mix does best; None: it is best not to split.
+
+    Args:
+        mix: what came lately, with its times.
+        pairs: makes new ones: a simulation notes its transfers in them.
+        slo: limits; each 1 % of the requests beyond them is as bad as 10 % more latency.
+    """
+    prompt = float(np.mean(mix.prompt_tokens))
+    output = float(np.mean(mix.output_tokens))
+    if len(pairs()) == 0 or output <= 1:
+        return None
+
+    def run(roles: Roles, workload: Workload) -> RunResult:
+        options = PolicyOptions(slos=Slos(slo) if heeds_slo else None)
+        scheduler = Scheduler(
+            make_policy("finish-time", options),
+            np.random.default_rng((seed, 2)),
+            reference=(prompt, output),
+            discipline=make_discipline(DEFAULT_DISCIPLINE),
+            prefix_cache=False,
+        )
+        records = simulate(
+            instances, workload, scheduler, BucketMeanPredictor(output),
+            max_batched_tokens=max_batched_tokens, compiled=False,
+            pairs=None if roles is None else pairs(), roles=roles,
+        )  # fmt: skip
+        return summarise(workload, records, len(instances), slo)
+
+    tried = candidates(instances, prompt, output)
+    if len(mix) > _FIRST_LOOK:
+        few = _first(mix, _FIRST_LOOK)
+        looks = [(_demerit(run(roles, few)), k) for k, roles in enumerate(tried)]
+        best = sorted(looks[1:])[:_SECOND_LOOKS]
+        tried = [None, *(tried[k] for _, k in best)]
+    demerits = [_demerit(run(roles, mix)) for roles in tried]
+    least = min(demerits)
+    return tried[demerits.index(least)] if least < (1 - _WORTH) * demerits[0] else None
+
+
+def _demerit(run: RunResult) -> float:
+    """The mean latency, s, and what misses its limits in the same unit; the lower, the better."""
+    latency_s = run.latency_s.mean
+    return latency_s * (1 + _MISS_WEIGHT * (1 - run.slo_share))
+
+
+def _first(workload: Workload, count: int) -> Workload:
+    return Workload(
+        workload.arrival_s[:count], workload.prompt_tokens[:count], workload.output_tokens[:count]
+    )
