@@ -1,6 +1,7 @@
 """An instance that breaks off in mid-stream: the client has one stream, to its end."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from typing import Any
@@ -131,6 +132,36 @@ async def test_a_prompt_under_which_two_broke_off_is_not_given_to_a_third() -> N
         assert events[-2:] == [{"error": events[-2]["error"]}, "cut"]
         assert len(texts(events)) == 4
         assert running.gateway.metrics.streams_continued == {"continued": 1, "not_continuable": 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prompt_that_kills_instances_is_tried_once_more_and_then_refused(
+    stream: bool,
+) -> None:
+    async with rig(4) as (_, client, fakes):
+
+        async def die(fake: FakeInstance) -> None:
+            await eventually(lambda: fake.open == 1)
+            await asyncio.sleep(1)
+            await fake.kill()
+
+        for fake in fakes:
+            fake.fault = {"events": 4, "delay_s": 10, "first_delay_s": 10}
+        killing = [asyncio.create_task(die(fake)) for fake in fakes]
+        poison = body(stream=stream)
+        for died in (2, 3, 3):
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                answer = await client.post(CHAT, json=poison)
+            assert sum(fake.requests for fake in fakes) == died
+        assert answer.status_code == 422
+        assert answer.json()["error"]["code"] == "deadly_request"
+        left = next(fake for fake in fakes if not fake.requests)
+        left.fault = {}
+        for task in killing:
+            task.cancel()
+        assert (await client.post(CHAT, json=poison | {"user": "another"})).status_code == 200
+        await asyncio.sleep(301)
+        assert (await client.post(CHAT, json=poison)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,10 @@ class Attempts(FurtherAttempts):
         if rooms.priorities is not None:
             rooms.priorities.check(inbound, self._client)
         self._job = rooms.dispatcher.describe(inbound, self._client, parsed, counted)
-        rooms.budget.requests += 1
+        budget = rooms.budget
+        if budget.deadly:
+            budget.check(inbound.body)
+        budget.requests += 1
         self._deadline_s = inbound.received_s + rooms.total_timeout_s
         self._place()
 

@@ -170,7 +170,7 @@ class Continuations:
         if isinstance(exchange, ContinuedExchange):
             assert before is not None
             told, broken = exchange.splice.told, before.broken
-            if told.tokens - before.told.tokens < _PROGRESS_TOKENS:
+            if not got_on(exchange, before):
                 breaks += before.breaks
             if breaks >= _MOST_BREAKS:
                 raise NotContinuable("two instances broke off under it", for_now=True)
@@ -290,3 +290,11 @@ class ContinuedExchange(Exchange):
 
     def break_off(self, error: Refusal) -> None:
         self._broken.break_off(error)
+
+
+def got_on(exchange: Exchange, before: Continuation | None) -> bool:
+    """Whether so much came of it that its prompt is not what broke it off."""
+    if isinstance(exchange, ContinuedExchange):
+        assert before is not None
+        return exchange.splice.told.tokens - before.told.tokens >= _PROGRESS_TOKENS
+    return exchange.events >= _PROGRESS_TOKENS

@@ -18,7 +18,7 @@ from hetero_gateway.engines.vllm.continuations import (
 )
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import NO_RETRY, nobody_can, refusal_of
-from hetero_gateway.gateway.dataplane.continuing import Continuation, ContinuedExchange
+from hetero_gateway.gateway.dataplane.continuing import Continuation, ContinuedExchange, got_on
 from hetero_gateway.gateway.dataplane.dispatcher import Place
 from hetero_gateway.gateway.dataplane.intake import Job
 from hetero_gateway.gateway.dataplane.reading import RequestReader
@@ -140,12 +140,15 @@ class FurtherAttempts(RequestReader):
             return
         self._tried.append(instance.id)
         outside = isinstance(placed, OutsidePlace)
-        if exchange.head_sent:
-            retry = not outside and self._continues(exchange, error)
+        deadly = self._note_deadly(error, exchange)
+        if outside or deadly:
+            retry = False
+        elif exchange.head_sent:
+            retry = self._continues(exchange, error)
         else:
-            retry = not outside and self._rooms.budget.may_retry(error, len(self._tried))
+            retry = self._rooms.budget.may_retry(error, len(self._tried))
         fallback = None
-        if not (retry or exchange.head_sent or error.failure is Failure.TOTAL_TIMEOUT):
+        if not (retry or exchange.head_sent or deadly or error.failure is Failure.TOTAL_TIMEOUT):
             fallback = self._next_fallback()
         answered = exchange.complete
         outcome = error.failure.outcome
@@ -173,6 +176,30 @@ class FurtherAttempts(RequestReader):
             self._end()
         else:
             self._answer(refusal_of(error, instance, spent=spent))
+
+    def _note_deadly(self, error: InstanceError, exchange: Exchange) -> bool:
+        """Whether instances die under this request, the last one before much came of it.
+
+        Two in turn; or one more, under a request like one before.
+        """
+        if error.failure is not Failure.RESET or got_on(exchange, self._continuation):
+            return False
+        budget, body, last = self._rooms.budget, self._inbound.body, self._last
+        died = [exchange.place.instance.id]
+        if not budget.deaths_under(body):
+            before = self._failure
+            if last is None or before is None or before.failure is not Failure.RESET:
+                return False
+            instance = last[0].instance
+            if isinstance(instance, Outside) or instance is exchange.place.instance or instance.up:
+                return False
+            died.insert(0, instance.id)
+        budget.note_deaths(body, len(died))
+        if exchange.head_sent and exchange.streams:
+            self._rooms.metrics.streams_continued["not_continuable"] += 1
+        request_id = self._inbound.request_id.decode()
+        _log.warning("request %s is not tried again: %s died", request_id, " and ".join(died))
+        return True
 
     def _ends_all_the_same(self, error: InstanceError, exchange: Exchange) -> bool:
         """Whether a stream broke off when its answer was told, and only its end was not."""

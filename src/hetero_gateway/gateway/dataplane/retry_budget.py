@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 
+from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import RetryConfig
 from hetero_gateway.http.failures import Failure, InstanceError
 
 _WINDOW_S = 10.0
 # So often a stream may break off and go on in that time, on average over what is open.
 _MOST_EACH = 6
+# How long bodies under which instances died are known, which is about what engines take to start,
+# and how many of them. One that merely was on the same two instances as the one that killed them
+# looks just like it, so it gets another chance, on one instance.
+_DEADLY_S = 300.0
+_MOST_DEADLY = 256
+_MOST_DEATHS = 3
 
 
 class RetryBudget:
     """Retries as a share of recent requests, so that an outage is not multiplied by them.
 
     ``requests``: counted by whoever takes them in. Windows begin where one is asked for: the first
-    has what came in ten seconds of the time since the last.
+    has what came in ten seconds of the time since the last. ``deadly``: bodies
+    under which instances died in turn, by their hash: when the last one did, and how many.
     """
 
     def __init__(self, config: RetryConfig) -> None:
         self.config = config
         self.requests = 0
+        self.deadly: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._window_start_s = time.monotonic()
         self._recent = 0.0  # of a window, before it began
         self._retries = 0
@@ -66,3 +76,27 @@ class RetryBudget:
             self._recent = self.requests * _WINDOW_S / since_s
             self._window_start_s, self.requests = now_s, 0
             self._retries = self._continued = 0
+
+    def deaths_under(self, body: bytes) -> int:
+        """How many instances have died under such a request lately."""
+        deadly, oldest_s = self.deadly, time.monotonic() - _DEADLY_S
+        while deadly and next(iter(deadly.values()))[0] <= oldest_s:
+            deadly.popitem(last=False)
+        return deadly[hash(body)][1] if deadly and hash(body) in deadly else 0
+
+    def note_deaths(self, body: bytes, instances: int) -> None:
+        """So many more have."""
+        deaths = self.deaths_under(body) + instances
+        self.deadly.pop(hash(body), None)
+        self.deadly[hash(body)] = time.monotonic(), deaths
+        if len(self.deadly) > _MOST_DEADLY:
+            self.deadly.popitem(last=False)
+
+    def check(self, body: bytes) -> None:
+        """To be asked while any are ``deadly``. Raises Refusal: this one is."""
+        if self.deaths_under(body) >= _MOST_DEATHS:
+            minutes = round(_DEADLY_S / 60)
+            message = (
+                f"Instances died under this very request, {_MOST_DEATHS} in {minutes} minutes."
+            )
+            raise Refusal(422, "deadly_request", message)
