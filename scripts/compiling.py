@@ -18,13 +18,14 @@ MODULES = [
     for name in """
         core.costs.cost_model core.costs.profile core.histogram core.request
         core.instances.concurrency core.instances.dispatch core.instances.outcomes
-        core.instances.prefix_hits core.instances.sightings core.instances.speed
-        core.instances.state core.instances.table core.lengths.predictors
+        core.instances.pairs core.instances.prefix_hits core.instances.sightings
+        core.instances.speed core.instances.state core.instances.table core.lengths.predictors
         core.policies.affinity core.policies.at_once core.policies.base core.policies.counting
-        core.policies.estimates core.policies.finish_time core.policies.member
+        core.policies.estimates core.policies.finish_time core.policies.legs core.policies.member
         core.policies.rotation core.policies.slo core.policies.workload
         core.prefixes.caches core.prefixes.trust
-        core.scheduling.decider core.scheduling.decision_log core.scheduling.members
+        core.scheduling.decider core.scheduling.decision_log core.scheduling.legs
+        core.scheduling.members
         core.scheduling.pool core.scheduling.probes
         core.scheduling.queue core.scheduling.restraints core.scheduling.scheduler
         core.scheduling.shedding

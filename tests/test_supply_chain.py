@@ -28,7 +28,7 @@ def locked(name: str) -> dict[str, tuple[str, list[str]]]:
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     found = {}
     for line in text.splitlines():
-        version = re.match(r"[A-Za-z0-9._-]+==([^ ;]+)", line)
+        version = re.match(r"[A-Za-z0-9._-]+(?:\[[a-z,-]+\])?==([^ ;]+)", line)
         assert version, line
         found[name_of(line)] = version[1], re.findall(r"--hash=sha256:([0-9a-f]{64})", line)
     return found

@@ -48,7 +48,7 @@ from typing import Any, Self
 import numpy as np
 
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Usage
+from hetero_gateway.core.types import InstanceId, InstanceSpec, Leg, Outcome, Usage
 from hetero_gateway.sim import block_cache, kernel
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.fleet import EngineFleet
@@ -69,12 +69,14 @@ class Placed:
     uncached: int
     prefill_s: float
     waiting: bool = True
+    leg: Leg = Leg.WHOLE
 
 
 @dataclass(eq=False)
 class PlacedTicket:
     owner: Any
     dispatch: Placed
+    prefill: None = None
 
 
 @dataclass

@@ -19,7 +19,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,7 +32,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
-from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.histogram import Histogram, Taken
 from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.gateway.records.families import (
     InstanceGauges,
@@ -44,7 +44,7 @@ from hetero_gateway.gateway.records.families import (
     sharing_families,
     single,
 )
-from hetero_gateway.gateway.records.series import Series, SeriesRow
+from hetero_gateway.gateway.records.series import Series
 from hetero_gateway.gateway.turns import batches
 from hetero_gateway.http.failures import Blame, Failure
 
@@ -96,6 +96,20 @@ _OF_REQUESTS = (
     "requests", "request_duration_seconds", "time_to_first_token_seconds",
     "time_per_output_token_seconds", "input_tokens", "input_tokens_cached", "output_tokens",
 )  # fmt: skip
+
+
+class SeriesRow(NamedTuple):
+    """A ``Series`` as it passes between processes. (Compiled, msgspec would not see its types.)"""
+
+    model: str
+    instance_id: str
+    outcomes: dict[str, int]
+    duration: Taken
+    ttft: Taken
+    tpot: Taken
+    input_tokens: int
+    cached_tokens: float
+    output_tokens: int
 
 
 class Metrics:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
 
-from hetero_gateway.core.histogram import Histogram, Taken
+from hetero_gateway.core.histogram import Histogram
 
 LATENCY_BOUNDS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
@@ -45,17 +44,3 @@ class Series:
         self.input_tokens = 0
         self.cached_tokens = 0.0
         self.output_tokens = 0
-
-
-class SeriesRow(NamedTuple):
-    """A ``Series`` as it passes between processes."""
-
-    model: str
-    instance_id: str
-    outcomes: dict[str, int]
-    duration: Taken
-    ttft: Taken
-    tpot: Taken
-    input_tokens: int
-    cached_tokens: float
-    output_tokens: int

@@ -42,7 +42,7 @@ from hetero_gateway.core.types import InstanceId, Outcome, RejectReason, Usage
 from hetero_gateway.engines.vllm import ModelCard
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.records import AnswerTokens
-from hetero_gateway.gateway.records.series import SeriesRow
+from hetero_gateway.gateway.records.metrics import SeriesRow
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import Failure, InstanceError
 
