@@ -51,7 +51,7 @@ WARM_UP = 320
 CLIENTS = 16
 PROMPT_BYTES = 800
 APART_S = 0.001
-# While calls are counted, on a busy machine perhaps: as many rows are written together as else.
+# Counting slows requests down, so rows wait longer: as many are written together as else.
 SLOWER = 100
 # What is done once a second is not in all of them.
 TIMES = 5

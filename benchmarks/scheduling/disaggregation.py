@@ -32,17 +32,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.scheduling.losses import Kind, instances_of
 from hetero_gateway.core.instances.pairs import Link, Pairs
-from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
-from hetero_gateway.core.policies import PolicyOptions, make_policy
-from hetero_gateway.core.policies.slo import Slo, Slos
-from hetero_gateway.core.scheduling.discipline_settings import DEFAULT_DISCIPLINE
-from hetero_gateway.core.scheduling.disciplines import make_discipline
-from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.planner.roles import HARD_S, Roles, advantage_order, find_roles, split_of
-from hetero_gateway.sim.cluster import SimulatedInstance, simulate
+from hetero_gateway.core.policies.slo import Slo
+from hetero_gateway.planner.roles import (
+    HARD_S,
+    Roles,
+    advantage_order,
+    find_roles,
+    run_under,
+    split_of,
+)
+from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.experiment import Experiment, make_workload, measure_bound, mix_moments
 from hetero_gateway.sim.held import held_loads
-from hetero_gateway.sim.result import RunResult, summarise
+from hetero_gateway.sim.result import RunResult
 from hetero_gateway.sim.workload import Lengths, LogNormal, LogNormalLengths
 
 SHARE, START_S, TOKEN_BYTES = 0.9, 0.002, 131072.0
@@ -100,21 +102,14 @@ class Cell:
         return Pairs(TOKEN_BYTES, every if self.setting.gbit_per_s else {})
 
     def run(self, load: float, seed: int, roles: Roles, *, limits: bool = True) -> RunResult:
-        moments, slo = self.moments, self.setting.slo
+        moments = self.moments
         rate = self._bound.rate_per_s(load, moments)
         workload = make_workload(self._experiment, rate, seed)
-        options = PolicyOptions(slos=Slos(slo) if limits else None)
-        scheduler = Scheduler(
-            make_policy("finish-time", options), np.random.default_rng((seed, 2)),
-            reference=(moments.mean_prompt, moments.mean_output),
-            discipline=make_discipline(DEFAULT_DISCIPLINE), prefix_cache=False,
+        reference = (moments.mean_prompt, moments.mean_output)
+        return run_under(
+            roles, self.instances, workload, self.pairs, self.setting.slo, reference,
+            heeds_slo=limits, seed=seed,
         )  # fmt: skip
-        predictor = BucketMeanPredictor(moments.mean_output)
-        records = simulate(
-            self.instances, workload, scheduler, predictor, compiled=False,
-            pairs=None if roles is None else self.pairs(), roles=roles,
-        )  # fmt: skip
-        return summarise(workload, records, len(self.instances), slo)
 
     def roles_at(self, load: float) -> Roles:
         """As the gateway would find them from what came before."""

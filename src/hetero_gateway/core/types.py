@@ -22,6 +22,11 @@ BATCH_CLASS: Final = "batch"
 KvRole = Literal["both", "prefill", "decode"]
 
 
+def roles_pair(prefill: KvRole, decode: KvRole) -> bool:
+    """Whether an instance of the one role may compute prompts for one of the other."""
+    return prefill != "decode" and decode != "prefill"
+
+
 class PrefixKeys(NamedTuple):
     """The keys of one text, shortest beginning first.
 

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hetero_gateway.engines.vllm.kv_transfer import CONNECTORS
+from hetero_gateway.core.types import KvRole, roles_pair
+from hetero_gateway.engines.vllm.kv_transfer import CONNECTORS, DEFAULT_LEASE_S
 from hetero_gateway.files.setup_warnings import SetupWarning
 from hetero_gateway.files.yaml_file import StrictModel
 
@@ -45,10 +46,10 @@ class InstanceTransferConfig(StrictModel):
     """`kv_connector` of its `--kv-transfer-config`."""
     group: Annotated[str, AfterValidator(_check_group)] = "default"
     """Instances of one group and connector can hand over to each other."""
-    role: Literal["both", "prefill", "decode"] = "both"
+    role: KvRole = "both"
     """What it may do for others: both; `prefill`: only compute prompts for them; `decode`: only
     answer what they have computed."""
-    lease_s: float = Field(30.0, gt=0, le=3600)
+    lease_s: float = Field(DEFAULT_LEASE_S, gt=0, le=3600)
     """So long it keeps blocks that nobody fetches (`kv_lease_duration`)."""
     gbit_per_s: float | None = Field(None, gt=0, le=1e5)
     """Of its link, until transfers have been seen; none: not known."""
@@ -70,11 +71,8 @@ def can_hand_over(
     """Whether, by the configuration, the one may compute prompts that the other answers."""
     if prefill is None or decode is None:
         return False
-    return (
-        (prefill.connector, prefill.group) == (decode.connector, decode.group)
-        and prefill.role != "decode"
-        and decode.role != "prefill"
-    )
+    same = (prefill.connector, prefill.group) == (decode.connector, decode.group)
+    return same and roles_pair(prefill.role, decode.role)
 
 
 def hand_over_to(

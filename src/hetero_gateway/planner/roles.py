@@ -98,28 +98,17 @@ def find_roles(
         pairs: makes new ones: a simulation notes its transfers in them.
         slo: limits; each 1 % of the requests beyond them is as bad as 10 % more latency.
     """
-    prompt = float(np.mean(mix.prompt_tokens))
-    output = float(np.mean(mix.output_tokens))
-    if len(pairs()) == 0 or output <= 1:
+    reference = float(np.mean(mix.prompt_tokens)), float(np.mean(mix.output_tokens))
+    if len(pairs()) == 0 or reference[1] <= 1:
         return None
 
     def run(roles: Roles, workload: Workload) -> RunResult:
-        options = PolicyOptions(slos=Slos(slo) if heeds_slo else None)
-        scheduler = Scheduler(
-            make_policy("finish-time", options),
-            np.random.default_rng((seed, 2)),
-            reference=(prompt, output),
-            discipline=make_discipline(DEFAULT_DISCIPLINE),
-            prefix_cache=False,
-        )
-        records = simulate(
-            instances, workload, scheduler, BucketMeanPredictor(output),
-            max_batched_tokens=max_batched_tokens, compiled=False,
-            pairs=None if roles is None else pairs(), roles=roles,
+        return run_under(
+            roles, instances, workload, pairs, slo, reference,
+            heeds_slo=heeds_slo, max_batched_tokens=max_batched_tokens, seed=seed,
         )  # fmt: skip
-        return summarise(workload, records, len(instances), slo)
 
-    tried = candidates(instances, prompt, output)
+    tried = candidates(instances, *reference)
     if len(mix) > _FIRST_LOOK:
         few = _first(mix, _FIRST_LOOK)
         looks = [(_demerit(run(roles, few)), k) for k, roles in enumerate(tried)]
@@ -128,6 +117,41 @@ def find_roles(
     demerits = [_demerit(run(roles, mix)) for roles in tried]
     least = min(demerits)
     return tried[demerits.index(least)] if least < (1 - _WORTH) * demerits[0] else None
+
+
+def run_under(
+    roles: Roles,
+    instances: Sequence[SimulatedInstance],
+    workload: Workload,
+    pairs: Callable[[], Pairs],
+    slo: Slo,
+    reference: tuple[float, float],
+    *,
+    heeds_slo: bool = True,
+    max_batched_tokens: int = 2048,
+    seed: int = 0,
+) -> RunResult:
+    """What a workload comes to under these roles, and ``finish-time``.
+
+    Args:
+        reference: (prompt, output) tokens of the mean request.
+
+    See ``find_roles`` for the others.
+    """
+    options = PolicyOptions(slos=Slos(slo) if heeds_slo else None)
+    scheduler = Scheduler(
+        make_policy("finish-time", options),
+        np.random.default_rng((seed, 2)),
+        reference=reference,
+        discipline=make_discipline(DEFAULT_DISCIPLINE),
+        prefix_cache=False,
+    )
+    records = simulate(
+        instances, workload, scheduler, BucketMeanPredictor(reference[1]),
+        max_batched_tokens=max_batched_tokens, compiled=False,
+        pairs=None if roles is None else pairs(), roles=roles,
+    )  # fmt: skip
+    return summarise(workload, records, len(instances), slo)
 
 
 def _demerit(run: RunResult) -> float:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from hetero_gateway.core.types import InstanceId, InstanceSpec
+from hetero_gateway.core.types import InstanceId, InstanceSpec, roles_pair
 
 REFUSED_FOR_S: Final = 300.0
 # A transfer counts half after so many more; what a pair was told to be counts as so many.
@@ -175,8 +175,7 @@ def between(specs: Iterable[InstanceSpec], link: Link, kv_bytes_per_token: float
             for one in every
             for other in every
             if one is not other
-            and one.kv_role != "decode"
-            and other.kv_role != "prefill"
+            and roles_pair(one.kv_role, other.kv_role)
             and one.models & other.models
         },
     )

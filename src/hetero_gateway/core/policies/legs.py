@@ -60,6 +60,21 @@ _NO_PRICE: Final = RolePrice()
 _Part = tuple[float, float, int]
 
 
+class _Pair(NamedTuple):
+    """A way over two candidates: its cost, s, both positions, and how long its transfer takes, s.
+
+    As it is made: none, at no price that is ever paid.
+    """
+
+    cost_s: float = math.inf
+    prefill: int = -1
+    decode: int = -1
+    transfer_s: float = 0.0
+
+
+_NO_PAIR: Final = _Pair()
+
+
 class FinishTimeOfLegs(FinishTime):
     """``FinishTime``, for requests that may be split.
 
@@ -169,18 +184,18 @@ class FinishTimeOfLegs(FinishTime):
         else:
             waits = whole.waits
         whole_s = math.inf if waits else costs_s[position]
-        lowest_s = min([soon[0], *(c for c, slot in zip(costs_s, slots, strict=True) if slot)])
-        chosen_s = min(whole_s, best[0])
+        lowest_s = min([soon.cost_s, *(c for c, slot in zip(costs_s, slots, strict=True) if slot)])
+        chosen_s = min(whole_s, best.cost_s)
         names = (*names, *_LEG_NAMES)
         if chosen_s > WORTH_WAITING * lowest_s or chosen_s == math.inf:
-            idle = position if whole_s <= best[0] else best[2]
+            idle = position if whole_s <= best.cost_s else best.decode
             there = idle >= 0 and view.states[idle].in_flight + view.states[idle].peers.in_flight
             if there or chosen_s - lowest_s > self._takes_s(view) or chosen_s == math.inf:
-                waits_for = soon if soon[0] < min(costs_s) else (math.inf, -1, -1, 0.0)
-                if waits_for[1] < 0:
+                waits_for = soon if soon.cost_s < min(costs_s) else _NO_PAIR
+                if waits_for.prefill < 0:
                     position = costs_s.index(min(costs_s))
                 return self._answer(view, whole, names, told, position, waits_for, True)
-        pair = best if best[0] < whole_s else (math.inf, -1, -1, 0.0)
+        pair = best if best.cost_s < whole_s else _NO_PAIR
         return self._answer(view, whole, names, told, position, pair, False)
 
     def _best_pair(
@@ -190,9 +205,9 @@ class FinishTimeOfLegs(FinishTime):
         weight: float,
         prefills: list[_Part],
         decodes: list[_Part],
-    ) -> tuple[float, int, int, float]:
-        """The cheapest of the pairs: its cost, both positions, and its transfer's time, s."""
-        best: tuple[float, int, int, float] = (math.inf, -1, -1, 0.0)
+    ) -> _Pair:
+        """The cheapest of the pairs."""
+        best = _NO_PAIR
         if not prefills or not decodes:
             return best
         prefills.sort()
@@ -203,10 +218,10 @@ class FinishTimeOfLegs(FinishTime):
         link_s = 0.0 if prefix is not None else pairs.least_s(n_r * prompt)
         least_s = decodes[0][0] + link_s
         for p in prefills:
-            if p[0] + least_s >= best[0]:
+            if p[0] + least_s >= best.cost_s:
                 break
             for d in decodes:
-                if p[0] + d[0] + link_s >= best[0]:
+                if p[0] + d[0] + link_s >= best.cost_s:
                     break
                 i, j = p[2], d[2]
                 if i == j:
@@ -216,8 +231,8 @@ class FinishTimeOfLegs(FinishTime):
                 ttft_s = p[1] + transfer_s + d[1]
                 cost_s = p[0] + d[0] + transfer_s
                 cost_s += cost(0.0, 0.0, 0.0, ttft_s, 0.0, late_s, weight)[1]
-                if cost_s < best[0]:
-                    best = (cost_s, i, j, transfer_s)
+                if cost_s < best.cost_s:
+                    best = _Pair(cost_s, i, j, transfer_s)
         return best
 
     def _answer(
@@ -227,14 +242,14 @@ class FinishTimeOfLegs(FinishTime):
         names: tuple[str, ...],
         told: list[float],
         position: int,
-        pair: tuple[float, int, int, float],
+        pair: _Pair,
         waits: bool,
     ) -> Choice:
         request = view.request
         n_r, prompt = float(request.sequences), float(request.prompt_tokens)
-        prefill, transfer_s = pair[1], pair[3]
+        prefill, transfer_s = pair.prefill, pair.transfer_s
         if prefill >= 0:
-            position = pair[2]
+            position = pair.decode
         row, at = position * len(names), names.index
         time_s, usage = told[row], told[row + 1]
         ttft_s, latency_s = told[row + at("ttft_s")], told[row + at("latency_s")]

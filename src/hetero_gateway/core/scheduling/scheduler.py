@@ -32,11 +32,7 @@ from typing import Any, Final, NamedTuple
 from hetero_gateway.core.instances.dispatch import NO_PEERS, Dispatch
 from hetero_gateway.core.policies import Policy
 from hetero_gateway.core.policies.base import Decision
-from hetero_gateway.core.policies.finish_time import (
-    MOST_PATIENCE_S,
-    drain_s,
-    idle_before_drain_s,
-)
+from hetero_gateway.core.policies.finish_time import MOST_PATIENCE_S, drain_s, idle_before_drain_s
 from hetero_gateway.core.prefixes.caches import PrefixCaches
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decider import Decider, Views

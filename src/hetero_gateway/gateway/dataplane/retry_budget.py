@@ -24,8 +24,8 @@ class RetryBudget:
     """Retries as a share of recent requests, so that an outage is not multiplied by them.
 
     ``requests``: counted by whoever takes them in. Windows begin where one is asked for: the first
-    has what came in ten seconds of the time since the last. ``deadly``: bodies
-    under which instances died in turn, by their hash: when the last one did, and how many.
+    has what came in ten seconds of the time since the last. ``deadly``: bodies under which
+    instances died in turn, by their hash: when the last one did, and how many.
     """
 
     def __init__(self, config: RetryConfig) -> None:

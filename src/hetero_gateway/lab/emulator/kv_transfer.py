@@ -299,14 +299,7 @@ class KVTransfer(Collector):
     ) -> bool:
         """Fetch these blocks; whether they hold what is wanted. Raises _Failed and the like."""
         async with self._receiving:
-            reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(
-                    str(parameters["remote_host"]),
-                    int(parameters["remote_port"]),
-                    limit=_MOST_LINE_BYTES,
-                ),
-                _HANDSHAKE_TIMEOUT_S,
-            )
+            reader, writer = await _connect(parameters)
             try:
                 writer.write(self._asking(parameters, block_ids=block_ids, freed=False))
                 lease_s = self._extra.kv_lease_duration / self._scale
@@ -347,12 +340,7 @@ class KVTransfer(Collector):
 
     async def _tell_freed(self, parameters: dict[str, Any]) -> None:
         try:
-            _, writer = await asyncio.wait_for(
-                asyncio.open_connection(
-                    str(parameters["remote_host"]), int(parameters["remote_port"])
-                ),
-                _HANDSHAKE_TIMEOUT_S,
-            )
+            _, writer = await _connect(parameters)
             writer.write(self._asking(parameters, freed=True))
             writer.close()
         except (OSError, ValueError, TypeError, TimeoutError):
@@ -439,6 +427,16 @@ class KVTransfer(Collector):
         for source, count in self.by_source().items():
             family.add_metric([*labels.values(), source], count)
         yield family
+
+
+async def _connect(
+    parameters: dict[str, Any],
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """To the prefill instance. Raises OSError, ValueError, TypeError, TimeoutError: it cannot."""
+    opening = asyncio.open_connection(
+        str(parameters["remote_host"]), int(parameters["remote_port"]), limit=_MOST_LINE_BYTES
+    )
+    return await asyncio.wait_for(opening, _HANDSHAKE_TIMEOUT_S)
 
 
 def _line(document: dict[str, Any]) -> bytes:
