@@ -337,6 +337,26 @@ async def test_retries_stop_at_the_budget() -> None:
         assert running.settled()
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.01])
+async def test_all_that_waits_for_its_first_byte_is_served_elsewhere_when_its_instance_dies(
+    ratio: float,
+) -> None:
+    retry = {"budget_min": 1, "budget_ratio": ratio}
+    async with rig(2, retry=retry) as (running, client, fakes):
+        asking = [
+            asyncio.create_task(client.post(CHAT, json=chat(first_delay_s=1.0))) for _ in range(60)
+        ]
+        await eventually(lambda: sum(len(fake.bodies) for fake in fakes) == len(asking))
+        lost = len(fakes[0].bodies)
+        await fakes[0].kill()
+        statuses = [response.status_code for response in await asyncio.gather(*asking)]
+        assert lost > 10
+        # Without a share of what is open or recent, the budget is what is always allowed.
+        assert statuses.count(502) == (0 if ratio else lost - 1)
+        assert statuses.count(200) == len(statuses) - statuses.count(502)
+        assert running.settled()
+
+
 async def test_unreachable_instances_are_503_even_without_a_retry_left() -> None:
     async with rig(2, retry={"budget_min": 0, "budget_ratio": 0.0}) as (_, client, fakes):
         for fake in fakes:

@@ -359,7 +359,7 @@ class Attempts(FurtherAttempts):
                 exchange, inbound, self._continuation
             )
         else:
-            may = rooms.budget.may_retry(error, len(tried), counts=False)
+            may = rooms.budget.may_retry(error, len(tried), len(rooms.open), counts=False)
         if may:
             exchange.fail(error)
 

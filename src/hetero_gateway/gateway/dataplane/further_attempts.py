@@ -146,7 +146,8 @@ class FurtherAttempts(RequestReader):
         elif exchange.head_sent:
             retry = self._continues(exchange, error)
         else:
-            retry = self._rooms.budget.may_retry(error, len(self._tried))
+            rooms = self._rooms
+            retry = rooms.budget.may_retry(error, len(self._tried), len(rooms.open))
         fallback = None
         if not (retry or exchange.head_sent or deadly or error.failure is Failure.TOTAL_TIMEOUT):
             fallback = self._next_fallback()

@@ -198,7 +198,7 @@ class _Session:
                 failure = error
                 outcome = error.failure.outcome
                 tried.append(place.instance.id)
-                final = not rooms.budget.may_retry(error, len(tried))
+                final = not rooms.budget.may_retry(error, len(tried), len(rooms.open))
                 if final:
                     raise refusal_of(error, place.instance, spent=len(tried) > 1) from error
             finally:

@@ -12,6 +12,8 @@ from hetero_gateway.http.failures import Failure, InstanceError
 _WINDOW_S = 10.0
 # So often a stream may break off and go on in that time, on average over what is open.
 _MOST_EACH = 6
+# What an instance that is gone does to all of its requests at once, whenever they came.
+_ALL_AT_ONCE = frozenset((Failure.CONNECT, Failure.RESET, Failure.SILENT, Failure.MOVED))
 # How long bodies under which instances died are known, which is about what engines take to start,
 # and how many of them. One that merely was on the same two instances as the one that killed them
 # looks just like it, so it gets another chance, on one instance.
@@ -37,8 +39,14 @@ class RetryBudget:
         self._retries = 0
         self._continued = 0
 
-    def may_retry(self, error: InstanceError, attempts: int, *, counts: bool = True) -> bool:
-        """Whether a request may be tried once more; if so it is counted, if it ``counts``."""
+    def may_retry(
+        self, error: InstanceError, attempts: int, open_requests: int, *, counts: bool = True
+    ) -> bool:
+        """Whether a request may be tried once more; if so it is counted, if it ``counts``.
+
+        After its first instance is gone, what is open bounds it as well as what has come lately:
+        those that were waiting there for their first byte came over minutes, too.
+        """
         config = self.config
         most = config.max_attempts
         if error.failure is Failure.SERVER_ERROR:
@@ -47,8 +55,10 @@ class RetryBudget:
         if not error.failure.retryable or attempts >= most:
             return False
         self._roll()
-        recent = self._recent + self.requests
-        if self._retries >= config.budget_min + config.budget_ratio * recent:
+        retries = config.budget_min + config.budget_ratio * (self._recent + self.requests)
+        if attempts == 1 and config.budget_ratio and error.failure in _ALL_AT_ONCE:
+            retries += open_requests
+        if self._retries >= retries:
             return False
         self._retries += counts
         return True
