@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.fakes.redis import free_port
+from benchmarks.ports import free_port
 from tests.fakes.running import FAST
 
 pytestmark = pytest.mark.slow

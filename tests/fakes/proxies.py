@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.envoy import address
+from benchmarks.ports import free_port
 from tests.fakes.envoy import end, running_envoy
-from tests.fakes.redis import free_port
 
 START_S = 20.0
 

@@ -7,14 +7,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+from benchmarks.ports import free_port
+
 START_S = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 class RedisServer:

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.ports import free_port
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.http.headers import HOPS
 from tests.fakes.proxies import nginx
-from tests.fakes.redis import free_port
 from tests.fakes.running import CHAT, RunningGateway, eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 

@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from benchmarks.clusters import PROFILES
+from benchmarks.ports import free_port
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.sharing.exchange import Mode
@@ -19,7 +20,7 @@ from hetero_gateway.core.types import Outcome, Reject
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from tests.fakes import certificates
-from tests.fakes.redis import RedisServer, free_port, redis_server
+from tests.fakes.redis import RedisServer, redis_server
 from tests.fakes.sharing import SharingGateway, exchanging, fleet_of, sharing_config
 
 pytestmark = pytest.mark.system
