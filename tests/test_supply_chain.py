@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("build", "compile", "dev", "run")
+LOCKS = ("build", "compile", "dev", "run", "uv")
 # Only where the platform, or the Python, is another than those that are tested.
 _ELSEWHERE = {"async-timeout", "colorama", "httpx2-jsfetch"}
 

@@ -42,9 +42,8 @@ def commands(directory: Path) -> list[argparse.Namespace]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system(virtual=True))])
 async def test_an_emulated_deployment_reaches_the_planned_throughput(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "plan"
     planned = write_plan(ROOT / "configs/clusters/plan-emulated.yaml", directory, 1.0)["best"]
@@ -59,7 +58,7 @@ async def test_an_emulated_deployment_reaches_the_planned_throughput(
         ]
         config = load_gateway_config(directory / "gateway.yaml")
         assert [str(i.base_url) for i in config.instances] == sorted(url for url, _ in engines)
-        gateway = await running.enter_async_context(running_gateway(config, workers=workers))
+        gateway = await running.enter_async_context(running_gateway(config, workers=2))
         records = await replay(parse_target(gateway.url), requests, maker)
     summary = summarise(records)
     assert summary.requests == REQUESTS

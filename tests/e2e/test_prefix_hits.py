@@ -65,9 +65,8 @@ class Clients:
     ("hit_share", "details", "workers"),
     [
         (0.5, True, 1),
-        (0.8, True, 2),
+        pytest.param(0.9, True, 2, marks=pytest.mark.system(virtual=True)),
         pytest.param(0.8, False, 1, marks=pytest.mark.system(virtual=True)),
-        pytest.param(0.9, True, 1, marks=pytest.mark.system(virtual=True)),
     ],
 )
 async def test_what_an_engine_has_cached_is_not_prefilled(

@@ -18,9 +18,8 @@ from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system(virtual=True))])
 async def test_cached_share_ttft_and_latency_are_as_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix, "can_compile", lambda: False)
     trace = tmp_path / "chat.jsonl.gz"
@@ -28,7 +27,7 @@ async def test_cached_share_ttft_and_latency_are_as_simulated(
     instances = load_instances("A")
     load = benchmark.make_load(trace, instances, 0.9, None)
     args = argparse.Namespace(routers=benchmark.ROUTERS[:3], time_scale=1.0, load=0.9)
-    async with task_children(workers) as children:
+    async with task_children(2) as children:
         monkeypatch.setattr(benchmark, "Children", children)
         document = await benchmark.measure(args, instances, load)
     routers = document["routers"]
