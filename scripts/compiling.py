@@ -35,6 +35,7 @@ MODULES = [
         core.scheduling.shedding
         gateway.dataplane.dispatcher gateway.dataplane.intake gateway.dataplane.placement
         gateway.dataplane.records gateway.records.history gateway.records.series
+        gateway.dataplane.relay gateway.dataplane.continuing http.upstream http.response
     """.split()
 ]
 SETUP = """\

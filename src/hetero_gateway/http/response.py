@@ -27,6 +27,7 @@ takes time linear in its bytes, however small the pieces are.
 import functools
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hetero_gateway.http.headers import NOT_TO_CLIENTS, Headers, lines_of
 
@@ -274,7 +275,7 @@ class CountedBody:
 
     __slots__ = ("_left", "ended", "extra")
 
-    at_chunk = False
+    at_chunk: ClassVar[bool] = False
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -303,7 +304,9 @@ class UnframedBody:
 
     __slots__ = ()
 
-    at_chunk = ended = extra = False
+    at_chunk: ClassVar[bool] = False
+    ended: ClassVar[bool] = False
+    extra: ClassVar[bool] = False
 
     def feed(self, data: bytes) -> bytes:
         return data
@@ -417,7 +420,7 @@ class DecodedBody:
 
     __slots__ = ("_body", "_left")
 
-    at_chunk = False
+    at_chunk: ClassVar[bool] = False
 
     def __init__(self, body: ChunkedBody) -> None:
         self._body = body

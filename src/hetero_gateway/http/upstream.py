@@ -65,8 +65,11 @@ class ResponseSink(Protocol):
         """The sink itself raised. The connection is closed; nothing more comes."""
 
 
-class UpstreamConnection(asyncio.Protocol):
-    """One TCP or TLS connection to an instance."""
+class UpstreamConnection:
+    """One TCP or TLS connection to an instance: an ``asyncio.Protocol``.
+
+    Not by its base class, which is not compiled: what derives from such a class cannot be (mypyc).
+    """
 
     def __init__(self, pool: "InstancePool") -> None:
         self._pool: InstancePool | _LeftPool = pool
@@ -238,6 +241,15 @@ class UpstreamConnection(asyncio.Protocol):
         self.abort()
         sink.on_bug(error)
 
+    def pause_writing(self) -> None:
+        """What is sent waits in the transport."""
+
+    def resume_writing(self) -> None:
+        """As ``pause_writing``."""
+
+    def eof_received(self) -> None:
+        """Have the transport close: ``connection_lost`` comes next."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
         sink = self._sink
@@ -373,8 +385,8 @@ class InstancePool:
         self._connecting += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self),
+                _, protocol = await loop.create_connection(
+                    lambda: cast(asyncio.Protocol, UpstreamConnection(self)),
                     self.host,
                     self.port,
                     ssl=self._ssl,
@@ -389,6 +401,7 @@ class InstancePool:
             raise InstanceError(failure, _what(error)) from error
         finally:
             self._connecting -= 1
+        connection = cast(UpstreamConnection, protocol)
         self._open.add(connection)
         connection.look_ups = self.addresses.look_ups
         if not self.allows_link_local:

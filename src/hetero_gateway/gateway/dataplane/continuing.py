@@ -33,11 +33,11 @@ from hetero_gateway.gateway.dataplane.retry_budget import RetryBudget
 from hetero_gateway.gateway.fleet.probe import Probe
 from hetero_gateway.http.chunks import ChunkDecoder
 from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.heads import Inbound
 
 if TYPE_CHECKING:
     from hetero_gateway.errors import Refusal
     from hetero_gateway.gateway.fleet.instances import Instance
-    from hetero_gateway.http.heads import Inbound
     from hetero_gateway.http.hops import Hops
     from hetero_gateway.http.response import ResponseHead
 
