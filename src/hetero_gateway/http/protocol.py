@@ -167,7 +167,7 @@ class EngineCycle:
         self.disconnected = True
         if self._body is not None:
             self._body.release()
-        listener, self.listener = self.listener, None
+        listener, self.listener, self.inbound = self.listener, None, None
         if listener is not None and not self.response_complete:
             listener.client_gone()
 

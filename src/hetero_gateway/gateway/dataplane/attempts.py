@@ -453,6 +453,9 @@ class Attempts(FurtherAttempts):
             self._job.charge.end()
         if rooms.ended is not None:
             self._report(rooms.ended)
+        # An exchange knows its owner: as a circle, each request would wait for the garbage
+        # collector, which holds all others for milliseconds.
+        self._last = self._kept = self._continuation = None
 
     def _report(self, ended: EndedRequests) -> None:
         client, last = self._client, self._last

@@ -1,0 +1,63 @@
+"""A request that is over is gone at once: nothing of it waits for the garbage collector."""
+
+import asyncio
+import contextlib
+import gc
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.running import CHAT, RunningGateway, config_for, eventually, faked, running_gateway
+from tests.fakes.vllm import fake_instances
+
+ENDINGS: dict[str, dict[str, Any]] = {
+    "answered": faked(),
+    "streamed": faked(events=3),
+    "refused by its engine": faked(status=400),
+    "failed everywhere": faked(status=500),
+    "broken off": faked(events=3, die="after_events"),
+    "its client left": faked(events=3, delay_s=60),
+}
+# A client's connection and the last cycle on it know each other.
+OF_CONNECTIONS = {
+    f"hetero_gateway.http.protocol.{name}" for name in ("EngineProtocol", "EngineCycle")
+}
+
+
+async def ask(running: RunningGateway, body: dict[str, Any], count: int) -> None:
+    """So many of them, until they are over, and counted."""
+    async with httpx.AsyncClient(timeout=0.1 if "60" in str(body) else 30) as client:
+        for _ in range(count):
+            with contextlib.suppress(httpx.HTTPError):
+                await client.post(running.url + CHAT, json=body)
+    await eventually(lambda: len(running.gateway.dataplane) == 0)
+    await running.counted()
+    # What is written about them afterwards.
+    running.gateway.dataplane.rooms.answered._conclude()
+    await asyncio.sleep(0)
+
+
+def left_behind() -> set[str]:
+    """Objects of ours that only the garbage collector found."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        kinds = {f"{type(each).__module__}.{type(each).__name__}" for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    return {kind for kind in kinds if kind.startswith("hetero_gateway.")} - OF_CONNECTIONS
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_nothing_of_a_request_waits_for_the_garbage_collector(ending: str) -> None:
+    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
+        await ask(running, ENDINGS[ending], 2)
+        gc.collect()
+        gc.disable()
+        try:
+            await ask(running, ENDINGS[ending], 4)
+            assert not left_behind()
+        finally:
+            gc.enable()
