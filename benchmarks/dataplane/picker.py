@@ -51,7 +51,7 @@ class Setup:
         self.http_ports = {"envoy": http_port, "gateway": self.ports["gateway"]}
         config = rig.workdir / "gateway.yaml"
         instances = [
-            {"id": f"mock-{i}", "base_url": url, "model": "bench", "profile": PROFILES[i]}
+            {"id": f"mock-{i}", "base_url": url, "model": "bench", "profile": PROFILES[i % 2]}
             for i, url in enumerate(rig.instance_urls)
         ]
         config.write_text(yaml.safe_dump({"instances": instances}), "utf-8")
@@ -128,6 +128,7 @@ def measure(
     count: int,
     rate: float,
     chunks: int,
+    body_bytes: int,
     idle: dict[str, float],
 ) -> dict[str, Any]:
     """One load: CPU seconds per request of each process, and the latencies."""
@@ -138,6 +139,8 @@ def measure(
         rate=rate,
         count=count,
         chunks=chunks,
+        body_bytes=body_bytes,
+        distinct=1,
     )
     time.sleep(SETTLE_S)
     waited = setup.waited(target)
@@ -163,7 +166,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "stream": (args.streams, args.stream_rate, args.chunks),
     }
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory(prefix="picker-bench-") as folder, Rig(Path(folder)) as rig:
+    with (
+        tempfile.TemporaryDirectory(prefix="picker-bench-") as folder,
+        Rig(Path(folder), mocks=args.instances) as rig,
+    ):
         setup = Setup(rig, args.body_mode, reports=not args.without_reports)
         before, started_s = setup.cpu_s(), time.monotonic()
         time.sleep(IDLE_S)
@@ -173,7 +179,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for kind, (count, rate, chunks) in kinds.items():
                 for target in ("envoy", "gateway"):
                     note(f"round {number + 1}: {kind} through {target}")
-                    result = measure(rig, setup, target, count, rate, chunks, idle)
+                    result = measure(rig, setup, target, count, rate, chunks, args.body_bytes, idle)
                     seen.setdefault((kind, target), []).append(result)
     rows = []
     for (kind, target), results in seen.items():
@@ -197,6 +203,8 @@ def main() -> None:
     parser.add_argument("--stream-rate", type=float, default=40.0)
     parser.add_argument("--chunks", type=int, default=200, help="of one stream")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--body-bytes", type=int, default=1024, help="of a request")
     parser.add_argument(
         "--body-mode", default="BUFFERED", choices=("BUFFERED", "FULL_DUPLEX_STREAMED")
     )

@@ -97,6 +97,7 @@ class Rig:
 
     workdir: Path
     interval_ms: float = 15.0
+    mocks: int = 2
     proxy_core: int = field(init=False)
     load_core: int = field(init=False)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -115,7 +116,7 @@ class Rig:
             signal.signal(sign, _leave)
         self.load_program = build("load")
         mock = build("mock")
-        for index in range(2):
+        for index in range(self.mocks):
             port = free_port()
             command = [str(mock), "--port", str(port), "--interval-ms", str(self.interval_ms)]
             process = self.start(f"mock-{index}", command, self.load_core)

@@ -1,6 +1,5 @@
 """A request that is over is gone at once: nothing of it waits for the garbage collector."""
 
-import asyncio
 import contextlib
 import gc
 from typing import Any
@@ -33,9 +32,6 @@ async def ask(running: RunningGateway, body: dict[str, Any], count: int) -> None
                 await client.post(running.url + CHAT, json=body)
     await eventually(lambda: len(running.gateway.dataplane) == 0)
     await running.counted()
-    # What is written about them afterwards.
-    running.gateway.dataplane.rooms.answered._conclude()
-    await asyncio.sleep(0)
 
 
 def left_behind() -> set[str]:
@@ -50,9 +46,15 @@ def left_behind() -> set[str]:
     return {kind for kind in kinds if kind.startswith("hetero_gateway.")} - OF_CONNECTIONS
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_nothing_of_a_request_waits_for_the_garbage_collector(ending: str) -> None:
-    async with fake_instances(2) as fakes, running_gateway(config_for(fakes)) as running:
+async def test_nothing_of_a_request_waits_for_the_garbage_collector(
+    ending: str, workers: int
+) -> None:
+    async with (
+        fake_instances(2) as fakes,
+        running_gateway(config_for(fakes), workers=workers) as running,
+    ):
         await ask(running, ENDINGS[ending], 2)
         gc.collect()
         gc.disable()

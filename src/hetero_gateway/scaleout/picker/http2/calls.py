@@ -90,6 +90,25 @@ class Receiver(Protocol):
         """The call is over, and not by ``finish``."""
 
 
+class _Nobody:
+    """Hears what comes ahead of a call's receiver, and behind it."""
+
+    def message(self, data: bytes) -> None:
+        pass
+
+    def refuse(self, refusal: Refusal) -> None:
+        pass
+
+    def half_closed(self) -> None:
+        pass
+
+    def lost(self) -> None:
+        pass
+
+
+_NOBODY = _Nobody()
+
+
 @dataclass(slots=True, eq=False)
 class Unsent:
     """What a call has to send, while there is no window for it.
@@ -171,7 +190,7 @@ class Call:
     at_work: bool = False
     half_closed: bool = False
     finished: bool = False
-    receiver: Receiver = field(init=False)
+    receiver: Receiver = _NOBODY
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "half-closed" if self.half_closed else "open"
@@ -228,8 +247,9 @@ class Call:
         while len(partial) >= MESSAGE_HEAD_BYTES:
             compressed, size = MESSAGE_HEAD.unpack_from(partial)
             if compressed:
+                receiver = self.receiver
                 self.finish(Status.UNIMPLEMENTED, "compressed messages are not understood")
-                self._over()
+                self._over(receiver)
                 return
             end = MESSAGE_HEAD_BYTES + size
             if len(partial) < end:
@@ -312,15 +332,16 @@ class Call:
 
     def lose(self) -> None:
         """Reset by the peer, or the connection is lost."""
+        receiver = self.receiver
         self._forget()
         if not self.finished:
             self.finished = True
-            self._over()
+            self._over(receiver)
 
-    def _over(self) -> None:
+    def _over(self, receiver: Receiver) -> None:
         self._drop()
         try:
-            self.receiver.lost()
+            receiver.lost()
         except Exception:
             _log.exception("%r: its receiver failed at its end", self)
 
@@ -328,9 +349,10 @@ class Call:
         """The boundary of a call: a bug costs the one that met it."""
         _log.exception("%r: its receiver failed", self)
         self._connection.server.on_bug()
+        receiver = self.receiver
         if not self.finished:
             self.finish(Status.INTERNAL, "the picker failed")
-        self._over()
+        self._over(receiver)
 
     def look(self, tick: int) -> None:
         if self._message_tick <= tick or self._due_tick <= tick:
@@ -505,6 +527,8 @@ class Call:
             self._connection.share.hold(-backlog.unread_bytes)
             backlog.end_making()
         self._connection.forget(self._id, self)
+        # Its receiver knows it: as a circle, each call would wait for the garbage collector.
+        self.receiver = _NOBODY
 
 
 # What serves a call of each path (``/service/Method``).
