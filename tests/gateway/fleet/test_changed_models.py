@@ -22,8 +22,7 @@ def fakes(*models: tuple[str, ...]) -> list[FakeInstance]:
     return made
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize(("configured", "workers"), [(True, 1), (False, 2)])
 async def test_a_model_that_is_exchanged_behind_an_address_is_right_within_two_seconds(
     configured: bool, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
