@@ -10,13 +10,14 @@ import pytest
 from tests.fakes.running import CHAT, RunningGateway, config_for, eventually, faked, running_gateway
 from tests.fakes.vllm import fake_instances
 
+LEFT = "its client left"
 ENDINGS: dict[str, dict[str, Any]] = {
     "answered": faked(),
     "streamed": faked(events=3),
     "refused by its engine": faked(status=400),
     "failed everywhere": faked(status=500),
     "broken off": faked(events=3, die="after_events"),
-    "its client left": faked(events=3, delay_s=60),
+    LEFT: faked(events=3, delay_s=60),
 }
 # A client's connection and the last cycle on it know each other.
 OF_CONNECTIONS = {
@@ -24,12 +25,13 @@ OF_CONNECTIONS = {
 }
 
 
-async def ask(running: RunningGateway, body: dict[str, Any], count: int) -> None:
-    """So many of them, until they are over, and counted."""
-    async with httpx.AsyncClient(timeout=0.1 if "60" in str(body) else 30) as client:
+async def ask(running: RunningGateway, ending: str, count: int) -> None:
+    """So many requests that end like that, until they are over, and counted."""
+    patience_s = 0.1 if ending == LEFT else 30.0
+    async with httpx.AsyncClient(timeout=patience_s) as client:
         for _ in range(count):
             with contextlib.suppress(httpx.HTTPError):
-                await client.post(running.url + CHAT, json=body)
+                await client.post(running.url + CHAT, json=ENDINGS[ending])
     await eventually(lambda: len(running.gateway.dataplane) == 0)
     await running.counted()
 
@@ -55,11 +57,11 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(
         fake_instances(2) as fakes,
         running_gateway(config_for(fakes), workers=workers) as running,
     ):
-        await ask(running, ENDINGS[ending], 2)
+        await ask(running, ending, 2)
         gc.collect()
         gc.disable()
         try:
-            await ask(running, ENDINGS[ending], 4)
+            await ask(running, ending, 4)
             assert not left_behind()
         finally:
             gc.enable()
