@@ -91,7 +91,7 @@ def configuration(
     admin_port: int = 0,
 ) -> dict[str, Any]:
     """The shipped configuration for these instances and pickers; port 0: a free one."""
-    document: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text("utf-8"))
+    document: dict[str, Any] = yaml.load(CONFIGURATION.read_text("utf-8"), yaml.CSafeLoader)
     document["admin"]["address"] = address(admin_port)
     document["static_resources"]["listeners"][0]["address"] = address(port)
     cluster(document, "instances")["load_assignment"]["endpoints"] = [

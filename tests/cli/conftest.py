@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_gateway.cli import main
+from tests.fakes.planning import one_run_of_each_alone  # noqa: F401 - used by all
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ async def test_cached_share_ttft_and_latency_are_as_simulated(
     assert make_trace(["chat", "-o", str(trace), "--requests", "200", "--sessions-per-s", "1"]) == 0
     instances = load_instances("A")
     load = benchmark.make_load(trace, instances, 0.9, None)
-    args = argparse.Namespace(routers=benchmark.ROUTERS[:3], time_scale=1.0, load=0.9)
+    args = argparse.Namespace(routers=["finish-time", benchmark.BLIND], time_scale=1.0, load=0.9)
     async with task_children(2) as children:
         monkeypatch.setattr(benchmark, "Children", children)
         document = await benchmark.measure(args, instances, load)

@@ -1,7 +1,9 @@
 """Instance types made of numbers, for the planner's tests."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.planner import question
 from hetero_gateway.planner.plan import InstanceType, MemoryEstimate
-from hetero_gateway.sim import alone
+from hetero_gateway.sim import alone, experiment
 from hetero_gateway.sim.cluster import Records, simulate
 from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.workload import LogNormal, LogNormalLengths
@@ -30,10 +32,38 @@ def compiled_plans(request: pytest.FixtureRequest) -> Iterator[None]:
     compiled = can_compile() and "not system" not in request.config.option.markexpr
 
     def run(*args: Any, **options: Any) -> Records:
-        return simulate(*args, **options | {"compiled": compiled})
+        return remembered(simulate, *args, **options | {"compiled": compiled})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(question, "simulate", run)
+        yield
+
+
+RUNS: dict[bytes, Any] = {}
+
+
+def remembered(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What it returns; of a question that has been asked before, what it returned then.
+
+    Simulations read no clock and draw nothing without a seed (tests/sim shows it), and the tests of
+    the planner ask for every second one of them again.
+    """
+    shortened = alone._REQUESTS, alone._BATCHES
+    asked = pickle.dumps((run.__qualname__, shortened, args, sorted(options.items())))
+    if asked not in RUNS:
+        RUNS[asked] = run(*args, **options)
+    return RUNS[asked]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_run_of_each_alone() -> Iterator[None]:
+    """One instance alone is simulated once for all that ask for the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (question, experiment):
+            patch.setattr(module, "run_alone", functools.partial(remembered, alone.run_alone))
+        patch.setattr(
+            question, "simulate_alone", functools.partial(remembered, alone.simulate_alone)
+        )
         yield
 
 

@@ -277,7 +277,7 @@ async def rig(
         config = config_for(there, **sections)
         running = await stack.enter_async_context(running_gateway(config, workers=workers))
         url = f"http://127.0.0.1:{running.port}"
-        many = httpx.Limits(max_connections=None)
+        many = httpx.Limits(max_connections=None, max_keepalive_connections=16)
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=many) as client:
             yield Rig(running, client, there)
         await eventually(running.settled)

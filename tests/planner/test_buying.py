@@ -38,7 +38,7 @@ def machines(counts: dict[str, int]) -> tuple[Machine, ...]:
 
 
 def plan(goals: Goals, of: tuple[Machine, ...], types=TYPES) -> Plan:
-    return search(Question(of, types, LENGTHS, goals, policy="capacity-weighted", requests=600))
+    return search(Question(of, types, LENGTHS, goals, policy="capacity-weighted", requests=400))
 
 
 @functools.cache
@@ -49,9 +49,9 @@ def alone_by_profile() -> dict[Profile, Alone]:
 
 def holds(counts: dict[str, int], goals: Goals) -> bool:
     """Whether all machines of a set hold the rate: one simulation of them all, twice."""
-    mix, trials = Mix.of(LENGTHS, 0), Trials("capacity-weighted", Engines(), 600, slo=goals.slo)
+    mix, trials = Mix.of(LENGTHS, 0), Trials("capacity-weighted", Engines(), 400, slo=goals.slo)
     profiles = {TYPES[name, 1].profile: n for name, n in sorted(counts.items()) if n}
-    system = reduced(profiles, alone_by_profile(), 600)
+    system = reduced(profiles, alone_by_profile(), 400)
     wanted = (1 + HEADROOM) * goals.rate_per_s * mix.mean_tokens
     if trials.saturate(system, mix).tokens_per_s < wanted:
         return False

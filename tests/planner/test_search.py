@@ -22,6 +22,7 @@ from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from tests.fakes.planning import (
     LENGTHS,
+    RUNS,
     changed,
     instance_type,
     short_runs,  # noqa: F401 - a fixture
@@ -34,7 +35,7 @@ ONE_MACHINE = (Machine("m", "gpu", 4),)
 
 
 def plan(types, machines=ONE_MACHINE, lengths=LENGTHS, **options):
-    options = {"requests": 600, "policy": "capacity-weighted"} | options
+    options = {"requests": 400, "policy": "capacity-weighted"} | options
     return search(Question(tuple(machines), types, lengths, **options))
 
 
@@ -274,7 +275,7 @@ def test_what_cannot_be_planned_is_one_line(changes, error, message):
 # What must not change the answer
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.permutations(range(4)), st.integers(0, 3))
 def test_the_order_of_machines_changes_nothing(order, seed):
     types = types_of("gpu", "other", speed=1.5)
@@ -294,7 +295,7 @@ def test_the_order_of_machines_changes_nothing(order, seed):
         assert one.why_not == other.why_not
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.floats(0.2, 1.0),
     st.sets(st.sampled_from([f"p{i}" for i in range(1, 9)]), min_size=1),
@@ -310,7 +311,7 @@ def test_a_faster_accelerator_never_lowers_the_best_throughput(factor, which, se
     assert after.simulated.tokens_per_s >= (1 - NOISE) * before.simulated.tokens_per_s
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.floats(1.0, 4.0), st.integers(0, 100))
 def test_more_kv_never_lowers_the_best_throughput(factor, seed):
     rng = np.random.default_rng(seed)
@@ -346,7 +347,9 @@ def test_more_memory_never_makes_a_feasible_plan_infeasible(
 
 def test_one_seed_gives_one_plan_and_another_about_the_same():
     types = types_of("gpu")
-    first, again, other = plan(types), plan(types), plan(types, seed=1)
+    first = plan(types)
+    RUNS.clear()
+    again, other = plan(types), plan(types, seed=1)
     assert repr(first.best) == repr(again.best)
     assert math.isclose(
         first.best.simulated.tokens_per_s, other.best.simulated.tokens_per_s, rel_tol=0.1
