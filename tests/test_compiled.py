@@ -60,7 +60,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
     """
     folder = tmp_path_factory.mktemp("compiled")
     context = copy_context(folder / "context")
-    options = {"HATCH_BUILD_HOOKS_ENABLE": "1", "MYPYC_OPT_LEVEL": "0"}
+    # Without what Python's own build is compiled with, it takes two fifths of the time.
+    options = {"HATCH_BUILD_HOOKS_ENABLE": "1", "MYPYC_OPT_LEVEL": "0", "CFLAGS": "-O0"}
     wheel = build(folder / "dist", context, **options)
     yield install(wheel, folder / "environment")
     shutil.rmtree(folder)
