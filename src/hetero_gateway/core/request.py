@@ -14,7 +14,7 @@ from hetero_gateway.core.types import (
 
 _FIELDS = (
     "model", "prompt_tokens", "predicted_output_tokens", "sequences", "streams", "client",
-    "priority", "prefix", "only", "certain_tokens", "session", "request_class",
+    "priority", "prefix", "only", "certain_tokens", "session", "request_class", "whole",
 )  # fmt: skip
 
 
@@ -37,6 +37,7 @@ class Request:
             no more than these; None: for all of its tokens, as where nothing is estimated.
         session: which conversation or user it belongs to, as a hash of 64 bits; None: not known.
         request_class: which class of a queue of classes it stands in, by name.
+        whole: one instance has to do all of it, its prompt and its answer.
     """
 
     __slots__ = _FIELDS
@@ -55,6 +56,7 @@ class Request:
         certain_tokens: int | None = None,
         session: int | None = None,
         request_class: str = DEFAULT_CLASS,
+        whole: bool = False,
     ) -> None:
         self.model = model
         self.prompt_tokens = prompt_tokens
@@ -68,6 +70,7 @@ class Request:
         self.certain_tokens = certain_tokens
         self.session = session
         self.request_class = request_class
+        self.whole = whole
 
     def replace(self, **changes: Any) -> Request:
         """Another one, with these fields changed."""

@@ -68,6 +68,8 @@ class Failure(enum.Enum):
     SERVER_ERROR = "server_error", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
     # Its instance drains, and what has not ended by a deadline leaves it.
     MOVED = "moved", 503, "upstream_error", True, Suspicion.NONE, Blame.NONE
+    # The KV cache of a prompt that another instance computed did not arrive: the pair's fault.
+    HANDOVER = "handover", 502, "upstream_error", True, Suspicion.NONE, Blame.NONE
     # A stream that broke off elsewhere: its engine does not take the rest for a request.
     NOT_CONTINUED = "not_continued", 502, "upstream_error", False, Suspicion.NONE, Blame.NONE
     # Its engine does not have the model (any more) that it was believed to have.

@@ -103,7 +103,7 @@ class FinishTimeOfLegs(FinishTime):
         request, backlog = view.request, view.backlog
         assert backlog is not None
         output = float(request.predicted_output_tokens)
-        if output <= 1 or not backlog.profiled or len(view.ids) < 2:
+        if request.whole or output <= 1 or not backlog.profiled or len(view.ids) < 2:
             return whole
         names, data = whole.names, whole.data
         width, at = len(names), names.index

@@ -83,6 +83,9 @@ class DecisionLog:
             pack = _PACKERS.get(len(numbers))
             if pack is None:
                 pack = _PACKERS[len(numbers)] = struct.Struct(f"{len(numbers)}d").pack
+            leg = None
+            if choice.prefill_position >= 0:
+                leg = choice.prefill_position, choice.prefill_s, choice.transfer_s
             self._rows.append(
                 (
                     pack(*numbers),  # without an object for each number
@@ -94,6 +97,7 @@ class DecisionLog:
                     decision.theta,
                     decision.policy,
                     decision.excluded,
+                    leg,
                 )
             )
 
@@ -113,6 +117,7 @@ def _unpacked(
     theta: float,
     policy: Any,
     excluded: Any,
+    leg: tuple[int, float, float] | None,
 ) -> LoggedDecision:
     row, count = array("d", numbers).tolist(), len(ids)
     unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = row[:10]
@@ -121,6 +126,8 @@ def _unpacked(
     if cached:
         prefix = Prefix(cached[:count], cached[count : 2 * count], cached[2 * count :])
     choice = Choice(int(position), charge, names, data, by_speed=by_speed)
+    if leg is not None:
+        choice.prefill_position, choice.prefill_s, choice.transfer_s = leg
     if "latency_s" in names:
         choice.latency_s = choice.figures.at("latency_s", choice.position)
     request = Request(model, int(prompt), output, int(sequences), bool(streams))

@@ -27,6 +27,7 @@ from hetero_gateway.gateway.dataplane.access_log import AccessLog
 from hetero_gateway.gateway.dataplane.attempts import Attempts
 from hetero_gateway.gateway.dataplane.continuing import continuations_of
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Take, Tracing
+from hetero_gateway.gateway.dataplane.handover import Handovers
 from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.placement import LocalDispatcher, Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor, predictor_settings
@@ -46,6 +47,7 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.fleet.pairing import Pairing
 from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.request.body_fields import BodyReaders
@@ -231,6 +233,28 @@ class DataPlane:
 
         prepare(settings.config).apply()
         settings.add(("scheduler.wake_on_demand",), prepare)
+
+    def splits_by(self, pairing: Pairing, settings: Settings) -> None:
+        """Have requests split among two instances, where the configuration has it."""
+
+        def prepare(fresh: GatewayConfig) -> Prepared:
+            pairs, rooms = pairing.prepare(fresh), self.rooms
+
+            def apply() -> None:
+                pairs.apply()
+                rooms.handovers = None
+                if pairing.splits:
+                    rooms.handovers = Handovers(
+                        fresh.timeouts.first_byte_s,
+                        rooms.metrics.handovers,
+                        self.dispatcher.placement,
+                        self.recorder,
+                    )
+
+            return Prepared(apply)
+
+        prepare(settings.config).apply()
+        settings.add(("scheduler.split_requests", "timeouts.first_byte_s"), prepare)
 
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:

@@ -53,11 +53,13 @@ from hetero_gateway.gateway.dataplane.answers import answer, rejection, shutting
 from hetero_gateway.gateway.dataplane.continuing import ContinuedExchange, may_continue
 from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
-from hetero_gateway.gateway.dataplane.further_attempts import FurtherAttempts
-from hetero_gateway.gateway.dataplane.intake import shorten_body
+from hetero_gateway.gateway.dataplane.handover import HandoverExchange
+from hetero_gateway.gateway.dataplane.intake import Placed, shorten_body
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Outside, OutsidePlace
+from hetero_gateway.gateway.dataplane.two_legs import TwoLegs
+from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.downstream import Downstream
@@ -71,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Attempts(FurtherAttempts):
+class Attempts(TwoLegs):
     """One request and all of its attempts: a ``Listener``, an ``ExchangeOwner``, an ``Owner``."""
 
     _client: Client | None = None
@@ -195,6 +197,8 @@ class Attempts(FurtherAttempts):
         if budget.deadly:
             budget.check(inbound.body)
         budget.requests += 1
+        if rooms.handovers is not None and not rooms.handovers.splits(inbound):
+            self._job.request = self._job.request.replace(whole=True)
         self._deadline_s = inbound.received_s + rooms.total_timeout_s
         self._place()
 
@@ -258,7 +262,13 @@ class Attempts(FurtherAttempts):
         assert self._job is not None
         if self._job.standing is not None:
             fields += rate_limit_fields(self._job.standing)
-        kind = Exchange if self._continuation is None else ContinuedExchange
+        kind: type[Exchange] = Exchange
+        if self._continuation is not None:
+            kind = ContinuedExchange
+        elif rooms.handovers is not None and isinstance(placed, Placed) and placed.leg is not None:
+            kind = HandoverExchange
+            prefiller = placed.leg.instance.id.encode()
+            fields += b"x-hetero-gateway-prefill-instance: %b\r\n" % prefiller
         exchange = self._exchange = kind(
             self._downstream, inbound.path, fields, self._deadline_s, self, placed
         )
@@ -268,8 +278,12 @@ class Attempts(FurtherAttempts):
         rooms.deadlines.exchanges.add(exchange)
         if not rooms.deadlines.watches:
             rooms.deadlines.watch()
-        if isinstance(exchange, ContinuedExchange):
-            self._start(self._continue(exchange))
+        if kind is not Exchange:
+            if isinstance(exchange, HandoverExchange):
+                self._begin_legs(exchange)
+            else:
+                assert isinstance(exchange, ContinuedExchange)
+                self._start(self._continue(exchange))
             return
         connection = instance.pool.take_idle()
         if connection is None:
@@ -296,31 +310,35 @@ class Attempts(FurtherAttempts):
         if first:
             self._overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
             rooms.metrics.overhead_s.note(self._overhead_s)
-        body, hops = inbound.body, rooms.hops
-        if self._continuation is not None:
-            body = self._continuation.body
+        body = self._other_body or inbound.body
         if isinstance(instance, Outside):
-            head = head_to_outside(inbound, instance, hops)
+            head = head_to_outside(inbound, instance, rooms.hops)
         else:
-            priority = parent = None
-            if rooms.priorities is not None:
-                assert self._client is not None
-                priority, body = rooms.priorities.given(inbound, self._client)
-            if rooms.tracing is not None:
-                if self._span is None:
-                    self._span = rooms.tracing.begin(inbound)
-                parent = rooms.tracing.parent_header(self._span)
-            hidden = rooms.admission.has_key or instance.api_key is not None
-            fields = rooms.fields
-            withheld = fields.withheld_with_credentials if hidden else fields.withheld
-            size = len(body)
-            head = head_to_instance(inbound, instance, hops, withheld, size, parent, priority)
+            head, body = self._request_to(instance, body)
         exchange.connection = connection
         if len(body) < LEAST_BYTES:
             # One write is cheapest while it is small.
             connection.send(head + body, exchange)
         else:
             connection.send(head, exchange, body)
+
+    def _request_to(self, instance: Instance, body: bytes) -> tuple[bytes, bytes]:
+        rooms, inbound = self._rooms, self._inbound
+        priority = parent = None
+        if rooms.priorities is not None:
+            assert self._client is not None
+            priority, body = rooms.priorities.given(inbound, self._client, body)
+        if rooms.tracing is not None:
+            if self._span is None:
+                self._span = rooms.tracing.begin(inbound)
+            parent = rooms.tracing.parent_header(self._span)
+        hidden = rooms.admission.has_key or instance.api_key is not None
+        fields = rooms.fields
+        withheld = fields.withheld_with_credentials if hidden else fields.withheld
+        head = head_to_instance(
+            inbound, instance, rooms.hops, withheld, len(body), parent, priority
+        )
+        return head, body
 
     # An ExchangeOwner
 

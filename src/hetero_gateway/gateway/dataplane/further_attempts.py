@@ -58,6 +58,7 @@ class FurtherAttempts(RequestReader):
     # And the answer that it had, if any.
     _kept: Exchange | None = None
     _continuation: Continuation | None = None  # of a stream that broke off
+    _other_body: bytes = b""  # that is sent in place of the client's; b"": none
     # How many fallbacks were looked at, and the last one's label.
     _fallen: tuple[int, str] | None = None
     _exchange: Exchange | None = None  # at its place, until it is settled
@@ -66,6 +67,10 @@ class FurtherAttempts(RequestReader):
     _last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
 
     # What its driver does
+
+    def _after_legs(self, exchange: Exchange, error: InstanceError) -> InstanceError:
+        """What an attempt failed of, if it was split."""
+        raise NotImplementedError
 
     def _place(self) -> None:
         """Have it placed on an instance that was not tried."""
@@ -138,6 +143,7 @@ class FurtherAttempts(RequestReader):
             return
         if self._ends_all_the_same(error, exchange):
             return
+        error = self._after_legs(exchange, error)
         self._tried.append(instance.id)
         outside = isinstance(placed, OutsidePlace)
         deadly = self._note_deadly(error, exchange)
@@ -263,6 +269,7 @@ class FurtherAttempts(RequestReader):
             exchange.on_error(InstanceError(Failure.NOT_CONTINUED, f"{reason}"))
         if self._exchange is exchange:
             exchange.follow(continuation)  # as it was counted
+            self._other_body = continuation.body
             await self._connect(exchange, first=False)
 
     def _end_stream(self, refusal: Refusal) -> None:

@@ -30,6 +30,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.gateway.admission.clients import CLASS_HEADER, Client
 from hetero_gateway.gateway.admission.tenants import Tenants
@@ -125,10 +126,30 @@ class Job:
         return f"<Job {self.inbound!r} {self.request!r}>"
 
 
-class Placed:
-    """A request on its instance. ``waited_s``: in the queue; ``placed_s``: monotonic."""
+class PrefillLeg:
+    """Who computes the prompt of a request that another instance answers.
 
-    __slots__ = ("decision", "dispatch", "instance", "placed_s", "waited_s")
+    ``transfer``: how it hands over; ``sent_s``: when who answers was asked for it, monotonic.
+    """
+
+    __slots__ = ("dispatch", "instance", "sent_s", "transfer")
+
+    def __init__(
+        self, instance: Instance, dispatch: Dispatch, transfer: InstanceTransferConfig
+    ) -> None:
+        self.instance = instance
+        self.dispatch = dispatch
+        self.transfer = transfer
+        self.sent_s: float | None = None
+
+
+class Placed:
+    """A request on its instance. ``waited_s``: in the queue; ``placed_s``: monotonic.
+
+    ``leg``: of a request that is split; then this is who answers.
+    """
+
+    __slots__ = ("decision", "dispatch", "instance", "leg", "placed_s", "waited_s")
 
     def __init__(
         self,
@@ -143,6 +164,7 @@ class Placed:
         self.dispatch = dispatch
         self.placed_s = placed_s
         self.waited_s = waited_s
+        self.leg: PrefillLeg | None = None
 
 
 def shorten_body(inbound: Inbound, job: Job | None) -> None:

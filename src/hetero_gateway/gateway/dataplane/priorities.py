@@ -27,11 +27,14 @@ class Priorities:
 
     def check(self, inbound: Inbound, client: Client) -> None:
         """Raises Refusal: 400 for a body that its priority cannot be written into, else 403."""
-        self.given(inbound, client)
+        self.given(inbound, client, inbound.body)
 
-    def given(self, inbound: Inbound, client: Client) -> tuple[int | None, bytes]:
-        """(the request's priority, its body); None: it has none, and is sent as it came."""
-        body = inbound.body
+    def given(self, inbound: Inbound, client: Client, body: bytes) -> tuple[int | None, bytes]:
+        """(the request's priority, its body); None: it has none, and is sent as it came.
+
+        Args:
+            body: what the instance is to get, which may be other than the client's.
+        """
         priority = self._priorities.get(client.class_of(inbound.headers))
         if priority is None or inbound.work is Work.LIGHT or _is_form(inbound):
             return None, body

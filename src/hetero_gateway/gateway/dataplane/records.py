@@ -24,6 +24,7 @@ from mypy_extensions import mypyc_attr
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
 from hetero_gateway.core.histogram import Histogram, count_noted
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.outcomes import Outcomes
 from hetero_gateway.core.lengths.predictors import (
     BytesPerToken,
@@ -244,22 +245,32 @@ class Recorder:
             )
         if error is None and exchange.status >= 500 and exchange.status not in _NO_FAULT:
             error = InstanceError(Failure.SERVER_ERROR, f"it answered {exchange.status}")
-        if error is None:
-            return
+        if error is not None:
+            sent_s, expected_s = placed.placed_s, _expected_latency_s(placed)
+            self.note_error(job, instance, placed.dispatch, error, sent_s, expected_s)
+
+    def note_error(
+        self,
+        job: Job,
+        instance: Instance,
+        dispatch: Dispatch,
+        error: InstanceError,
+        sent_s: float,
+        expected_s: float,
+    ) -> None:
+        """Count what an instance failed of, and tell who watches it.
+
+        Args:
+            sent_s: when the request was sent there, monotonic.
+            expected_s: how long it was to take.
+        """
         self._metrics.upstream_errors[instance.id, error.reason] += 1
         if error.failure is Failure.MODEL_GONE:
             self._health.miss(instance, job.request.model)
         suspicion = error.failure.suspicion
         if suspicion is not Suspicion.NONE:
             self._health.suspect(instance, str(error), down=suspicion is Suspicion.DOWN)
-        self._outcomes.failed(
-            instance,
-            placed.dispatch,
-            error,
-            job.inbound.body,
-            placed.placed_s,
-            _expected_latency_s(placed),
-        )
+        self._outcomes.failed(instance, dispatch, error, job.inbound.body, sent_s, expected_s)
 
     def count(self, attempt: SettledAttempt, told: AnswerTokens | None = UNREAD) -> None:
         """A request is over: it is counted and learnt from, soon. ``told``: as of ``record``."""

@@ -14,6 +14,7 @@ from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.dataplane.continuing import Continuations
 from hetero_gateway.gateway.dataplane.dispatcher import Dispatcher
 from hetero_gateway.gateway.dataplane.ended import EndedRequests, Tracing
+from hetero_gateway.gateway.dataplane.handover import Handovers
 from hetero_gateway.gateway.dataplane.intake import Intake
 from hetero_gateway.gateway.dataplane.priorities import Priorities
 from hetero_gateway.gateway.dataplane.reading import LongBodies
@@ -87,7 +88,8 @@ class Rooms:
     ``open``: the requests that are not over; ``ended``: hears of those that are, and
     ``tracing`` has spans of them, if anybody wants that. ``fields``: which of a request's headers
     go on. ``priorities``: what engines are told of whom they serve first; None: nothing.
-    ``continuations``: of streams that break off; None: there are none.
+    ``continuations``: of streams that break off; None: there are none. ``handovers``: of requests
+    that are split; None: there are none.
     """
 
     hops: Hops
@@ -109,3 +111,4 @@ class Rooms:
     fields: RequestFields = field(default_factory=RequestFields)
     priorities: Priorities | None = None
     continuations: Continuations | None = None
+    handovers: Handovers | None = None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.types import Reject
 from hetero_gateway.gateway.dataplane.dispatcher import Owner, Waiting, report_to
-from hetero_gateway.gateway.dataplane.intake import Placed
+from hetero_gateway.gateway.dataplane.intake import Placed, PrefillLeg
 from hetero_gateway.gateway.fleet.instances import Instance
 
 
@@ -72,18 +72,19 @@ class WaitingRoom(Protocol):
 class QueueWait(TimedWait):
     """A request in the queue: what its ticket belongs to.
 
-    ``instance``, ``placed_s``: where it was placed, and when. ``at_deadline``: its time ends with
-    the whole request's, and not with what it may wait. ``note``: is called with its place before
-    its owner is.
+    ``instance``, ``leg``, ``placed_s``: where it was placed, and when. ``at_deadline``: its time
+    ends with the whole request's, and not with what it may wait. ``note``: is called with its place
+    before its owner is.
     """
 
-    __slots__ = ("_queue", "at_deadline", "instance", "note", "placed_s", "ticket")
+    __slots__ = ("_queue", "at_deadline", "instance", "leg", "note", "placed_s", "ticket")
 
     def __init__(self, queue: WaitingRoom, ticket: Ticket) -> None:
         super().__init__()
         self.ticket = ticket
         self.at_deadline = False
         self.instance: Instance | None = None
+        self.leg: PrefillLeg | None = None
         self.placed_s = 0.0
         self._queue = queue
         self.note: Callable[[Placed], None]

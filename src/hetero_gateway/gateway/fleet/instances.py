@@ -224,6 +224,8 @@ class Fleet:
         self.on_look: Callable[[], None] | None = None
         # Called after each scrape, with what the engine reported of its load; None: nothing.
         self.on_scrape: Callable[[InstanceId, EngineMetrics | None], None] | None = None
+        # Called after any change of an instance, ahead of all others: who can hand over to whom.
+        self.on_pairs: Callable[[], None] | None = None
         # Called after any change of an instance, for other processes that have to know.
         self.on_publish: Callable[[], None] | None = None
         # What live instances serve, and that of all together.
@@ -394,6 +396,8 @@ class Fleet:
             yield [other.id for other in live if model in other.models]
 
     def _changed(self) -> None:
+        if self.on_pairs is not None:
+            self.on_pairs()
         if self.on_membership is not None:
             self.on_membership()
         if self.on_change is not None:

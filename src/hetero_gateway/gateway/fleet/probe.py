@@ -156,13 +156,13 @@ class Probe:
             async with asyncio.timeout(self.timeout_s):
                 connection = self._pool.take_idle() or await self._pool.connect()
                 try:
-                    return await _exchange(connection, request, most_bytes)
+                    return await asked_over(connection, request, most_bytes)
                 except InstanceError as error:
                     if not (connection.stale and error.failure is Failure.RESET):
                         raise
                 # The instance was closing it while it was idle.
                 connection = await self._pool.connect()
-                return await _exchange(connection, request, most_bytes)
+                return await asked_over(connection, request, most_bytes)
         except TimeoutError as error:
             behind_s = self._lag.behind_s - behind_s
             if behind_s >= _LATE_SHARE * self.timeout_s:
@@ -175,7 +175,10 @@ class Probe:
         self._pool.close()
 
 
-async def _exchange(connection: UpstreamConnection, request: bytes, most_bytes: int) -> ProbeAnswer:
+async def asked_over(
+    connection: UpstreamConnection, request: bytes, most_bytes: int
+) -> ProbeAnswer:
+    """What a whole request is answered; left, its connection is closed. Raises InstanceError."""
     gathering = _Gathering(most_bytes)
     connection.send(request, gathering)
     try:

@@ -71,6 +71,7 @@ _NO_MODELS = tuple(model for model, _ in _UNPLACED)
 _BLAMED = tuple(
     str(failure.value) for failure in Failure if failure.blame in (Blame.FAULT, Blame.SILENCE)
 )
+_HANDED_OVER = ("handed_over", "no_handover", "prefill_failed", "decode_failed")
 _CONTINUED = ("continued", "not_continuable", "no_budget")
 _RETRIED = tuple(str(failure.value) for failure in Failure if failure.retryable)
 _FAILURES = tuple(str(failure.value) for failure in Failure)
@@ -153,6 +154,7 @@ class Metrics:
         self.decisions: defaultdict[str, int] = defaultdict(int)
         self.retries: Counter[str] = Counter()
         self.streams_continued: Counter[str] = Counter()
+        self.handovers: Counter[str] = Counter()
         # By the name asked for, and the fallback that was asked.
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
@@ -323,6 +325,7 @@ class Metrics:
         # What came of requests, and of their attempts
         yield family("retries", _from_zero(_RETRIED, self.retries))
         yield family("streams_continued", _from_zero(_CONTINUED, self.streams_continued))
+        yield family("handovers", _from_zero(_HANDED_OVER, self.handovers))
         yield family("fallbacks", dict(self.fallbacks))
         yield family("responses", _from_zero((200,), self.statuses))
         yield family("class_requests", {(DEFAULT_CLASS, "completed"): 0} | self.classes)

@@ -394,6 +394,7 @@ async def _describe_decisions(
                 "predicted_output_tokens": wanted.predicted_output_tokens,
                 "sequences": wanted.sequences,
                 "chosen": decision.instance_id,
+                "prefill_instance": decision.prefill_id,
                 "reason": decision.reason(waited_s=record.waited_s),
                 "waited_s": record.waited_s,
             }

@@ -32,6 +32,7 @@ from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import DISCIPLINE_FIELDS, Fleet, Instance
 from hetero_gateway.gateway.fleet.liveness import LivenessWatch
+from hetero_gateway.gateway.fleet.pairing import Pairing
 from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.fleet.setup import SetupWatch
 from hetero_gateway.gateway.fleet.sources.discovery import Discovery
@@ -241,6 +242,7 @@ class Gateway(Parts):
         self.dataplane = DataPlane(self, self.health, run)
         self._write_about_requests()
         self.dataplane.wakes_by(self.engine_calls, self.settings)
+        self.dataplane.splits_by(Pairing(self.fleet), self.settings)
         self.board = Board(self)
         self._stack.callback(self.board.close)
         self.metrics.late_probes = lambda: self.health.late

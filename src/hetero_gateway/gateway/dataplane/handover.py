@@ -1,0 +1,263 @@
+"""A request whose prompt one instance computes and another answers: its two exchanges.
+
+The scheduler has chosen both (``Placed.leg``). ``Handovers.prefill`` asks the one for the prompt,
+and makes of its answer the body that the other gets; ``HandoverExchange`` relays what that answers.
+``engines/vllm/kv_transfer`` knows what engines say to each other, ``two_legs`` what follows when
+one of them fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from hetero_gateway.engines.vllm.kv_transfer import (
+    CONNECTORS,
+    SPLIT_PATHS,
+    Beginning,
+    Mending,
+    NoHandover,
+    Transfer,
+    beginning_of,
+    decode_body,
+    may_be_fetched,
+    mended_body,
+    mended_events,
+    mending_of,
+    prefill_body,
+    read_answer,
+    reason_against,
+)
+from hetero_gateway.gateway.dataplane.intake import Job, PrefillLeg
+from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.records import Recorder
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.fleet.probe import ProbeAnswer, asked_over
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.heads import Inbound
+from hetero_gateway.http.response import ResponseHead
+
+# A body that is longer is not looked through for what cannot be split.
+_MOST_BODY_BYTES = 1 << 20
+# Of a prefill's answer: one token, and the log probabilities of a long prompt where asked for.
+_MOST_ANSWER_BYTES = 8 << 20
+# Of an answer that is put right as a whole; and of a stream's events that tell nothing yet.
+_MOST_WHOLE_BYTES = 8 << 20
+_MOST_OPENING_BYTES = 1 << 16
+# So often it is asked whether an instance that computes a prompt has fallen silent.
+_LOOK_S = 0.5
+_NOTHING_LACKS: Final = Mending()
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class HandoverExchange(Exchange):
+    """The decode leg: what it answers becomes what one instance would have answered.
+
+    Nothing reaches the client until it tells something, as a transfer fails behind a good head.
+
+    ``leg``: who computes the prompt; ``task``: that asks for it.
+    """
+
+    leg: PrefillLeg = field(init=False)
+    task: asyncio.Task[None] | None = None
+    mending: Mending = _NOTHING_LACKS
+    _opening: ResponseHead | None = None
+    _is_whole: bool = False
+    _parts: list[bytes] = field(default_factory=list)
+    _size_bytes: int = 0
+
+    def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
+        if head.status != 200 or not body_follows:
+            return Exchange.on_head(self, head, body_follows=body_follows)
+        self.status, self.active = head.status, True
+        self._decode = not self._downstream.passes_framing
+        self._is_whole = not head.streams
+        self._opening = head
+        return True
+
+    def on_data(self, data: bytes) -> None:
+        head = self._opening
+        if head is None:
+            if self.streams and self.status == 200:
+                self._pass_events(data)
+            else:
+                Exchange.on_data(self, data)
+            return
+        self.active = True
+        self._parts.append(data)
+        self._size_bytes += len(data)
+        if self._is_whole:
+            if self._size_bytes > _MOST_WHOLE_BYTES:
+                self.fail(InstanceError(Failure.HANDOVER, "its answer is too long to be put right"))
+            return
+        told = Beginning.BEGUN
+        if self._size_bytes <= _MOST_OPENING_BYTES:
+            told = beginning_of(self._path, b"".join(self._parts))
+        if told is Beginning.FAILED:
+            self.fail(InstanceError(Failure.HANDOVER, "its engine did not get the prompt's cache"))
+        elif told is Beginning.BEGUN:
+            parts, self._opening = self._taken(), None
+            # Events are put right, so that the gateway frames them.
+            self._rechunk = not self._decode
+            self._begin_answer(_framed(head, None))
+            self._pass_events(parts)
+
+    def _taken(self) -> bytes:
+        data = b"".join(self._parts)
+        self._parts.clear()
+        return data
+
+    def _pass_events(self, data: bytes) -> None:
+        """Pass whole events on; the rest of one waits for its end."""
+        self._parts.append(data)
+        data = self._taken()
+        end = data.rfind(b"\n\n") + 2
+        if end < 2 and len(data) <= _MOST_OPENING_BYTES:
+            end = 0
+        elif end < 2:
+            end = len(data)
+        if end < len(data):
+            self._parts.append(data[end:])
+        if end:
+            Exchange.on_data(self, mended_events(self._path, data[:end], self.mending))
+
+    def on_complete(self) -> None:
+        head, self._opening = self._opening, None
+        if head is not None:
+            if not self._is_whole or not self._parts:
+                self._opening = head
+                self.on_error(InstanceError(Failure.HANDOVER, "its answer ended before it began"))
+                return
+            body = mended_body(self._path, self._taken(), self.mending)
+            self.body_bytes = len(body)
+            self._begin_answer(_framed(head, len(body)))
+            Exchange.on_data(self, body)
+        elif self._parts:
+            Exchange.on_data(self, self._taken())
+        Exchange.on_complete(self)
+
+    def abort(self) -> None:
+        if self.task is not None and self.leg.sent_s is None:
+            self.task.cancel()
+        Exchange.abort(self)
+
+    @property
+    def failed_early(self) -> bool:
+        """Whether its engine failed before it told anything, as where a transfer fails."""
+        error = self.error
+        if error is None or self.head_sent or self.leg.sent_s is None:
+            return False
+        return error.failure in _BY_TRANSFERS
+
+
+# What a failed transfer looks like.
+_BY_TRANSFERS = (Failure.SERVER_ERROR, Failure.ENGINE, Failure.EMPTY, Failure.HANDOVER)
+
+
+def _framed(head: ResponseHead, length_bytes: int | None) -> ResponseHead:
+    """The same head, for a body that has this length; None: chunks."""
+    headers = [pair for pair in head.headers if pair[0] != b"content-length"]
+    if length_bytes is not None:
+        headers.append((b"content-length", b"%d" % length_bytes))
+    return ResponseHead(
+        head.status, headers, chunked=length_bytes is None, content_length=length_bytes
+    )
+
+
+@dataclass(slots=True)
+class Handovers:
+    """How requests are split.
+
+    Args:
+        first_byte_s: how long an instance may take to compute a prompt.
+        results: what came of it, by a bounded name.
+        placement: the scheduler's driver.
+        _recorder: counts what instances fail of.
+    """
+
+    first_byte_s: float
+    results: Counter[str]
+    placement: Placement
+    _recorder: Recorder
+
+    def splits(self, inbound: Inbound) -> bool:
+        """Whether a request can be split at all, by its path and its body."""
+        if inbound.path not in SPLIT_PATHS or inbound.buffer is not None:
+            return False
+        body = inbound.body
+        return len(body) <= _MOST_BODY_BYTES and not reason_against(inbound.path, body)
+
+    async def prefill(
+        self, inbound: Inbound, exchange: HandoverExchange, request_of: Callable[[bytes], bytes]
+    ) -> bytes:
+        """Have the prompt computed; the body that the decode instance gets.
+
+        Args:
+            request_of: the whole request to the prefill instance, of its body.
+
+        Raises:
+            InstanceError: that instance failed.
+            NoHandover: it hands nothing over.
+        """
+        leg = exchange.leg
+        connector = CONNECTORS[leg.transfer.connector]
+        transfer = Transfer(inbound.request_id.decode())
+        body = prefill_body(inbound.path, inbound.body, connector.for_prefill(transfer))
+        answer = await self._ask(exchange, request_of(body))
+        if answer.status >= 500 or answer.status == 429:
+            busy = answer.status in (429, 503)
+            failure = Failure.BUSY if busy else Failure.SERVER_ERROR
+            raise InstanceError(failure, f"it answered {answer.status} to a prompt")
+        if answer.status != 200 or answer.problem:
+            # What is wrong with it, the client is told by whoever gets it whole.
+            raise NoHandover(answer.problem or f"it answered {answer.status}")
+        told = read_answer(inbound.path, answer.body)
+        parameters = connector.for_decode(transfer, told)
+        exchange.mending = mending_of(told)
+        return decode_body(inbound.body, parameters)
+
+    def failed(self, job: Job, leg: PrefillLeg, error: InstanceError) -> None:
+        """A prefill leg is over, as its instance failed."""
+        self.results["prefill_failed"] += 1
+        self.placement.leg_over(leg, error.failure.outcome)
+        dispatch, instance = leg.dispatch, leg.instance
+        sent_s = job.inbound.received_s
+        self._recorder.note_error(job, instance, dispatch, error, sent_s, dispatch.expected_s)
+
+    async def _ask(self, exchange: HandoverExchange, request: bytes) -> ProbeAnswer:
+        """Raises InstanceError."""
+        instance = exchange.leg.instance
+        pool = instance.pool
+        connection = pool.take_idle() or await pool.connect()
+        asking = asyncio.ensure_future(asked_over(connection, request, _MOST_ANSWER_BYTES))
+        until_s = time.monotonic() + self.first_byte_s
+        try:
+            while not asking.done():
+                await asyncio.wait([asking], timeout=_LOOK_S)
+                exchange.active = True  # it is somebody else who is asked
+                if asking.done():
+                    break
+                if instance.silent:
+                    raise InstanceError(Failure.SILENT, "nothing is heard of it")
+                if time.monotonic() >= until_s:
+                    message = f"no prompt computed in {self.first_byte_s:g} s"
+                    raise InstanceError(Failure.FIRST_BYTE_TIMEOUT, message)
+            try:
+                return asking.result()
+            except InstanceError as error:
+                if not (connection.stale and error.failure is Failure.RESET):
+                    raise
+            # The instance was closing it while it was idle.
+            connection = await pool.connect()
+            return await asked_over(connection, request, _MOST_ANSWER_BYTES)
+        finally:
+            asking.cancel()
+
+
+def is_fresh(leg: PrefillLeg, prefilled_s: float) -> bool:
+    """Whether what was computed then is pinned still, for as long as it takes to ask for it."""
+    return may_be_fetched(time.monotonic() - prefilled_s, leg.transfer.lease_s)

@@ -1,0 +1,165 @@
+"""A request that is split: first one instance computes its prompt, then another one answers.
+
+What the second one relays is the request's exchange from the start, so that its time-outs, its end
+and its client's are those of any other. A request that was split and failed goes whole from then
+on. A request that is not split runs none of this.
+
+    prefill instance fails      that is its failure; the request goes whole to another instance
+    it hands nothing over       the request goes whole to any instance, which is no retry
+    it was too long ago         the same: its blocks may be another prompt's by now
+    decode instance fails       before it tells anything: the pair is left alone for some minutes,
+                                and the request goes whole, as a retry; later: as any stream
+    the client leaves           both connections are closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from hetero_gateway.engines.vllm.kv_transfer import NoHandover
+from hetero_gateway.gateway.dataplane.answers import refusal_of
+from hetero_gateway.gateway.dataplane.further_attempts import FurtherAttempts
+from hetero_gateway.gateway.dataplane.handover import HandoverExchange, is_fresh
+from hetero_gateway.gateway.dataplane.intake import Placed
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.http.failures import Failure, InstanceError
+from hetero_gateway.http.upstream import UpstreamConnection
+
+_log = logging.getLogger(__name__)
+
+# A prompt's cache is taken for fetched after its transfer's time, so many times that, and so long.
+_LATE, _LEAST_S = 1.5, 0.05
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class TwoLegs(FurtherAttempts):
+    """Its driver, ``Attempts``, is derived from it."""
+
+    # What its driver does
+
+    def _request_to(self, instance: Instance, body: bytes) -> tuple[bytes, bytes]:
+        """The head and the body of a request to an instance."""
+        raise NotImplementedError
+
+    def _launch(self, exchange: Exchange, connection: UpstreamConnection, *, first: bool) -> None:
+        """Send it over this connection."""
+        raise NotImplementedError
+
+    # Two legs
+
+    def _begin_legs(self, exchange: HandoverExchange) -> None:
+        place = exchange.place
+        assert isinstance(place, Placed)
+        assert place.leg is not None
+        exchange.leg = place.leg
+        self._start(self._hand_over(exchange))
+        exchange.task = self._task
+
+    async def _hand_over(self, exchange: HandoverExchange) -> None:
+        """Have the prompt computed, and the other instance asked for the answer."""
+        leg, handovers = exchange.leg, self._rooms.handovers
+        assert handovers is not None
+
+        def request_of(body: bytes) -> bytes:
+            head, body = self._request_to(leg.instance, body)
+            return head + body
+
+        try:
+            body = await handovers.prefill(self._inbound, exchange, request_of)
+        except InstanceError as error:
+            if self._exchange is exchange:
+                self._go_on_without(exchange, error)
+            return
+        except NoHandover as reason:
+            if self._exchange is exchange:
+                self._go_whole(exchange, str(reason))
+            return
+        if self._exchange is not exchange:
+            return
+        handovers.placement.prefilled(leg)
+        prefilled_s = time.monotonic()
+        pool = exchange.place.instance.pool
+        try:
+            connection = pool.take_idle() or await pool.connect()
+        except InstanceError as error:
+            if self._exchange is exchange:
+                exchange.on_error(error)
+            return
+        if self._exchange is not exchange or not is_fresh(leg, prefilled_s):
+            pool.release(connection)
+            if self._exchange is exchange:
+                self._go_whole(exchange, "its lease is nearly over")
+            return
+        self._other_body = body
+        leg.sent_s = time.monotonic()
+        exchange.active = True
+        handovers.results["handed_over"] += 1
+        self._launch(exchange, connection, first=not self._tried)
+        job = self._job
+        if job is not None and not job.parsed.stream:
+            # When its first token comes nobody sees.
+            place = exchange.place
+            assert isinstance(place, Placed)
+            after_s = _LATE * place.decision.choice.transfer_s + _LEAST_S
+            asyncio.get_running_loop().call_later(after_s, handovers.placement.fetched, place)
+
+    def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
+        """The prefill instance failed: the request goes whole, if it may be tried again."""
+        rooms, leg, job = self._rooms, exchange.leg, self._job
+        assert job is not None
+        assert rooms.handovers is not None
+        rooms.handovers.failed(job, leg, error)
+        self._tried.append(leg.instance.id)
+        may = rooms.budget.may_retry(error, len(self._tried), len(rooms.open))
+        self._leave_legs(exchange)
+        if may:
+            self._failure = error
+            self._place()
+        else:
+            self._note("unavailable")
+            self._answer(refusal_of(error, leg.instance, spent=len(self._tried) > 1))
+
+    def _go_whole(self, exchange: HandoverExchange, reason: str) -> None:
+        """Nothing is handed over, which is nobody's failure."""
+        rooms, leg = self._rooms, exchange.leg
+        assert rooms.handovers is not None
+        rooms.handovers.results["no_handover"] += 1
+        _log.info(
+            "request %s: %s hands nothing over: %s",
+            self._inbound.request_id.decode(), leg.instance.id, reason,
+        )  # fmt: skip
+        self._leave_legs(exchange)
+        self._place()
+
+    def _leave_legs(self, exchange: HandoverExchange) -> None:
+        """Take both legs off, of which none has failed; the request is whole from now on."""
+        rooms, job = self._rooms, self._job
+        assert job is not None
+        self._exchange = None
+        rooms.deadlines.exchanges.discard(exchange)
+        rooms.dispatcher.withdraw(exchange.place, None)
+        job.request = job.request.replace(whole=True)
+
+    def _after_legs(self, exchange: Exchange, error: InstanceError) -> InstanceError:
+        """What a split request failed of: where nothing was told yet, of its transfer."""
+        if not isinstance(exchange, HandoverExchange):
+            return error
+        rooms, job, leg = self._rooms, self._job, exchange.leg
+        assert job is not None
+        assert rooms.handovers is not None
+        job.request = job.request.replace(whole=True)
+        self._other_body = b""
+        if exchange.failed_early:
+            rooms.handovers.results["decode_failed"] += 1
+            rooms.handovers.placement.refuse(leg, exchange.place.instance.id)
+            _log.warning(
+                "%s could not hand over to %s: for some minutes they are no pair",
+                leg.instance.id, exchange.place.instance.id,
+            )  # fmt: skip
+            why = f"it did not get what {leg.instance.id} computed: {error}"
+            error = exchange.error = InstanceError(Failure.HANDOVER, why)
+        return error

@@ -1,0 +1,82 @@
+"""Which instances can hand prompts over to which: told to the scheduler as the configuration is."""
+
+from __future__ import annotations
+
+import math
+
+from hetero_gateway.core.instances.pairs import Link, Pairs
+from hetero_gateway.core.types import InstanceId
+from hetero_gateway.engines.vllm.kv_transfer import CONNECTORS
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig, can_hand_over
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.settings import Prepared
+
+# Of a link of which nothing is told, until transfers have been seen: slow rather than fast.
+_START_S, _GBIT_PER_S = 0.01, 10.0
+# Of an 8B model. Where it is another, what is learnt is another bandwidth, and the same time.
+_KV_BYTES_PER_TOKEN = 131_072.0
+
+_Told = list[tuple[InstanceId, InstanceTransferConfig | None]]
+
+
+class Pairing:
+    """Keeps the scheduler's pairs as the instances are, with what was learnt of each.
+
+    Args:
+        fleet: tells of its changes from now on.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._told: _Told = []
+        self._splits = False
+        fleet.on_pairs = self._review
+
+    @property
+    def splits(self) -> bool:
+        """Whether requests may be split."""
+        return self._splits
+
+    def prepare(self, fresh: GatewayConfig) -> Prepared:
+        """Take a configuration up."""
+        splits = fresh.scheduler.split_requests and fresh.server.workers == 1
+
+        def apply() -> None:
+            if splits != self._splits:
+                self._splits, self._told = splits, []
+                self._fleet.scheduler.legs.set_roles(None, Pairs(_KV_BYTES_PER_TOKEN, {}))
+                self._review()
+
+        return Prepared(apply)
+
+    def _review(self) -> None:
+        if not self._splits:
+            return
+        told = [(each.id, each.config.kv_transfer) for each in self._fleet.instances.values()]
+        if told == self._told:
+            return
+        self._told = told
+        legs = self._fleet.scheduler.legs
+        legs.set_roles({}, Pairs(_KV_BYTES_PER_TOKEN, _links(told, legs.pairs)))
+
+
+def _links(told: _Told, before: Pairs | None) -> dict[tuple[InstanceId, InstanceId], Link]:
+    """By pair; what was learnt stays."""
+    links = {}
+    for one, mine in told:
+        # Mooncake's two requests go at once, which is not done here.
+        if mine is None or CONNECTORS[mine.connector].at_once:
+            continue
+        for other, theirs in told:
+            if other == one or theirs is None or not can_hand_over(mine, theirs):
+                continue
+            known = None if before is None else before.link(one, other, math.inf)
+            links[one, other] = known or _link(mine, theirs)
+    return links
+
+
+def _link(prefill: InstanceTransferConfig, decode: InstanceTransferConfig) -> Link:
+    starts = [s for s in (prefill.start_s, decode.start_s) if s is not None]
+    speeds = [g for g in (prefill.gbit_per_s, decode.gbit_per_s) if g is not None]
+    return Link(max(starts, default=_START_S), min(speeds, default=_GBIT_PER_S) * 1e9 / 8)
