@@ -18,6 +18,7 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.server import EmulatedServer
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
+from hetero_gateway.lab.emulator.transfer_settings import KVTransferConfig, KVTransferSettings
 from hetero_gateway.lab.load.emulated import write_profile
 from tests.chaos.faults import Faults, faulty
 from tests.fakes.vllm import bound
@@ -29,8 +30,15 @@ SLOWNESS = (1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 3.0, 3.0)
 READY_WITHIN_S = 60.0
 
 
-def profile(slowness: float) -> Profile:
-    """What an instance is emulated with, and what the gateway knows of it."""
+def profile(slowness: float, leg: str = "") -> Profile:
+    """What an instance is emulated with, and what the gateway knows of it.
+
+    ``leg``: what it does quickly where requests are split, "prompt" or "answer".
+    """
+    if leg:
+        per_token_s, step_s = (1e-5, 3 * STEP_S) if leg == "prompt" else (2e-3, STEP_S)
+        made = Constants(per_token_s, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0, step_s)
+        return Profile("emulated", MODEL, 1, made, 65536, 64)
     constants = Constants(
         p1=2e-5 * slowness, p2=0.0, p3=0.0, p4=0.01 * slowness,
         p5=1e-8 * slowness, p6=1e-5 * slowness, p7=1e-8 * slowness, p8=STEP_S * slowness,
@@ -41,8 +49,9 @@ def profile(slowness: float) -> Profile:
 class Instance:
     """One process; its port stays its own while it is down."""
 
-    def __init__(self, number: int, seed: int, context: Any) -> None:
+    def __init__(self, number: int, seed: int, context: Any, *, legs: bool = False) -> None:
         self.id = f"i{number}"
+        self.leg = ("prompt", "answer")[number % 2] if legs else ""
         self.slowness = SLOWNESS[number % len(SLOWNESS)]
         self._seed = seed
         self._context = context
@@ -72,7 +81,8 @@ class Instance:
         self.starts += 1
         ours, theirs = self._context.Pipe()
         self._process = self._context.Process(
-            target=_serve, args=(self.port, self.slowness, self._seed + self.starts, theirs),
+            target=_serve,
+            args=(self.port, self.slowness, self._seed + self.starts, theirs, self.leg),
             daemon=True,
         )  # fmt: skip
         self._process.start()
@@ -124,28 +134,33 @@ class Instance:
         self._held.close()
 
 
-def make_instances(count: int, seed: int) -> list[Instance]:
-    """Not yet started."""
+def make_instances(count: int, seed: int, *, legs: bool = False) -> list[Instance]:
+    """Not yet started. ``legs``: half of them compute prompts quickly, half of them answer so."""
     # What numpy starts on import would not outlive a fork.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.instances"])
-    return [Instance(number, seed * 1000 + number * 100, context) for number in range(count)]
+    return [
+        Instance(number, seed * 1000 + number * 100, context, legs=legs) for number in range(count)
+    ]
 
 
 def write_profiles(instances: list[Instance], directory: Path) -> dict[str, str]:
     """Profile files; the path by instance."""
     paths = {instance.id: directory / f"{instance.id}.yaml" for instance in instances}
     for instance in instances:
-        write_profile(profile(instance.slowness), paths[instance.id])
+        write_profile(profile(instance.slowness, instance.leg), paths[instance.id])
     return {name: str(path) for name, path in paths.items()}
 
 
-def _serve(port: int, slowness: float, seed: int, control: Connection) -> None:
+def _serve(port: int, slowness: float, seed: int, control: Connection, leg: str) -> None:
     """The process: serve until it is killed, or whoever holds the other end is gone."""
     sys.stderr = open(os.devnull, "w")  # broken connections are meant
     faults = Faults(seed)
-    emulated = EmulatedVLLM(EmulatorSettings(profile(slowness), models=(MODEL,)))
+    config = KVTransferConfig(kv_connector="NixlConnector")
+    transfer = KVTransferSettings(config, start_s=0.02) if leg else None
+    made = EmulatorSettings(profile(slowness, leg), models=(MODEL,), kv_transfer=transfer)
+    emulated = EmulatedVLLM(made)
     listener = bound(port)
     listener.listen(4096)
 

@@ -1,18 +1,20 @@
 """Instances that are killed every few seconds, and streams whose clients must not notice.
 
     python -m tests.chaos.kills [--seconds 600] [--streams 200] [--every 3] [--seed 1]
-                                [--workers 1] [--json]
+                                [--workers 1] [--legs] [--json]
 
 So many streams are open at any time, of plain text by chat and by completion. Each must be one
 well-formed stream to its end, with all of its tokens and the true sums, however often its instance
-is killed; at the end every load is 0. The instances are processes of the emulated vLLM, whose texts
-are a word a token: what is told can be counted.
+is killed; at the end every load is 0. With ``--legs`` requests are split among two instances, of
+two groups, a third of them do not stream, and at the end no block is pinned. The instances are
+processes of the emulated vLLM, whose texts are a word a token: what is told can be counted.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -23,6 +25,7 @@ from typing import Any
 import httpx
 import yaml
 
+from hetero_gateway.engines.vllm.kv_transfer import DEFAULT_LEASE_S
 from tests.chaos.gateway import GatewayProcess
 from tests.chaos.instances import MODEL, Instance, make_instances, write_profiles
 
@@ -44,48 +47,84 @@ class Seen:
     kills: int = 0
     faults: list[str] = field(default_factory=list)
     results: dict[str, float] = field(default_factory=dict)  # as the gateway counts them
+    handovers: dict[str, float] = field(default_factory=dict)  # the same
 
 
-async def stream_once(http: httpx.AsyncClient, rng: random.Random, seen: Seen) -> None:
-    path, tokens = rng.choice(PATHS), rng.randint(*TOKENS)
-    prompt = "word" * rng.randint(5, 300)
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": tokens, "ignore_eos": True}
-    asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    if path == PATHS[0]:
-        asked["messages"] = [{"role": "user", "content": prompt}]
-    else:
-        asked["prompt"] = prompt
-    text, legs, names, ends, done = "", 1, set(), 0, False
-    usage: dict[str, int] = {}
-    try:
+@dataclass
+class Answer:
+    """Of one request; ``ids``: those of its events; ``pieces``: of a stream that went on."""
+
+    text: str = ""
+    usage: dict[str, int] = field(default_factory=dict)
+    pieces: int = 1
+    ids: set[tuple[str, int]] = field(default_factory=set)
+    ends: int = 0
+    done: bool = False
+
+    async def of_stream(self, http: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> None:
+        """Raises ValueError."""
         async with http.stream("POST", path, json=asked) as response:
             if response.status_code != 200:
                 raise ValueError(f"status {response.status_code}: {await response.aread()!r}")
             async for line in response.aiter_lines():
-                legs += line.startswith(": continued by ")
+                self.pieces += line.startswith(": continued by ")
                 if line == "data: [DONE]":
-                    done = True
+                    self.done = True
                 elif line.startswith("data: "):
                     event = json.loads(line[6:])
                     if "error" in event:
                         raise ValueError(event["error"]["message"])
-                    names.add((event["id"], event["created"]))
-                    usage = event.get("usage") or usage
-                    for choice in event["choices"]:
-                        ends += choice["finish_reason"] is not None
-                        delta = choice.get("delta", choice)
-                        text += delta.get("content", delta.get("text")) or ""
+                    self.take(event)
+
+    async def whole(self, http: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> None:
+        """Raises ValueError."""
+        response = await http.post(path, json=asked)
+        if response.status_code != 200:
+            raise ValueError(f"status {response.status_code}: {response.text[:300]}")
+        self.take(response.json())
+        self.done = True
+
+    def take(self, part: dict[str, Any]) -> None:
+        if part.get("kv_transfer_params") is not None:
+            raise ValueError("it has kv_transfer_params")
+        self.ids.add((part["id"], part["created"]))
+        self.usage = part.get("usage") or self.usage
+        for choice in part["choices"]:
+            self.ends += choice["finish_reason"] is not None
+            told = choice.get("delta") or choice.get("message") or choice
+            self.text += told.get("content", told.get("text")) or ""
+
+
+async def ask_once(
+    http: httpx.AsyncClient, rng: random.Random, seen: Seen, *, legs: bool = False
+) -> None:
+    """A stream; with ``legs`` of a longer prompt, and in one of three cases no stream."""
+    path, tokens = rng.choice(PATHS), rng.randint(*TOKENS)
+    prompt = "word" * rng.randint(5, 1500 if legs else 300)
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": tokens, "ignore_eos": True}
+    streams = not legs or rng.random() < 2 / 3
+    if streams:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    if path == PATHS[0]:
+        asked["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        asked["prompt"] = prompt
+    got = Answer()
+    try:
+        await (got.of_stream if streams else got.whole)(http, path, asked)
         prompt_tokens = len(prompt) // _BYTES_PER_TOKEN + _TEMPLATE_TOKENS[path]
-        sums = usage.get("prompt_tokens"), usage.get("completion_tokens"), len(text.split())
-        if not done or ends != 1 or len(names) != 1:
-            raise ValueError(f"no whole stream: {done} {ends} {names}")
+        told = got.usage.get("prompt_tokens"), got.usage.get("completion_tokens")
+        if not got.done or got.ends != 1 or len(got.ids) != 1:
+            raise ValueError(f"no whole answer: {got.done} {got.ends} {got.ids}")
+        sums = (*told, len(got.text.split()))
         if sums != (prompt_tokens, tokens, tokens):
             raise ValueError(f"(prompt, output, words) {sums}, not {prompt_tokens}, {tokens}")
     except (httpx.HTTPError, ValueError) as error:
-        seen.faults.append(f"{path} of {tokens} tokens after {legs} legs: {error!r}")
+        kind = "stream" if streams else "answer"
+        seen.faults.append(f"{path}: {kind} of {tokens} tokens after {got.pieces}: {error!r}")
     seen.streams += 1
-    seen.continued += legs > 1
-    seen.legs[legs] += 1
+    seen.continued += got.pieces > 1
+    seen.legs[got.pieces] += 1
 
 
 async def kill_now_and_then(
@@ -99,18 +138,38 @@ async def kill_now_and_then(
         await victim.start()
 
 
+async def pinned(instances: list[Instance]) -> list[str]:
+    """Who has blocks that nobody fetches, when every lease is over."""
+    await asyncio.sleep(DEFAULT_LEASE_S + 2)
+    found = []
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for instance in instances:
+            text = (await http.get(f"{instance.url}/metrics")).text
+            (line,) = re.findall(r"^vllm:kv_cache_usage_perc\{.*", text, re.MULTILINE)
+            if float(line.rpartition(" ")[2]):
+                found.append(f"{instance.id} has blocks left: {line}")
+    return found
+
+
 async def run(args: argparse.Namespace, directory: Path) -> Seen:
     seen, rng = Seen(), random.Random(args.seed)
-    instances = make_instances(8, args.seed)
+    instances = make_instances(8, args.seed, legs=args.legs)
     for instance in instances:
         await instance.start()
     profiles = write_profiles(instances, directory)
-    config = {
+    config: dict[str, Any] = {
         "health": {"probe_interval_s": 0.5},
         "instances": [
             {"id": i.id, "base_url": i.url, "profile": profiles[i.id]} for i in instances
         ],
     }
+    if args.legs:
+        config["scheduler"] = {"split_requests": True}
+        # An answer that does not stream begins anew each time, and some take longer than three
+        # instances live.
+        config["retry"] = {"max_attempts": 8, "budget_ratio": 1}
+        for number, row in enumerate(config["instances"]):
+            row["kv_transfer"] = {"connector": "NixlConnector", "group": f"g{number // 4}"}
     (directory / "gateway.yaml").write_text(yaml.safe_dump(config), "utf-8")
     gateway = await GatewayProcess.start(
         directory / "gateway.yaml", directory / "gateway.log", args.workers
@@ -120,7 +179,7 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
 
     async def client(http: httpx.AsyncClient, own: random.Random) -> None:
         while loop.time() < until_s:
-            await stream_once(http, own, seen)
+            await ask_once(http, own, seen, legs=args.legs)
 
     killing = asyncio.ensure_future(kill_now_and_then(instances, args.every, rng, seen))
     try:
@@ -137,7 +196,12 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
             await asyncio.sleep(0.2)
             left = await gateway.left_over()
         seen.faults += left + gateway.alarms()
-        told = (await gateway.metrics())["hetero_gateway_streams_continued_total"]
+        metrics = await gateway.metrics()
+        told = metrics["hetero_gateway_streams_continued_total"]
+        handovers = metrics["hetero_gateway_handovers_total"]
+        seen.handovers = {labels[0][1]: number for labels, number in handovers.items()}
+        if args.legs:
+            seen.faults += await pinned(instances)
         total = sum(legs * number for legs, number in seen.legs.items()) - seen.streams
         log = gateway.log.read_text("utf-8", "replace").splitlines()
         seen.faults += [line for line in log if "cannot be continued" in line]
@@ -162,6 +226,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--legs", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as directory:
@@ -172,6 +237,7 @@ def main() -> int:
         "most_legs": max(seen.legs, default=0),
         "kills": seen.kills,
         "results": seen.results,
+        "handovers": seen.handovers,
         "violations": seen.faults[:50],
         "broken": len(seen.faults),
     }

@@ -281,7 +281,8 @@ async def test_an_instance_that_hangs_with_a_prompt_is_left(tmp_path: Path) -> N
 async def test_a_stream_that_breaks_off_after_its_hand_over_goes_on_elsewhere(
     tmp_path: Path,
 ) -> None:
-    breaks = {"die": "after_events", "events": 5, "delay_s": 0.1}
+    # The head comes by itself.
+    breaks = {"die": "after_events", "events": 5, "delay_s": 0.1, "first_delay_s": 0.1}
     async with faked(tmp_path, says(), breaks) as (at, fakes):
         body = body_for(CHAT_COMPLETIONS, stream=True, temperature=0)
         posted = asyncio.ensure_future(at.client.post(CHAT_COMPLETIONS, json=body))

@@ -71,7 +71,7 @@ class HandoverExchange(Exchange):
     _size_bytes: int = 0
 
     def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
-        if head.status != 200 or not body_follows:
+        if head.status != 200 or head.content_length == 0:
             return Exchange.on_head(self, head, body_follows=body_follows)
         self.status, self.active = head.status, True
         self._decode = not self._downstream.passes_framing
