@@ -1,9 +1,10 @@
 """A prompt computed by one real engine and answered by another: as if one had done both.
 
-``scripts/real-vllm --pair`` starts the two. Nothing of the gateway is between: the bodies are those
-of ``engines/vllm/kv_transfer``, sent by hand.
+``scripts/real-vllm --pair`` starts the two. The bodies are those of ``engines/vllm/kv_transfer``,
+sent by hand first, and then by a gateway.
 """
 
+import asyncio
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from real_vllm import servers
 
+from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.engines.vllm.kv_transfer import (
     CONNECTORS,
     Beginning,
@@ -31,6 +33,9 @@ from hetero_gateway.engines.vllm.kv_transfer import (
     read_answer,
     reason_against,
 )
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.profile_file import profile_document, write_profile_file
+from tests.fakes.running import eventually, running_gateway
 
 pytestmark = pytest.mark.real_vllm
 
@@ -41,6 +46,9 @@ NIXL = CONNECTORS["NixlConnector"]
 TRANSFER = Transfer(block_tokens=128)
 PROMPT = "def main(self): import os, sys; return the value of this class " * 8
 OUTPUT_TOKENS = 24
+# What the gateway is told of them, so that it splits.
+PROMPTS = Constants(p1=1e-5, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.2)
+ANSWERS = Constants(p1=2e-3, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.01)
 _IDS = itertools.count()
 
 
@@ -207,3 +215,54 @@ def test_a_prefill_instance_that_has_gone_fails_the_stream_before_it_tells_anyth
             assert (path, beginning_of(path, begun)) == (RESPONSES, Beginning.OPENING)
         else:
             assert beginning_of(path, begun) is expected
+
+
+# Through the gateway
+
+
+async def test_the_gateway_splits_two_hundred_requests_and_each_is_as_one_engines(
+    pair: Pair, tmp_path: Path
+) -> None:
+    config = gateway_over(pair, tmp_path)
+    before, wrong = pair.computed(), []
+    async with running_gateway(config) as gateway:
+        client = await asyncio.to_thread(httpx.Client, base_url=gateway.url, timeout=120)
+        await eventually(lambda: all(i.up for i in gateway.gateway.fleet.instances.values()))
+        for number in range(200):
+            path = (COMPLETIONS, CHAT, MESSAGES, RESPONSES)[number % 4]
+            stream = number % 8 >= 4
+            body = body_for(path, stream=stream).replace(b"def main", b"def f%d" % number)
+            alone = await asyncio.to_thread(pair.whole, path, body)
+            computed = await asyncio.to_thread(pair.computed)
+            headers = {"content-type": "application/json"}
+            answer = await asyncio.to_thread(client.post, path, content=body, headers=headers)
+            after = await asyncio.to_thread(pair.computed)
+            assert answer.headers["x-hetero-gateway-prefill-instance"] == "prefill"
+            if after["local_compute"] != computed["local_compute"]:
+                wrong.append(f"{number}: {path} was computed twice")
+            if said(answer.content, stream=stream) != said(alone, stream=stream):
+                wrong.append(f"{number}: {path} {answer.text}, not {alone!r}")
+        await eventually(gateway.settled)
+        assert gateway.gateway.metrics.handovers == {"handed_over": 200}
+        await asyncio.to_thread(client.close)
+    assert wrong == []
+    fetched = pair.computed()["external_kv_transfer"] - before["external_kv_transfer"]
+    assert fetched > 200 * 100
+
+
+def gateway_over(pair: Pair, folder: Path) -> GatewayConfig:
+    """One engine is thought to be quick with prompts, the other one with answers."""
+    rows = []
+    for name, url in (("prefill", pair.prefill), ("decode", pair.decode)):
+        constants = PROMPTS if name == "prefill" else ANSWERS
+        file = folder / f"{name}.yaml"
+        made = Profile("CPU", "tiny", 1, constants, 100_000, 64)
+        write_profile_file(file, profile_document(made, {"how": "derived"}))
+        row = {"id": name, "base_url": url, "profile": str(file), "model": "tiny"}
+        rows.append(row | {"kv_transfer": {"connector": "NixlConnector"}})
+    document = {
+        "server": {"port": 0},
+        "scheduler": {"split_requests": True},
+        "instances": rows,
+    }
+    return GatewayConfig.model_validate(document)

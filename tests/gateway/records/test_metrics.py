@@ -40,7 +40,7 @@ EXPECTED = {
     "instance_ejections",
     "instance_workload", "instance_kv_usage_ratio", "instance_up", "routing_decisions",
     "scheduler_decision_seconds", "prediction_error", "retries", "upstream_errors", "fallbacks",
-    "streams_continued",
+    "streams_continued", "handovers",
     "client_disconnects", "overhead_seconds", "build_info", "event_loop_tasks", "queue_depth",
     "queue_wait_seconds", "responses", "class_requests",
     "queue_rejections", "instance_speed_factor", "instance_waiting_first_token",

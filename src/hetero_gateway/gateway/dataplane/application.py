@@ -247,7 +247,7 @@ class DataPlane:
                     rooms.handovers = Handovers(
                         fresh.timeouts.first_byte_s,
                         rooms.metrics.handovers,
-                        self.dispatcher.placement,
+                        self.dispatcher.placement.legs,
                         self.recorder,
                     )
 

@@ -33,7 +33,7 @@ from hetero_gateway.engines.vllm.kv_transfer import (
     reason_against,
 )
 from hetero_gateway.gateway.dataplane.intake import Job, PrefillLeg
-from hetero_gateway.gateway.dataplane.placement import Placement
+from hetero_gateway.gateway.dataplane.prefill_legs import PrefillLegs
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.fleet.probe import ProbeAnswer, asked_over
@@ -175,13 +175,13 @@ class Handovers:
     Args:
         first_byte_s: how long an instance may take to compute a prompt.
         results: what came of it, by a bounded name.
-        placement: the scheduler's driver.
+        legs: the scheduler's.
         _recorder: counts what instances fail of.
     """
 
     first_byte_s: float
     results: Counter[str]
-    placement: Placement
+    legs: PrefillLegs
     _recorder: Recorder
 
     def splits(self, inbound: Inbound) -> bool:
@@ -223,7 +223,7 @@ class Handovers:
     def failed(self, job: Job, leg: PrefillLeg, error: InstanceError) -> None:
         """A prefill leg is over, as its instance failed."""
         self.results["prefill_failed"] += 1
-        self.placement.leg_over(leg, error.failure.outcome)
+        self.legs.over(leg, error.failure.outcome)
         dispatch, instance = leg.dispatch, leg.instance
         sent_s = job.inbound.received_s
         self._recorder.note_error(job, instance, dispatch, error, sent_s, dispatch.expected_s)

@@ -15,7 +15,6 @@ it. A timer stands in for what nobody sees, and only while requests wait.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import sys
 import time
@@ -52,8 +51,9 @@ from hetero_gateway.gateway.dataplane.dispatcher import (
     Place,
     Waiting,
 )
-from hetero_gateway.gateway.dataplane.intake import Intake, Job, Placed, PrefillLeg
+from hetero_gateway.gateway.dataplane.intake import Intake, Job, Placed
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
+from hetero_gateway.gateway.dataplane.prefill_legs import PrefillLegs
 from hetero_gateway.gateway.dataplane.records import (
     UNREAD,
     AnswerTokens,
@@ -114,6 +114,7 @@ class Placement:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
         self._closed = False
+        self.legs = PrefillLegs(fleet, self.settle, self.pump_soon)
         fleet.on_change = self.pump_soon
 
     def settings(self, settings: Settings) -> None:
@@ -239,7 +240,7 @@ class Placement:
             self._metrics.queue_wait_s.zeros += 1
         place = Placed(self._fleet.instances[decision.instance_id], decision, dispatch, now_s, 0.0)
         if ticket.prefill is not None:
-            place.leg = self._leg_of(ticket.prefill)
+            place.leg = self.legs.of(ticket.prefill)
         return place
 
     def _place_now(
@@ -312,7 +313,7 @@ class Placement:
         ticket = wait.ticket
         if not self._scheduler.cancel(ticket) and ticket.dispatch is not None:
             self.settle(ticket.dispatch, Outcome.CLIENT_DISCONNECTED)
-            self.leg_over(wait.leg, Outcome.CLIENT_DISCONNECTED)
+            self.legs.over(wait.leg, Outcome.CLIENT_DISCONNECTED)
         self.pump_soon()
 
     def _too_long(self, wait: QueueWait) -> Refusal:
@@ -397,49 +398,6 @@ class Placement:
         if self._scheduler.queued:
             self.pump_soon()
 
-    # A request that is split
-
-    def _leg_of(self, dispatch: Dispatch) -> PrefillLeg:
-        instance = self._fleet.instances[dispatch.instance_id]
-        transfer = instance.config.kv_transfer
-        assert transfer is not None
-        return PrefillLeg(instance, dispatch, transfer)
-
-    def prefilled(self, leg: PrefillLeg) -> None:
-        """Its prompt is computed, and waits to be fetched."""
-        self._scheduler.legs.prefilled(leg.dispatch, time.monotonic())
-        self.pump_soon()
-
-    def fetched(self, place: Placed) -> None:
-        """Who answers has a prompt's cache; where that was seen, how long it took is learnt."""
-        leg, pairs = place.leg, self._scheduler.legs.pairs
-        if leg is None or leg.dispatch.outcome is not None:
-            return
-        decision, choice = place.decision, place.decision.choice
-        ids = leg.instance.id, place.instance.id
-        if place.dispatch.request.streams and leg.sent_s is not None and pairs is not None:
-            request, prefix = decision.request, decision.prefix
-            tokens = float(request.prompt_tokens)
-            if prefix is not None:
-                tokens -= prefix.cached_tokens[choice.position]
-            step_s = (choice.ttft_s or 0.0) - choice.prefill_s - choice.transfer_s
-            took_s = max(0.0, time.monotonic() - leg.sent_s - max(0.0, step_s))
-            with contextlib.suppress(KeyError):  # they are no pair any more
-                pairs.observe(*ids, request.sequences * tokens * pairs.kv_bytes_per_token, took_s)
-        self.leg_over(leg, COMPLETED)
-
-    def leg_over(self, leg: PrefillLeg | None, outcome: Outcome) -> None:
-        """Take a prefill leg off, unless that has been done."""
-        if leg is not None and leg.dispatch.outcome is None:
-            self.settle(leg.dispatch, outcome)
-
-    def refuse(self, leg: PrefillLeg, decode: InstanceId) -> None:
-        """A pair could not: it is left alone for some minutes."""
-        pairs = self._scheduler.legs.pairs
-        if pairs is not None:
-            with contextlib.suppress(KeyError):
-                pairs.refuse(leg.instance.id, decode, time.monotonic())
-
     # Pumping
 
     def pump_soon(self) -> None:
@@ -467,7 +425,7 @@ class Placement:
             wait.instance = self._fleet.instances[ticket.decision.instance_id]
             wait.placed_s = now_s
         if ticket.prefill is not None:
-            wait.leg = self._leg_of(ticket.prefill)
+            wait.leg = self.legs.of(ticket.prefill)
         wait.wake()
 
     def _arm(self, now_s: float) -> None:
@@ -586,7 +544,7 @@ class LocalDispatcher:
         """``stream`` None: another process watches it (``Placement.observe_speed``)."""
         self.placement.stream_began(place.dispatch, stream)
         if place.leg is not None:
-            self.placement.fetched(place)
+            self.placement.legs.fetched(place)
         if place.dispatch in place.instance.outcomes.trials:
             # Its end may be minutes away, and until then few others would try.
             self._outcomes.succeeded(
@@ -627,7 +585,7 @@ class LocalDispatcher:
             of_one = usage if job.told_tokens is None else None
             self.placement.settle(place.dispatch, outcome, stream, of_one)
         if place.leg is not None:
-            self.placement.leg_over(place.leg, outcome)
+            self.placement.legs.over(place.leg, outcome)
         if job.response is not None and usage is not None:
             self._complete(job.response, context_of(place.instance), usage)
         self.recorder.record(job, place, seen, outcome, usage, final=final, told=told)
@@ -664,7 +622,7 @@ class LocalDispatcher:
 
     def withdraw(self, place: Placed, seen: ObservedResponse | None) -> None:
         self.placement.settle(place.dispatch, Outcome.CLIENT_DISCONNECTED, seen)
-        self.placement.leg_over(place.leg, Outcome.CLIENT_DISCONNECTED)
+        self.placement.legs.over(place.leg, Outcome.CLIENT_DISCONNECTED)
 
     def pass_on(
         self,

@@ -80,7 +80,7 @@ class TwoLegs(FurtherAttempts):
             return
         if self._exchange is not exchange:
             return
-        handovers.placement.prefilled(leg)
+        handovers.legs.prefilled(leg)
         prefilled_s = time.monotonic()
         pool = exchange.place.instance.pool
         try:
@@ -105,7 +105,7 @@ class TwoLegs(FurtherAttempts):
             place = exchange.place
             assert isinstance(place, Placed)
             after_s = _LATE * place.decision.choice.transfer_s + _LEAST_S
-            asyncio.get_running_loop().call_later(after_s, handovers.placement.fetched, place)
+            asyncio.get_running_loop().call_later(after_s, handovers.legs.fetched, place)
 
     def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
         """The prefill instance failed: the request goes whole, if it may be tried again."""
@@ -155,7 +155,7 @@ class TwoLegs(FurtherAttempts):
         self._other_body = b""
         if exchange.failed_early:
             rooms.handovers.results["decode_failed"] += 1
-            rooms.handovers.placement.refuse(leg, exchange.place.instance.id)
+            rooms.handovers.legs.refuse(leg, exchange.place.instance.id)
             _log.warning(
                 "%s could not hand over to %s: for some minutes they are no pair",
                 leg.instance.id, exchange.place.instance.id,
