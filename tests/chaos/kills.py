@@ -164,7 +164,7 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         ],
     }
     if args.legs:
-        config["scheduler"] = {"split_requests": True}
+        config["scheduler"] = {"split_requests": "each"}
         # An answer that does not stream begins anew each time, and some take longer than three
         # instances live.
         config["retry"] = {"max_attempts": 8, "budget_ratio": 1}

@@ -262,7 +262,7 @@ def gateway_over(pair: Pair, folder: Path) -> GatewayConfig:
         rows.append(row | {"kv_transfer": {"connector": "NixlConnector"}})
     document = {
         "server": {"port": 0},
-        "scheduler": {"split_requests": True},
+        "scheduler": {"split_requests": "each"},
         "instances": rows,
     }
     return GatewayConfig.model_validate(document)

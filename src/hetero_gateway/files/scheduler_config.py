@@ -246,9 +246,10 @@ class SchedulerConfig(StrictModel):
     """Streams that are continued elsewhere when their instance breaks off: none; those of plain
     text, where each token is drawn as it would have been; or all of which one stream can be made,
     though a seed begins anew and penalties forget what was said."""
-    split_requests: bool = False
+    split_requests: Literal["never", "each", "roles"] = "never"
     """finish-time: a request may be computed by one instance and answered by another, where both
-    can (`instances[].kv_transfer`) and both together are cheaper. In one process alone."""
+    can (`instances[].kv_transfer`): each by its own cost; or with roles besides, found by
+    simulating the recent mix, of which none splits nothing. In one process alone."""
     wake_on_demand: bool = False
     """Wake an instance that sleeps (level 1) for a request that no other can take."""
     engine_priorities: dict[str, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = Field(

@@ -10,11 +10,12 @@ both have as much to do. A role is a price; a high one is a rule.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hetero_gateway.core.costs.cost_model import request_time_s
-from hetero_gateway.core.instances.pairs import Pairs
+from hetero_gateway.core.instances.pairs import Link, Pairs
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.legs import RolePrice
@@ -29,6 +30,26 @@ from hetero_gateway.sim.workload import Workload
 
 Roles = Mapping[InstanceId, RolePrice] | None
 
+
+@dataclass(frozen=True, slots=True)
+class RoleQuestion:
+    """Which roles a mix wants.
+
+    Args:
+        instances: all that serve it.
+        mix: what came lately, with its times.
+        links: of pairs, as far as they are known.
+        kv_bytes_per_token: of what is handed over.
+        slo: limits; none of it where there are none.
+    """
+
+    instances: tuple[SimulatedInstance, ...]
+    mix: Workload
+    links: Mapping[tuple[InstanceId, InstanceId], Link]
+    kv_bytes_per_token: float
+    slo: Slo | None
+
+
 # Seconds: one that is paid in a burst, and one that never is.
 SOFT_S, HARD_S = 10.0, 1000.0
 # The first look at every candidate is at so many requests, the second at all, of the best ones.
@@ -37,6 +58,17 @@ _FIRST_LOOK, _SECOND_LOOKS = 500, 3
 _MISS_WEIGHT = 10.0
 # To split at all must be worth so much.
 _WORTH = 0.01
+
+
+def roles_for(question: RoleQuestion) -> Roles:
+    """The answer: see ``find_roles``."""
+    return find_roles(
+        question.instances,
+        question.mix,
+        lambda: Pairs(question.kv_bytes_per_token, question.links),
+        question.slo or Slo(),
+        heeds_slo=question.slo is not None,
+    )
 
 
 def split_of(order: Sequence[InstanceId], prefills: int, price_s: float) -> Roles:

@@ -91,6 +91,16 @@ async def test_events_of_several_tokens_are_counted_by_the_engine_that_goes_on()
         assert events[-2]["usage"] == {"prompt_tokens": 5, "completion_tokens": 8}
 
 
+async def test_the_rest_is_asked_for_with_the_priority_of_the_whole() -> None:
+    async with rig(2, scheduler={"engine_priorities": {"interactive": -1}}) as (_, client, fakes):
+        fakes[0].fault, fakes[1].fault = DIES, GOES_ON
+        _, events = await read(client)
+        assert len(texts(events)) == 5
+        first, rest = json.loads(fakes[0].bodies[0]), json.loads(fakes[1].bodies[0])
+        assert first["priority"] == rest["priority"] == -1
+        assert rest["continue_final_message"] is True
+
+
 async def test_what_turns_out_to_be_all_of_its_tokens_is_not_continued() -> None:
     async with rig(2) as (running, client, fakes):
         fakes[0].fault = DIES | {"event_bytes": 10}

@@ -72,7 +72,7 @@ async def split(
     document = {
         "server": {"port": 0, "shutdown_timeout_s": 1},
         "health": {"probe_interval_s": 0.5, "probe_timeout_s": 30, "scrape_interval_s": 1},
-        "scheduler": {"split_requests": True},
+        "scheduler": {"split_requests": "each"},
         "instances": rows,
     }
     async with running_gateway(GatewayConfig.model_validate(document | sections)) as running:
@@ -297,7 +297,7 @@ async def test_a_stream_that_breaks_off_after_its_hand_over_goes_on_elsewhere(
 async def test_requests_are_split_only_where_that_is_configured_and_as_of_a_reload(
     tmp_path: Path,
 ) -> None:
-    async with faked(tmp_path, says(), {}, scheduler={"split_requests": False}) as (at, fakes):
+    async with faked(tmp_path, says(), {}, scheduler={"split_requests": "never"}) as (at, fakes):
         legs = at.running.gateway.fleet.scheduler.legs
         assert legs.pairs is None
         assert at.running.gateway.dataplane.rooms.handovers is None
@@ -305,7 +305,7 @@ async def test_requests_are_split_only_where_that_is_configured_and_as_of_a_relo
             at.running.gateway.config.model_copy(
                 update={
                     "scheduler": at.running.gateway.config.scheduler.model_copy(
-                        update={"split_requests": True}
+                        update={"split_requests": "each"}
                     )
                 }
             )

@@ -115,6 +115,10 @@ class Pairs:
     def __len__(self) -> int:
         return len(self._fits)
 
+    def links(self) -> dict[tuple[InstanceId, InstanceId], Link]:
+        """Of all, as they were seen; of those that refused as well."""
+        return {pair: fit.link for pair, fit in self._fits.items()}
+
     def link(self, prefill: InstanceId, decode: InstanceId, now_s: float) -> Link | None:
         """None: they cannot, or not now."""
         fit = self._fits.get((prefill, decode))

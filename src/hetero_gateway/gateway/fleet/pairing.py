@@ -30,35 +30,41 @@ class Pairing:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._told: _Told = []
-        self._splits = False
+        self._mode = "never"
         fleet.on_pairs = self._review
 
     @property
     def splits(self) -> bool:
         """Whether requests may be split."""
-        return self._splits
+        return self._mode != "never"
+
+    @property
+    def by_roles(self) -> bool:
+        """Whether only as roles have it that are found (``serve/autoscaling/roles``)."""
+        return self._mode == "roles"
 
     def prepare(self, fresh: GatewayConfig) -> Prepared:
         """Take a configuration up."""
-        splits = fresh.scheduler.split_requests and fresh.server.workers == 1
+        mode = fresh.scheduler.split_requests if fresh.server.workers == 1 else "never"
 
         def apply() -> None:
-            if splits != self._splits:
-                self._splits, self._told = splits, []
+            if mode != self._mode:
+                self._mode, self._told = mode, []
                 self._fleet.scheduler.legs.set_roles(None, Pairs(_KV_BYTES_PER_TOKEN, {}))
                 self._review()
 
         return Prepared(apply)
 
     def _review(self) -> None:
-        if not self._splits:
+        if not self.splits:
             return
         told = [(each.id, each.config.kv_transfer) for each in self._fleet.instances.values()]
         if told == self._told:
             return
         self._told = told
         legs = self._fleet.scheduler.legs
-        legs.set_roles({}, Pairs(_KV_BYTES_PER_TOKEN, _links(told, legs.pairs)))
+        roles = legs.roles if self.by_roles else {}
+        legs.set_roles(roles, Pairs(_KV_BYTES_PER_TOKEN, _links(told, legs.pairs)))
 
 
 def _links(told: _Told, before: Pairs | None) -> dict[tuple[InstanceId, InstanceId], Link]:

@@ -115,6 +115,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "drift": describe_drift(seen),
         "max_model_len": instance.max_model_len,
         "weight": instance.weight,
+        "leg": None if gateway.roles is None else gateway.roles.describe().get(instance.id),
         "source": instance.source,
         "up": instance.up,
         "draining": instance.draining,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from hetero_gateway.scaleout.sharing.peers import Sharing
     from hetero_gateway.scaleout.workers.hub import Hub
     from hetero_gateway.serve.autoscaling.following import Following
+    from hetero_gateway.serve.autoscaling.roles import RoleSearch
     from hetero_gateway.serve.handover.handover import Handover
 
 
@@ -213,6 +214,7 @@ class Gateway(Parts):
         self.engine_calls: EngineCalls
         self.board: Board
         self.following: Following | None = None  # None: it is off
+        self.roles: RoleSearch | None = None  # the same
         # Set before it starts; None: it cannot be taken over.
         self.handover: Handover | None = None
 
@@ -242,7 +244,13 @@ class Gateway(Parts):
         self.dataplane = DataPlane(self, self.health, run)
         self._write_about_requests()
         self.dataplane.wakes_by(self.engine_calls, self.settings)
-        self.dataplane.splits_by(Pairing(self.fleet), self.settings)
+        pairing = Pairing(self.fleet)
+        self.dataplane.splits_by(pairing, self.settings)
+        self.settings.add(
+            ("scheduler.split_requests",), lambda _: Prepared(lambda: self._find_roles(pairing))
+        )
+        self._find_roles(pairing)
+        self._stack.callback(self._stop_finding_roles)
         self.board = Board(self)
         self._stack.callback(self.board.close)
         self.metrics.late_probes = lambda: self.health.late
@@ -354,6 +362,21 @@ class Gateway(Parts):
             self.following.take_up(models)
 
         return Prepared(apply)
+
+    def _find_roles(self, pairing: Pairing) -> None:
+        self._stop_finding_roles()
+        if pairing.by_roles:
+            # It simulates, in a process of its own: what that takes is not here without need.
+            from hetero_gateway.serve.autoscaling.roles import RoleSearch
+
+            self.roles = RoleSearch(
+                self.settings, self.fleet, self.dataplane.history, self.placement.pump_soon
+            )
+
+    def _stop_finding_roles(self) -> None:
+        if self.roles is not None:
+            self.roles.close()
+            self.roles = None
 
     def _stop_following(self) -> None:
         if self.following is not None:
