@@ -48,7 +48,7 @@ PROMPT = "def main(self): import os, sys; return the value of this class " * 8
 OUTPUT_TOKENS = 24
 # What the gateway is told of them, so that it splits.
 PROMPTS = Constants(p1=1e-5, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.2)
-ANSWERS = Constants(p1=2e-3, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.01)
+ANSWERS = Constants(p1=0.1, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.01)
 _IDS = itertools.count()
 
 
