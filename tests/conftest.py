@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from tests.fakes.admin_key import send_keys
 # A busy machine must not fail a law, and a failure must come back when the test is run again.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
+
+# With it jsonschema makes a grammar of addresses, a second of CPU and more, for a format ("iri")
+# that no schema here asks for.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 # A background job of a shell without job control ignores SIGINT, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
