@@ -18,7 +18,7 @@ hypothesis.settings.load_profile("tests")
 
 # With it jsonschema makes a grammar of addresses, a second of CPU and more, for a format ("iri")
 # that no schema here asks for.
-sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+sys.modules["rfc3987_syntax"] = None
 
 # A background job of a shell without job control ignores SIGINT, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
