@@ -3,8 +3,6 @@
 import email
 import fnmatch
 import re
-import subprocess
-import sys
 import tomllib
 import zipfile
 from email.message import Message
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fakes import schemas
 from tests.fakes.wheels import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,11 +75,8 @@ def workflow() -> Any:
 
 
 def test_the_workflow_is_one_by_its_schema() -> None:
-    words = ["--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
-    done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", *words], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = schemas.check("github-workflows", WORKFLOW)
+    assert code == 0, said
 
 
 def test_the_workflow_publishes_wheel_image_and_chart_after_the_checks(workflow: Any) -> None:

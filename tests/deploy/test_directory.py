@@ -22,7 +22,7 @@ from tests.deploy.plans import (
     options,
     plan,
 )
-from tests.fakes.compose_spec import check_compose
+from tests.fakes import schemas
 
 
 def texts(directory) -> dict[str, str]:
@@ -198,7 +198,7 @@ def test_the_compose_files_match_the_compose_specification(tmp_path):
     for emulate in (False, True):
         for i, planned in enumerate(PLANS):
             write_deployment(planned, options(emulate=emulate), tmp_path / f"plan{i}{emulate}")
-    code, said = check_compose(*tmp_path.glob("*/compose.yaml"))
+    code, said = schemas.check("compose-spec", *tmp_path.glob("*/compose.yaml"))
     assert code == 0, said
 
 

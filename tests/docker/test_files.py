@@ -12,7 +12,7 @@ import yaml
 
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.profile_file import builtin_profiles
-from tests.fakes.compose_spec import check_compose
+from tests.fakes import schemas
 from tests.fakes.wheels import build, copied_into_the_build, copy_context
 
 VERSION_TAG = re.compile(r"v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
@@ -39,7 +39,9 @@ def vllm(services: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_compose_files_match_the_compose_specification(files):
-    code, said = check_compose(*(files.docker / name for name in files.compose_names))
+    code, said = schemas.check(
+        "compose-spec", *(files.docker / name for name in files.compose_names)
+    )
     assert code == 0, said
 
 
@@ -48,7 +50,7 @@ def test_a_misspelt_compose_key_does_not_match(files, tmp_path):
     data = files.compose("compose.yaml")
     data["services"]["gateway"]["port"] = data["services"]["gateway"].pop("ports")
     (tmp_path / "compose.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
-    code, said = check_compose(tmp_path / "compose.yaml")
+    code, said = schemas.check("compose-spec", tmp_path / "compose.yaml")
     assert code == 1
     assert "'port' was unexpected" in said
 

@@ -105,7 +105,7 @@ def test_errors_are_the_packages_own(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):  # the engine's own, passed through
         client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=-1)
     with pytest.raises(openai.BadRequestError, match="context"):
-        client.completions.create(model=MODEL, prompt=[1] * 200_000)
+        client.completions.create(model=MODEL, prompt="x" * 800_000)  # not ids: it walks along them
 
 
 def test_leaving_a_stream_aborts_it_on_the_engine(client: OpenAI, url: str) -> None:

@@ -41,6 +41,7 @@ def commands(directory: Path) -> list[argparse.Namespace]:
     return [parse(shlex.split(line)[1:]) for line in lines]
 
 
+@pytest.mark.system(virtual=True)
 @pytest.mark.slow
 async def test_an_emulated_deployment_reaches_the_planned_throughput(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

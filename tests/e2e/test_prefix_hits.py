@@ -102,7 +102,7 @@ async def test_what_an_engine_has_cached_is_not_prefilled(
         ):
             fleet = running.gateway.fleet
             watching = asyncio.create_task(watch(fleet))
-            await Clients(client, hit_share).run(100, 3.0)
+            await Clients(client, hit_share).run(70, 3.0)
             await asyncio.sleep(8)  # the last counters are read
             watching.cancel()
             seen = (await client.get("/admin/observations?instance=i0")).json()

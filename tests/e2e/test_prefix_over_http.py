@@ -15,7 +15,7 @@ from benchmarks.scheduling.prefix_traces import main as make_trace
 from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system(virtual=True), pytest.mark.slow]
 
 
 async def test_cached_share_ttft_and_latency_are_as_simulated(

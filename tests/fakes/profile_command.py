@@ -8,30 +8,28 @@ it does not stop.
 """
 
 import sys
+from contextlib import closing
 from typing import Any
 
 import pytest
 import uvloop
 
-from hetero_gateway.cli import main
+from hetero_gateway.cli import main, profile
 from hetero_gateway.lab.load.client import parse_target
-from hetero_gateway.lab.profiler import live
+from hetero_gateway.lab.profiler.live import MeasuredProfile, measure
 from tests.fakes.clock import VirtualClock
 from tests.fakes.engine import engine
 
 
 def run(stop_after: int, words: list[str]) -> int:
-    measure = live.measure
-
-    async def measure_own(_target: object, *args: Any, **options: Any) -> live.MeasuredProfile:
+    async def measure_own(_target: object, *args: Any, **options: Any) -> MeasuredProfile:
         async with engine(stop_after=stop_after) as (url, _):
             return await measure(parse_target(url), *args, **options)
 
-    clock = VirtualClock()
-    with pytest.MonkeyPatch.context() as patch:
+    with closing(VirtualClock()) as clock, pytest.MonkeyPatch.context() as patch:
         clock.install(patch)
         patch.setattr(uvloop, "new_event_loop", clock.new_loop)
-        patch.setattr(live, "measure", measure_own)
+        patch.setattr(profile, "measure", measure_own)
         return main(words)
 
 

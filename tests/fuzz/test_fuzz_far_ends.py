@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_no_file_of_keys_is_anything_but_read_or_refused_in_words() -> None:
-    await run(fuzz_keys, 100, s200=1, s400=60)
+    await run(fuzz_keys, 60, s200=1, s400=35)
 
 
 async def test_no_reply_or_row_of_redis_costs_more_than_the_view_of_others() -> None:
@@ -25,7 +25,7 @@ async def test_no_reply_or_row_of_redis_costs_more_than_the_view_of_others() -> 
 
 
 async def test_whatever_an_api_server_says_the_next_good_list_is_read() -> None:
-    await run(fuzz_kubernetes, 1500, s400=20)
+    await run(fuzz_kubernetes, 800, s400=10)
 
 
 @pytest.mark.system

@@ -22,7 +22,7 @@ TIGHT, LOOSE = Slo(2.0, 0.015), Slo(10.0, 0.2)
 def plan(
     goals: Goals, types: Types = TYPES, machines: tuple[Machine, ...] = ONE_MACHINE, **options: int
 ) -> Plan:
-    question = Question(machines, types, LENGTHS, goals, policy="capacity-weighted", requests=600)
+    question = Question(machines, types, LENGTHS, goals, policy="capacity-weighted", requests=400)
     return search(dataclasses.replace(question, **options))
 
 
@@ -55,11 +55,11 @@ def test_a_limit_of_a_percentile_counts_too() -> None:
 def exhaustive(slo: Slo) -> dict[tuple[int, ...], float]:
     """Requests/s of each equal layout, by trials of every rate in hundredths."""
     mix, engines, goals = Mix.of(LENGTHS, 0), Engines(), Goals("goodput", slo=slo)
-    trials = Trials("capacity-weighted", engines, 600, slo=slo)
+    trials = Trials("capacity-weighted", engines, 400, slo=slo)
     result = {}
     for (_, t), found in TYPES.items():
         its = {found.profile: run_alone(found.profile, mix, engines)}
-        system = reduced({found.profile: 4 // t}, its, 600)
+        system = reduced({found.profile: 4 // t}, its, 400)
         most = trials.saturate(system, mix).tokens_per_s / (1 + HEADROOM) / mix.mean_tokens
         held = [0.0]
         for step in range(5, 101, 5):

@@ -22,7 +22,7 @@ from tests.fakes.planning import instance_type, short_runs, types_of  # noqa: F4
 
 BLOCK_TOKENS = 16
 MACHINES = (Machine("m", "gpu", 4),)
-REQUESTS = 400
+REQUESTS = 250
 
 
 def trace(*, shared: bool, rows: int = 800, sessions: int = 60) -> OrderedTrace:

@@ -35,7 +35,7 @@ ONE_MACHINE = (Machine("m", "gpu", 4),)
 
 
 def plan(types, machines=ONE_MACHINE, lengths=LENGTHS, **options):
-    options = {"requests": 400, "policy": "capacity-weighted"} | options
+    options = {"requests": 250, "policy": "capacity-weighted"} | options
     return search(Question(tuple(machines), types, lengths, **options))
 
 

@@ -17,9 +17,9 @@ MIX = Mix.of(LENGTHS, 0)
 
 
 def long_run_tokens_per_s(profile, lengths, seed):
-    """Output tokens per s by the engine's own counter, over the middle of 16 000 requests."""
+    """Output tokens per s by the engine's own counter, over the middle of 8000 requests."""
     fleet = EngineFleet([profile])
-    prompt, output = lengths.draw(16_000, np.random.default_rng(seed))
+    prompt, output = lengths.draw(8_000, np.random.default_rng(seed))
     for i, o in zip(prompt.tolist(), output.tolist(), strict=True):
         fleet.submit(0, fleet.new_slot(), i, o, 0.0)
     whole_s = float(output.sum()) / run_alone(profile, MIX, ENGINES).output_tokens_per_s
@@ -42,7 +42,7 @@ def test_runs_of_six_batches_count_no_more_than_a_long_one_does(monkeypatch):
     profile = instance_type().profile
     long = [long_run_tokens_per_s(profile, LENGTHS, seed) for seed in range(3)]
     monkeypatch.setattr(alone, "_REQUESTS", 0)  # as many as six batches have
-    mixes = [Mix.of(LENGTHS, seed) for seed in range(60)]
+    mixes = [Mix.of(LENGTHS, seed) for seed in range(40)]
     short = [run_alone(profile, mix, ENGINES).output_tokens_per_s for mix in mixes]
     # Fresh requests from the first third to the last first token make it 2.6 % more.
     assert np.mean(short) == pytest.approx(np.mean(long), rel=0.015)

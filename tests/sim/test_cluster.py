@@ -187,7 +187,7 @@ def test_predictions_take_the_place_of_the_predictor():
 def test_a_single_server_queue_waits_as_the_theory_of_m_d_1_says():
     # One sequence at a time, one prefill and three decode steps of a quarter of a second each.
     one_at_a_time = Profile("even", "m", 1, EVEN.constants, 1000, 1)
-    service_s, utilisation, count = 1.0, 0.7, 2000
+    service_s, utilisation, count = 1.0, 0.5, 1000
     means = []
     for seed in range(20):
         rng = np.random.default_rng(seed)

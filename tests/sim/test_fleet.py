@@ -46,19 +46,19 @@ def cases(draw: st.DrawFn, constants: tuple[Constants, ...], times: st.SearchStr
     )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(cases((REAL, STEEP, ATTENTIVE), st.floats(0, 8)))
 def test_times_and_evictions_are_those_of_single_steps(case):
     check(case, 1e-9)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(cases((EXACT,), st.integers(0, 512).map(lambda i: i / 64)))
 def test_they_are_the_same_to_the_last_bit_where_sums_are_exact(case):
     check(case, 0.0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(cases((ROUND,), st.integers(0, 60).map(lambda i: i / 4)))
 @example(
     Case(

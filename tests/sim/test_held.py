@@ -54,7 +54,7 @@ def test_a_cluster_holds_more_where_the_limits_are_known() -> None:
 
     def held_at_95(*, heeds: bool) -> float:
         cluster, slo = tuple(instances(fast, slow)), Slo(1.0, 0.04)
-        experiment = Experiment(cluster, lengths, 300, slo, heeds_slo=heeds)
+        experiment = Experiment(cluster, lengths, 150, slo, heeds_slo=heeds)
         return held(experiment, "finish-time", range(1), measure_bound(experiment))[1]
 
     assert held_at_95(heeds=True) > held_at_95(heeds=False)

@@ -22,7 +22,7 @@ def profile_files(
 ) -> dict[str, str]:
     """Path to text of every profile, one for each instance type."""
     files = {}
-    for instance in instances:
+    for instance in {each.profile_file: each for each in instances}.values():
         files[instance.profile_file] = _profile_text(instance.type, 1.0)
         if instance.gateway_profile_file != instance.profile_file:
             text = _profile_text(instance.type, options.time_scale)

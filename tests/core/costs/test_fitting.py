@@ -93,7 +93,7 @@ def identified(found: Fit) -> list[bool]:
 
 
 @given(factors, st.sets(st.integers(0, 6).filter(lambda i: i != 3)))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_planted_constants_are_recovered_from_exact_times(by, zeros):
     c = constants_of([0.0 if i in zeros else factor for i, factor in enumerate(by)])
     found = fitted(grid(c), resamples=1)
@@ -104,7 +104,7 @@ def test_planted_constants_are_recovered_from_exact_times(by, zeros):
 
 
 @given(factors, seeds)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_noise_and_outliers_leave_predictions_within_3_percent(by, seed):
     c = constants_of(by)
     samples = grid(c, repeats=2, noise=noisy(np.random.default_rng(seed), outliers=0.05))
@@ -123,6 +123,7 @@ def test_noise_and_outliers_leave_predictions_within_3_percent(by, seed):
         unique_by=lambda row: row[:2],
     ),
 )  # fmt: skip
+@settings(max_examples=40)
 def test_no_times_whatever_give_a_negative_constant(rows: list[tuple[float, ...]]) -> None:
     found = fitted([Sample(*row) for row in rows], resamples=3)
     values = (*found.prefill.constants, *found.decode.constants)
@@ -153,11 +154,11 @@ def test_a_constant_of_0_is_not_called_identified() -> None:
     c = Constants(1e-4, 0.0, 1e-5, 2e-2, 1e-7, 1e-4, 0.0, 2e-2)
     truth = [value > 0 for value in (c.p1, c.p2, c.p3, c.p4, c.p9, c.p5, c.p6, c.p7, c.p8)]
     right = []
-    for seed in range(15):
-        found = fitted(grid(c, repeats=2, noise=noisy(np.random.default_rng(seed))), resamples=60)
+    for seed in range(10):
+        found = fitted(grid(c, repeats=2, noise=noisy(np.random.default_rng(seed))), resamples=30)
         right.append(identified(found) == truth)
-    # Of 15 at 95 % and two constants each, 1.5 would be wrong.
-    assert sum(right) >= 12
+    # Of 10 at 95 % and two constants each, 1 would be wrong.
+    assert sum(right) >= 8
     assert found.prefill.notes == ("p2 cannot be distinguished from 0",)
 
 
@@ -195,7 +196,7 @@ def test_nine_of_ten_intervals_hold_the_planted_constant() -> None:
     held = []
     for seed in range(25):
         noise = noisy(np.random.default_rng(seed))
-        found = fitted(grid(TYPICAL, noise=noise), seed=seed, resamples=100)
+        found = fitted(grid(TYPICAL, noise=noise), seed=seed, resamples=50)
         for part, planted in ((found.prefill, (1e-4, 1e-3, 1e-5, 2e-2)),
                               (found.decode, (1e-7, 1e-4, 2e-7, 2e-2))):  # fmt: skip
             pairs = zip(part.intervals[:4], planted, strict=True)
@@ -249,7 +250,7 @@ def test_attention_that_is_not_there_is_left_at_0_and_changes_nothing() -> None:
     rightly = 0
     for seed in range(10):
         samples = grid(TYPICAL, repeats=2, noise=noisy(np.random.default_rng(seed)))
-        found = fitted(samples, resamples=60)
+        found = fitted(samples, resamples=30)
         rightly += found.constants.p9 == 0
         if found.constants.p9 == 0:
             assert found.prefill.eq_3_error == found.prefill.mean_error

@@ -47,7 +47,7 @@ async def test_a_model_that_is_exchanged_behind_an_address_is_right_within_two_s
                 while time.monotonic() < end_s:
                     for model in ("a", "b"):
                         tasks.create_task(one(model, statuses.total()))
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.05)
 
         running = asyncio.ensure_future(load(10))
         await asyncio.sleep(5)

@@ -43,12 +43,12 @@ class Clients:
 
 @pytest.mark.parametrize(
     ("stream", "clients", "workers"),
-    [(True, 4, 2), (False, 4, 1), (True, 24, 1), (False, 24, 2)],
+    [(True, 4, 2), (False, 4, 1), (True, 16, 1), (False, 16, 2)],
 )
 async def test_a_frozen_instance_gets_hardly_any_requests_and_none_of_them_waits(
     clients: int, stream: bool, workers: int
 ) -> None:
-    fake = {"events": 20, "delay_s": 0.04, "first_delay_s": 0.1 if stream else 0.8}
+    fake = {"events": 10, "delay_s": 0.08, "first_delay_s": 0.1 if stream else 0.8}
     async with rig(2, profiles=EQUAL, health=HEALTH, workers=workers) as at:
         load = Clients(at, stream, fake)
         running = asyncio.ensure_future(load.run(clients, 20))
@@ -75,7 +75,7 @@ async def test_while_requests_are_answered_a_late_health_takes_nobody_out(
     async with rig(2, profiles=EQUAL, health=HEALTH) as at:
         for fake in at.fakes[:late]:
             fake.health_delay_s = 4
-        load = Clients(at, stream, {"events": 20, "delay_s": 0.05, "first_delay_s": 1})
+        load = Clients(at, stream, {"events": 5, "delay_s": 0.2, "first_delay_s": 1})
         running = asyncio.ensure_future(load.run(8, 30))
         await asyncio.sleep(25)
         up = [instance.up for instance in at.running.gateway.fleet.instances.values()]
@@ -128,7 +128,7 @@ async def test_one_alone_that_hangs_with_its_requests_is_down() -> None:
 @pytest.mark.parametrize("profiles", [EQUAL, (None,)])
 @pytest.mark.parametrize("fake", [
     {"events": 30, "delay_s": 1.5, "first_delay_s": 6},  # a slow engine, whatever its profile says
-    {"events": 40, "delay_s": 0.05, "first_delay_s": 9},
+    {"events": 10, "delay_s": 0.2, "first_delay_s": 9},
 ])  # fmt: skip
 async def test_an_engine_that_is_slow_is_not_taken_for_frozen_for_long(
     fake: dict[str, float], profiles: tuple[str | None, ...]

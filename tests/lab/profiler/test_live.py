@@ -24,6 +24,7 @@ from hetero_gateway.lab.profiler.campaign import CampaignPlan
 from hetero_gateway.lab.profiler.engine import Overrides
 from hetero_gateway.lab.profiler.live import MeasuredProfile, measure, samples_path
 from hetero_gateway.lab.profiler.samples import read_json_lines
+from tests.fakes import profile_command
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.engine import QUICK, engine, quick_profile
 
@@ -204,28 +205,31 @@ def test_a_mistake_on_the_command_line_is_one_line(args, text, tmp_path, monkeyp
     assert error.count("\n") == 1
 
 
-def command(output: Path, *more: str, stop_after: int = 0) -> subprocess.Popen[str]:
-    """``profile`` with an engine of its own, which stops the process at its nth completion."""
-    words = ["profile", "http://127.0.0.1:9", "-o", str(output)]
-    words += ["--max-num-seqs", "4", "--passes", "1"]
+def words(output: Path, *more: str) -> list[str]:
+    """Of ``profile``, with an engine of its own."""
+    told = ["profile", "http://127.0.0.1:9", "-o", str(output)]
+    return [*told, "--max-num-seqs", "4", "--passes", "1", *more]
+
+
+def command(output: Path, *more: str, stop_after: int) -> subprocess.Popen[str]:
+    """The same as a process, which its engine stops at its nth completion."""
+    told = [str(stop_after), *words(output, *more)]
     started = subprocess.Popen(
-        [sys.executable, "-m", "tests.fakes.profile_command", str(stop_after), *words, *more],
+        [sys.executable, "-m", "tests.fakes.profile_command", *told],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
-    if stop_after:
-        changed = os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        assert changed is not None
-        assert changed.si_code == os.CLD_STOPPED
+    changed = os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert changed is not None
+    assert changed.si_code == os.CLD_STOPPED
     return started
 
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a process that has stopped")
-def test_killed_or_interrupted_and_resumed_is_as_good_as_in_one_go(tmp_path):
+def test_killed_or_interrupted_and_resumed_is_as_good_as_in_one_go(tmp_path, capsys):
     output, whole = tmp_path / "p.yaml", tmp_path / "whole.yaml"
-    in_one_go = command(whole)
     first = command(output, stop_after=20)
     first.kill()
     first.communicate()
@@ -241,15 +245,12 @@ def test_killed_or_interrupted_and_resumed_is_as_good_as_in_one_go(tmp_path):
     assert "Traceback" not in error
     assert len(lines(output)) >= kept + 4
     load_profile(str(output))  # usable already
-    third = command(output, "--resume", "--json")
-    text, _ = third.communicate(timeout=PATIENCE_S)
-    assert third.returncode == 0
-    assert json.loads(text)["stopped"] is None
+    assert profile_command.run(0, words(output, "--resume", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["stopped"] is None
     measured = [r["cell"] for r in lines(output) if r["discarded"] is None and r["closes"]]
     assert len(measured) == len(set(measured))  # nothing was lost, nothing done twice
     assert len(measured) > 8
-    in_one_go.communicate(timeout=PATIENCE_S)
-    assert in_one_go.returncode == 0
+    assert profile_command.run(0, words(whole)) == 0
     one, other = load_profile(str(whole)).constants, load_profile(str(output)).constants
     for b, i in ((1, 50), (4, 50), (1, 400), (4, 400)):
         assert decode_time_s(one, b, i, 30) == pytest.approx(

@@ -62,7 +62,7 @@ async def test_the_constants_are_found_from_live_traffic(tmp_path, monkeypatch, 
         running_gateway(config_for([fake.at(url)], profiles=profiles)) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
     ):
-        await traffic(client, 25)
+        await traffic(client, 18)
         command = ["profile", "--from-gateway", gateway.url, "-o", str(output)]
         assert await asyncio.to_thread(main, [*command, "--instance", "i7"]) == 1
         assert "i7" in capsys.readouterr().err

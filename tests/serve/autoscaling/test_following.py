@@ -65,7 +65,7 @@ async def test_more_load_wants_more_instances_and_less_wants_fewer_after_a_while
         # Both that are there are taken to be needed at first.
         assert published(await running.metrics()) == {TP4: 1, TP1: 1}
         assert sum(published(await running.metrics(), "ready_instances").values()) == 2
-        for _ in range(15):
+        for _ in range(8):
             body = chat("hello " * 50, stream=True, fake={"event_tokens": 100})
             await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(20)))
             await asyncio.sleep(1)

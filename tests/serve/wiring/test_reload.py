@@ -223,13 +223,13 @@ async def test_a_storm_of_reloads_cuts_no_stream(tmp_path: Path) -> None:
         gateway = rig.running.gateway
 
         async def one(i: int) -> str:
-            await asyncio.sleep(i * 0.05)
-            each_s = (reloads - 7) / 6  # so that all 200 are there nearly all the time
+            await asyncio.sleep(i * 0.1)
+            each_s = (reloads - 7) / 6  # so that all 100 are there nearly all the time
             response = await post(rig, events=6, delay_s=each_s)
             assert response.status_code == 200
             return response.text
 
-        streams = [asyncio.ensure_future(one(i)) for i in range(200)]
+        streams = [asyncio.ensure_future(one(i)) for i in range(100)]
         for i in range(reloads):
             await asyncio.sleep(1)
             if i % 5 == 4:

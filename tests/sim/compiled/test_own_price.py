@@ -32,7 +32,7 @@ def with_rule() -> FinishTime:
 
 def run(way: str, monkeypatch: pytest.MonkeyPatch, policy=with_rule):
     """A cluster's records: by the scheduler's objects, by the loop as it is written, by numba."""
-    load = loops.heavy_workload(400, 0.03)
+    load = loops.heavy_workload(250, 0.03)
     monkeypatch.setattr(loops, "make_policy", lambda name, options: policy())
     arguments = loops.CLUSTER, load, "finish-time", PolicyOptions()
     if way == "as written":
@@ -83,4 +83,4 @@ def test_the_simulators_objects_and_its_loop_have_it_to_the_bit(way, monkeypatch
     objects, loop = (run(one, monkeypatch) for one in ("objects", way))
     loops.assert_same(objects, loop)
     plain = run("objects", monkeypatch, without_rule)
-    assert (plain.instance != objects.instance).sum() > 40
+    assert (plain.instance != objects.instance).sum() > 25
