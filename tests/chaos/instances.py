@@ -49,9 +49,10 @@ def profile(slowness: float, leg: str = "") -> Profile:
 class Instance:
     """One process; its port stays its own while it is down."""
 
-    def __init__(self, number: int, seed: int, context: Any, *, legs: bool = False) -> None:
+    def __init__(self, number: int, seed: int, context: Any, lease_s: float) -> None:
         self.id = f"i{number}"
-        self.leg = ("prompt", "answer")[number % 2] if legs else ""
+        self.leg = ("prompt", "answer")[number % 2] if lease_s else ""
+        self._lease_s = lease_s
         self.slowness = SLOWNESS[number % len(SLOWNESS)]
         self._seed = seed
         self._context = context
@@ -82,7 +83,10 @@ class Instance:
         ours, theirs = self._context.Pipe()
         self._process = self._context.Process(
             target=_serve,
-            args=(self.port, self.slowness, self._seed + self.starts, theirs, self.leg),
+            args=(
+                *(self.port, self.slowness, self._seed + self.starts, theirs),
+                *(self.leg, self._lease_s),
+            ),
             daemon=True,
         )  # fmt: skip
         self._process.start()
@@ -134,14 +138,16 @@ class Instance:
         self._held.close()
 
 
-def make_instances(count: int, seed: int, *, legs: bool = False) -> list[Instance]:
-    """Not yet started. ``legs``: half of them compute prompts quickly, half of them answer so."""
+def make_instances(count: int, seed: int, *, lease_s: float = 0.0) -> list[Instance]:
+    """Not yet started. ``lease_s``: they hand prompts over, which half of them compute quickly,
+    and half of them answer so; 0: they do not.
+    """
     # What numpy starts on import would not outlive a fork.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.instances"])
     return [
-        Instance(number, seed * 1000 + number * 100, context, legs=legs) for number in range(count)
+        Instance(number, seed * 1000 + number * 100, context, lease_s) for number in range(count)
     ]
 
 
@@ -153,12 +159,17 @@ def write_profiles(instances: list[Instance], directory: Path) -> dict[str, str]
     return {name: str(path) for name, path in paths.items()}
 
 
-def _serve(port: int, slowness: float, seed: int, control: Connection, leg: str) -> None:
+def _serve(
+    port: int, slowness: float, seed: int, control: Connection, leg: str, lease_s: float
+) -> None:
     """The process: serve until it is killed, or whoever holds the other end is gone."""
     sys.stderr = open(os.devnull, "w")  # broken connections are meant
     faults = Faults(seed)
-    config = KVTransferConfig(kv_connector="NixlConnector")
-    transfer = KVTransferSettings(config, start_s=0.02) if leg else None
+    transfer = None
+    if leg:
+        extra = {"kv_lease_duration": lease_s}
+        told = {"kv_connector": "NixlConnector", "kv_connector_extra_config": extra}
+        transfer = KVTransferSettings(KVTransferConfig.model_validate(told), start_s=0.02)
     made = EmulatorSettings(profile(slowness, leg), models=(MODEL,), kv_transfer=transfer)
     emulated = EmulatedVLLM(made)
     listener = bound(port)

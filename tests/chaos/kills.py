@@ -1,7 +1,7 @@
 """Instances that are killed every few seconds, and streams whose clients must not notice.
 
     python -m tests.chaos.kills [--seconds 600] [--streams 200] [--every 3] [--seed 1]
-                                [--workers 1] [--legs] [--json]
+                                [--workers 1] [--legs] [--lease 30] [--json]
 
 So many streams are open at any time, of plain text by chat and by completion. Each must be one
 well-formed stream to its end, with all of its tokens and the true sums, however often its instance
@@ -141,9 +141,9 @@ async def kill_now_and_then(
         await victim.start()
 
 
-async def pinned(instances: list[Instance]) -> list[str]:
+async def pinned(instances: list[Instance], lease_s: float) -> list[str]:
     """Who has blocks that nobody fetches, when every lease is over."""
-    await asyncio.sleep(DEFAULT_LEASE_S + 2)
+    await asyncio.sleep(lease_s + 2)
     found = []
     async with httpx.AsyncClient(trust_env=False) as http:
         for instance in instances:
@@ -156,7 +156,7 @@ async def pinned(instances: list[Instance]) -> list[str]:
 
 async def run(args: argparse.Namespace, directory: Path) -> Seen:
     seen, rng = Seen(), random.Random(args.seed)
-    instances = make_instances(8, args.seed, legs=args.legs)
+    instances = make_instances(8, args.seed, lease_s=args.lease if args.legs else 0.0)
     for instance in instances:
         await instance.start()
     profiles = write_profiles(instances, directory)
@@ -170,7 +170,8 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         config["scheduler"] = {"split_requests": "each"}
         config["retry"] = {"budget_ratio": 1}
         for number, row in enumerate(config["instances"]):
-            row["kv_transfer"] = {"connector": "NixlConnector", "group": f"g{number // 4}"}
+            transfer = {"connector": "NixlConnector", "lease_s": args.lease}
+            row["kv_transfer"] = transfer | {"group": f"g{number // 4}"}
     (directory / "gateway.yaml").write_text(yaml.safe_dump(config), "utf-8")
     gateway = await GatewayProcess.start(
         directory / "gateway.yaml", directory / "gateway.log", args.workers
@@ -202,7 +203,7 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         handovers = metrics["hetero_gateway_handovers_total"]
         seen.handovers = {labels[0][1]: number for labels, number in handovers.items()}
         if args.legs:
-            seen.faults += await pinned(instances)
+            seen.faults += await pinned(instances, args.lease)
         total = sum(legs * number for legs, number in seen.legs.items()) - seen.streams
         log = gateway.log.read_text("utf-8", "replace").splitlines()
         seen.faults += [line for line in log if "cannot be continued" in line]
@@ -228,6 +229,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--legs", action="store_true")
+    parser.add_argument("--lease", type=float, default=DEFAULT_LEASE_S)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as directory:

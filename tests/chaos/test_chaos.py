@@ -50,6 +50,15 @@ def test_workers_and_their_scheduler_are_killed_too() -> None:
 
 @pytest.mark.system
 @pytest.mark.slow
+def test_requests_of_two_instances_survive_either_of_them() -> None:
+    words = ("--legs", "--seconds", "9", "--streams", "30", "--every", "1.5", "--lease", "6")
+    document = run("tests.chaos.kills", *words)
+    assert document["streams"] > 40
+    assert document["handovers"]["handed_over"] > 20
+
+
+@pytest.mark.system
+@pytest.mark.slow
 def test_no_stream_of_text_ends_because_its_instance_was_killed() -> None:
     words = ("--seconds", "10", "--streams", "60", "--every", "1.5", "--workers", "2")
     document = run("tests.chaos.kills", *words)
