@@ -63,7 +63,7 @@ def case_of(
     return Case(profile, scheduling, budget, jobs, caching=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(workloads(), st.integers(224, 900), st.integers(1, 8), st.sampled_from(BOTH), st.data())
 def test_hits_times_and_evictions_are_those_of_the_plain_cache(
     workload, kv, seqs, scheduling, data

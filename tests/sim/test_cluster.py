@@ -117,7 +117,7 @@ jobs = st.lists(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(jobs, st.integers(180, 500), st.integers(1, 6), st.booleans())
 def test_one_instance_does_what_the_plain_simulator_does(jobs, kv_tokens, max_num_seqs, chunked):
     profile = Profile("GPU", "m", 1, SLOW_CONSTANTS, kv_tokens, max_num_seqs)

@@ -54,7 +54,7 @@ def tree_text(path: list[int]) -> PrefixKeys:
     return text(*keys)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 40), paths), max_size=60), paths)
 def test_lookup_finds_what_a_walk_along_the_keys_would(inserted, asked):
     i = PrefixIndex()
@@ -114,7 +114,7 @@ def check(i: PrefixIndex) -> None:
     assert masks == i._masks
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), paths), max_size=60))
 def test_what_is_there_at_once_is_counted_as_a_naive_count_would(events):
     i, there = index(a=1e6), []

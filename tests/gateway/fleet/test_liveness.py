@@ -43,7 +43,7 @@ class Clients:
 
 @pytest.mark.parametrize(
     ("stream", "clients", "workers"),
-    [(True, 4, 2), (False, 4, 1), (True, 16, 1), (False, 16, 2)],
+    [(True, 4, 2), (False, 4, 1), (True, 16, 1), (False, 24, 2)],
 )
 async def test_a_frozen_instance_gets_hardly_any_requests_and_none_of_them_waits(
     clients: int, stream: bool, workers: int
