@@ -35,7 +35,8 @@ MODULES = [
         core.scheduling.shedding
         gateway.dataplane.dispatcher gateway.dataplane.intake gateway.dataplane.placement
         gateway.dataplane.records gateway.records.history gateway.records.series
-        gateway.dataplane.relay gateway.dataplane.continuing http.upstream http.response
+        gateway.dataplane.relay gateway.dataplane.continuing gateway.dataplane.handover
+        http.upstream http.response
     """.split()
 ]
 SETUP = """\
