@@ -301,17 +301,48 @@ async def test_requests_are_split_only_where_that_is_configured_and_as_of_a_relo
         legs = at.running.gateway.fleet.scheduler.legs
         assert legs.pairs is None
         assert at.running.gateway.dataplane.rooms.handovers is None
-        change = at.running.gateway.settings.prepare(
-            at.running.gateway.config.model_copy(
-                update={
-                    "scheduler": at.running.gateway.config.scheduler.model_copy(
-                        update={"split_requests": "each"}
-                    )
-                }
-            )
-        )
-        at.running.gateway.take_up(change)
+        at.running.gateway.take_up(changed(at, "each"))
         assert legs.pairs is not None
         answer = await at.client.post(CHAT_COMPLETIONS, json=body_for(CHAT_COMPLETIONS))
         assert answer.status_code == 200
         assert [len(fake.bodies) for fake in fakes] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_kills_who_computes_it_and_the_next_is_not_given_to_a_third(
+    stream: bool, tmp_path: Path
+) -> None:
+    dies = {"die": "before_head"}
+    async with faked(tmp_path, dies, dies) as (at, fakes):
+        fakes[2].fault = dies
+        for fake in fakes[1:]:
+            fake.runs.clear()
+        body = body_for(CHAT_COMPLETIONS, stream=stream)
+        answering = asyncio.ensure_future(at.client.post(CHAT_COMPLETIONS, json=body))
+        await eventually(lambda: bool(fakes[0].bodies))
+        await fakes[0].kill()  # as who died: /health is not answered either
+        await eventually(lambda: not at.running.gateway.fleet.instances["i0"].up)
+        for fake in fakes[1:]:
+            fake.runs.set()
+        answer = await answering
+        assert answer.status_code == 502
+        assert sum(len(fake.bodies) for fake in fakes) == 2
+        assert await at.results() == {"prefill_failed": 1}
+
+
+async def test_what_is_being_split_when_that_is_turned_off_is_served(tmp_path: Path) -> None:
+    async with faked(tmp_path, {"hang": True}, {}) as (at, fakes):
+        body = body_for(CHAT_COMPLETIONS)
+        posts = [asyncio.ensure_future(at.client.post(CHAT_COMPLETIONS, json=body))]
+        await eventually(lambda: bool(fakes[0].bodies))
+        at.running.gateway.take_up(changed(at, "never"))
+        fakes[0].reset_connections()
+        (answer,) = await asyncio.gather(*posts)
+        assert answer.status_code == 200
+        assert at.running.gateway.fleet.scheduler.legs.pairs is None
+
+
+def changed(at: Split, mode: str) -> Any:
+    gateway = at.running.gateway
+    scheduler = gateway.config.scheduler.model_copy(update={"split_requests": mode})
+    return gateway.settings.prepare(gateway.config.model_copy(update={"scheduler": scheduler}))

@@ -59,10 +59,12 @@ class HandoverExchange(Exchange):
 
     Nothing reaches the client until it tells something, as a transfer fails behind a good head.
 
-    ``leg``: who computes the prompt; ``task``: that asks for it.
+    ``leg``: who computes the prompt; ``task``: that asks for it; ``handovers``: as they were
+    configured when it began.
     """
 
     leg: PrefillLeg = field(init=False)
+    handovers: Handovers = field(init=False)
     task: asyncio.Task[None] | None = None
     mending: Mending = _NOTHING_LACKS
     _opening: ResponseHead | None = None

@@ -583,6 +583,8 @@ class LocalDispatcher:
             stream = seen if told is UNREAD else None
             # Of an answer in several legs, the usage is all legs' together.
             of_one = usage if job.told_tokens is None else None
+            if place.leg is not None and of_one is not None:
+                of_one = of_one._replace(cached_tokens=None)  # who computed the prompt had it
             self.placement.settle(place.dispatch, outcome, stream, of_one)
         if place.leg is not None:
             self.placement.legs.over(place.leg, outcome)

@@ -55,14 +55,15 @@ class TwoLegs(FurtherAttempts):
         place = exchange.place
         assert isinstance(place, Placed)
         assert place.leg is not None
-        exchange.leg = place.leg
+        handovers = self._rooms.handovers
+        assert handovers is not None
+        exchange.leg, exchange.handovers = place.leg, handovers
         self._start(self._hand_over(exchange))
         exchange.task = self._task
 
     async def _hand_over(self, exchange: HandoverExchange) -> None:
         """Have the prompt computed, and the other instance asked for the answer."""
-        leg, handovers = exchange.leg, self._rooms.handovers
-        assert handovers is not None
+        leg, handovers = exchange.leg, exchange.handovers
 
         def request_of(body: bytes) -> bytes:
             head, body = self._request_to(leg.instance, body)
@@ -109,11 +110,15 @@ class TwoLegs(FurtherAttempts):
 
     def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
         """The prefill instance failed: the request goes whole, if it may be tried again."""
-        rooms, leg, job = self._rooms, exchange.leg, self._job
+        rooms, leg, job, place = self._rooms, exchange.leg, self._job, exchange.place
         assert job is not None
-        assert rooms.handovers is not None
-        rooms.handovers.failed(job, leg, error)
+        assert isinstance(place, Placed)
+        exchange.handovers.failed(job, leg, error)
         self._tried.append(leg.instance.id)
+        # Should another one die under it, this was the one before.
+        exchange.error = error
+        there = Placed(leg.instance, place.decision, leg.dispatch, place.placed_s, place.waited_s)
+        self._last = there, exchange, error.failure.outcome
         may = rooms.budget.may_retry(error, len(self._tried), len(rooms.open))
         self._leave_legs(exchange)
         if may:
@@ -125,9 +130,8 @@ class TwoLegs(FurtherAttempts):
 
     def _go_whole(self, exchange: HandoverExchange, reason: str) -> None:
         """Nothing is handed over, which is nobody's failure."""
-        rooms, leg = self._rooms, exchange.leg
-        assert rooms.handovers is not None
-        rooms.handovers.results["no_handover"] += 1
+        leg = exchange.leg
+        exchange.handovers.results["no_handover"] += 1
         _log.info(
             "request %s: %s hands nothing over: %s",
             self._inbound.request_id.decode(), leg.instance.id, reason,
@@ -148,14 +152,13 @@ class TwoLegs(FurtherAttempts):
         """What a split request failed of: where nothing was told yet, of its transfer."""
         if not isinstance(exchange, HandoverExchange):
             return error
-        rooms, job, leg = self._rooms, self._job, exchange.leg
+        job, leg, handovers = self._job, exchange.leg, exchange.handovers
         assert job is not None
-        assert rooms.handovers is not None
         job.request = job.request.replace(whole=True)
         self._other_body = b""
         if exchange.failed_early:
-            rooms.handovers.results["decode_failed"] += 1
-            rooms.handovers.legs.refuse(leg, exchange.place.instance.id)
+            handovers.results["decode_failed"] += 1
+            handovers.legs.refuse(leg, exchange.place.instance.id)
             _log.warning(
                 "%s could not hand over to %s: for some minutes they are no pair",
                 leg.instance.id, exchange.place.instance.id,
