@@ -93,6 +93,22 @@ def test_validate_says_who_can_and_who_cannot(
     assert "warning: picker: Envoy sends a request once" in picker
 
 
+def test_validate_says_what_splits_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mooncake = {"connector": "MooncakeConnector"}
+    data = {
+        "server": {"workers": 2},
+        "scheduler": {"split_requests": "roles"},
+        "instances": rows(a=mooncake, b=mooncake),
+    }
+    path = write(tmp_path / "gateway.yaml", data)
+    assert main(["validate", "-c", str(path)]) == 0
+    workers, *each = capsys.readouterr().err.splitlines()
+    assert "with several workers every request is served whole" in workers
+    assert ["not split with MooncakeConnector" in line for line in each] == [True, True]
+
+
 def test_the_example_is_valid() -> None:
     config = load_gateway_config(ROOT / "configs" / "handing-over.yaml")
     each = [(one.id, one.kv_transfer) for one in config.instances]

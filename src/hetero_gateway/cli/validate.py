@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         told["hands_over_to"] = hand_over_to(each.id, transfers)
         rows.append(told | {"profile": profile.name if profile else None})
     warnings = setup_warnings(seen) if seen or not config.discovery else []
-    warnings += transfer_warnings(transfers, picks="picker" in data)
+    splits, workers = config.scheduler.split_requests != "never", config.server.workers
+    warnings += transfer_warnings(transfers, picks="picker" in data, splits=splits, workers=workers)
     if not args.json:
         ids: list[str | None] = [each.id for each in config.instances]
         for warning in warnings:

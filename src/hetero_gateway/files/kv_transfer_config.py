@@ -84,21 +84,33 @@ def hand_over_to(
 
 
 def transfer_warnings(
-    instances: Sequence[tuple[str, InstanceTransferConfig | None]], *, picks: bool
+    instances: Sequence[tuple[str, InstanceTransferConfig | None]],
+    *,
+    picks: bool,
+    splits: bool = False,
+    workers: int = 1,
 ) -> list[SetupWarning]:
     """What is allowed in these and yet hardly meant.
 
     Args:
         picks: the configuration is for the picker, too.
+        splits: requests are to be split.
+        workers: of the gateway.
     """
     warnings = []
+    if splits and workers > 1:
+        text = "scheduler.split_requests: with several workers every request is served whole"
+        warnings.append(SetupWarning(text))
     transferring = [(id, config) for id, config in instances if config is not None]
     for id, config in transferring:
         others = [other for other in transferring if other[0] != id]
         paired = any(
             can_hand_over(config, other) or can_hand_over(other, config) for _, other in others
         )
-        if not paired:
+        if splits and CONNECTORS[config.connector].at_once:
+            text = f"kv_transfer: requests are not split with {config.connector} yet"
+            warnings.append(SetupWarning(text, id, "kv_transfer"))
+        elif not paired:
             text = f"kv_transfer: nobody else of group {config.group!r} can pair with it"
             warnings.append(SetupWarning(text, id, "kv_transfer"))
     if picks and transferring:
