@@ -36,7 +36,7 @@ from hetero_gateway.gateway.dataplane.intake import Job, PrefillLeg
 from hetero_gateway.gateway.dataplane.prefill_legs import PrefillLegs
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Exchange
-from hetero_gateway.gateway.fleet.probe import ProbeAnswer, asked_over
+from hetero_gateway.gateway.fleet.probe import ProbeAnswer, asked_of
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.response import ResponseHead
@@ -118,10 +118,8 @@ class HandoverExchange(Exchange):
         self._parts.append(data)
         data = self._taken()
         end = data.rfind(b"\n\n") + 2
-        if end < 2 and len(data) <= _MOST_OPENING_BYTES:
-            end = 0
-        elif end < 2:
-            end = len(data)
+        if end < 2:  # none is whole
+            end = 0 if len(data) <= _MOST_OPENING_BYTES else len(data)
         if end < len(data):
             self._parts.append(data[end:])
         if end:
@@ -233,29 +231,19 @@ class Handovers:
     async def _ask(self, exchange: HandoverExchange, request: bytes) -> ProbeAnswer:
         """Raises InstanceError."""
         instance = exchange.leg.instance
-        pool = instance.pool
-        connection = pool.take_idle() or await pool.connect()
-        asking = asyncio.ensure_future(asked_over(connection, request, _MOST_ANSWER_BYTES))
+        asking = asyncio.ensure_future(asked_of(instance.pool, request, _MOST_ANSWER_BYTES))
         until_s = time.monotonic() + self.first_byte_s
         try:
-            while not asking.done():
+            while True:
                 await asyncio.wait([asking], timeout=_LOOK_S)
                 exchange.active = True  # it is somebody else who is asked
                 if asking.done():
-                    break
+                    return asking.result()
                 if instance.silent:
                     raise InstanceError(Failure.SILENT, "nothing is heard of it")
                 if time.monotonic() >= until_s:
                     message = f"no prompt computed in {self.first_byte_s:g} s"
                     raise InstanceError(Failure.FIRST_BYTE_TIMEOUT, message)
-            try:
-                return asking.result()
-            except InstanceError as error:
-                if not (connection.stale and error.failure is Failure.RESET):
-                    raise
-            # The instance was closing it while it was idle.
-            connection = await pool.connect()
-            return await asked_over(connection, request, _MOST_ANSWER_BYTES)
         finally:
             asking.cancel()
 

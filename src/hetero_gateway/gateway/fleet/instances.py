@@ -586,13 +586,14 @@ def _policy_of(scheduling: SchedulerConfig) -> Policy:
 
 def _slos_of(config: SloConfig) -> Slos:
     return Slos(
-        _slo_of(config),
-        {name: _slo_of(limits) for name, limits in config.models.items()},
-        {name: _slo_of(limits) for name, limits in config.classes.items()},
+        slo_of(config),
+        {name: slo_of(limits) for name, limits in config.models.items()},
+        {name: slo_of(limits) for name, limits in config.classes.items()},
     )
 
 
-def _slo_of(limits: SloLimits) -> Slo:
+def slo_of(limits: SloLimits) -> Slo:
+    """Limits as configured; none: infinite."""
     given = {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s}
     return Slo(**{name: limit for name, limit in given.items() if limit is not None})
 

@@ -154,15 +154,7 @@ class Probe:
         try:
             self._pool.leave_old_addresses()
             async with asyncio.timeout(self.timeout_s):
-                connection = self._pool.take_idle() or await self._pool.connect()
-                try:
-                    return await asked_over(connection, request, most_bytes)
-                except InstanceError as error:
-                    if not (connection.stale and error.failure is Failure.RESET):
-                        raise
-                # The instance was closing it while it was idle.
-                connection = await self._pool.connect()
-                return await asked_over(connection, request, most_bytes)
+                return await asked_of(self._pool, request, most_bytes)
         except TimeoutError as error:
             behind_s = self._lag.behind_s - behind_s
             if behind_s >= _LATE_SHARE * self.timeout_s:
@@ -175,10 +167,21 @@ class Probe:
         self._pool.close()
 
 
-async def asked_over(
-    connection: UpstreamConnection, request: bytes, most_bytes: int
-) -> ProbeAnswer:
-    """What a whole request is answered; left, its connection is closed. Raises InstanceError."""
+async def asked_of(pool: InstancePool, request: bytes, most_bytes: int) -> ProbeAnswer:
+    """What a whole request is answered; cancelled, its connection is closed. Raises InstanceError.
+
+    The request may go twice, if the first time it meets an idle connection that was being closed.
+    """
+    connection = pool.take_idle() or await pool.connect()
+    try:
+        return await _exchange(connection, request, most_bytes)
+    except InstanceError as error:
+        if not (connection.stale and error.failure is Failure.RESET):
+            raise
+    return await _exchange(await pool.connect(), request, most_bytes)
+
+
+async def _exchange(connection: UpstreamConnection, request: bytes, most_bytes: int) -> ProbeAnswer:
     gathering = _Gathering(most_bytes)
     connection.send(request, gathering)
     try:

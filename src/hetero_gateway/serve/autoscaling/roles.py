@@ -15,7 +15,7 @@ import numpy as np
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.fleet.instances import Fleet, slo_of
 from hetero_gateway.gateway.records.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.settings import Settings
 from hetero_gateway.planner.roles import RoleQuestion, Roles, roles_for
@@ -114,9 +114,7 @@ class RoleSearch:
         config = self._settings.config.scheduler.slo
         if config is None:
             return None
-        limits = config.models.get(model, config)
-        given = {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s}
-        return Slo(**{name: limit for name, limit in given.items() if limit is not None})
+        return slo_of(config.models.get(model, config))
 
     async def _go_by(self, question: RoleQuestion) -> None:
         legs = self._fleet.scheduler.legs
@@ -139,11 +137,7 @@ class RoleSearch:
 
     def describe(self) -> dict[InstanceId, str]:
         """The role of each instance that has one, by name."""
-        roles = self._fleet.scheduler.legs.roles or {}
-        return {
-            instance: "prefill" if price.decode_s > price.prefill_s else "decode"
-            for instance, price in roles.items()
-        }
+        return _legs_of(self._fleet.scheduler.legs.roles)
 
 
 def _mix(requests: list[FinishedRequest]) -> Workload:
@@ -156,11 +150,20 @@ def _mix(requests: list[FinishedRequest]) -> Workload:
     return Workload(*columns)
 
 
+def _legs_of(roles: Roles) -> dict[InstanceId, str]:
+    return {
+        instance: "prefill" if price.decode_s > price.prefill_s else "decode"
+        for instance, price in (roles or {}).items()
+    }
+
+
 def _told(roles: Roles) -> str:
     if roles is None:
         return "no request is split"
     if not roles:
         return "each request is split where that is cheaper"
-    prompts = sorted(i for i, price in roles.items() if price.decode_s > price.prefill_s)
-    answers = sorted(i for i in roles if i not in prompts)
-    return f"prompts on {', '.join(prompts)}; answers on {', '.join(answers)}"
+    legs = _legs_of(roles)
+    prompts, answers = (
+        ", ".join(sorted(i for i in legs if legs[i] == leg)) for leg in ("prefill", "decode")
+    )
+    return f"prompts on {prompts}; answers on {answers}"
