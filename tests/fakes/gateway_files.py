@@ -28,7 +28,8 @@ def instance(**changes: Any) -> dict[str, Any]:
 
 def write(path: Path, data: Any) -> Path:
     """Text as it is, anything else as YAML."""
-    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data), encoding="utf-8")
+    text = data if isinstance(data, str) else yaml.dump(data, Dumper=yaml.CSafeDumper)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

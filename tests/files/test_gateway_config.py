@@ -12,11 +12,13 @@ from pydantic import BaseModel
 from hetero_gateway.cli import main
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files import yaml_file
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 from hetero_gateway.files.instance_config import ModelConfig, instance_profile
 from hetero_gateway.files.profile_file import PartSourceModel, ProfileModel
 from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.secrets import secret
+from hetero_gateway.files.yaml_file import read_yaml
 from tests.fakes.gateway_files import error_of, instance, load, write
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +89,21 @@ def test_what_is_no_yaml_mapping_is_refused_with_its_line(
         load(tmp_path, text)
     assert said in str(caught.value)
     assert error_of(tmp_path, text)
+
+
+def test_libyaml_reads_what_pyyaml_reads_on_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert yaml_file._IN_C
+    files = sorted(Path("configs").rglob("*.yaml"))
+    assert len(files) > 10
+    read = [read_yaml(file) for file in files]
+    monkeypatch.setattr(yaml_file, "_IN_C", [])
+    for file, fast in zip(files, read, strict=True):
+        slow = read_yaml(file)
+        assert slow == fast
+        for name, value in slow.items():
+            inner = value if isinstance(value, dict) else {}
+            keys = [(name,), *((name, other) for other in inner)]
+            assert [fast.line(key) for key in keys] == [slow.line(key) for key in keys]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ text is replaced from the environment. Every error is a ``ConfigError``: file, l
 wrong (``files/problems.py``).
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +14,9 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.problems import Document, Key, Problems, shown
@@ -33,7 +37,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Loader(yaml.SafeLoader):
+class _KeysOnce(SafeConstructor):
     """Refuses a key that is written twice: the first one would be dropped without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -46,6 +50,44 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+class _Loader(_KeysOnce, yaml.SafeLoader):
+    """Its errors say more than libyaml's, and on the right line."""
+
+
+_IN_C: list[type[Any]] = []
+with contextlib.suppress(ImportError):  # where PyYAML was built without libyaml
+    from yaml import cyaml
+
+    class _LoaderInC(Composer, cyaml.CParser, _KeysOnce, Resolver):  # type: ignore[name-defined, misc]
+        """Scanned and parsed by libyaml, six times as fast. PyYAML's own ``CSafeLoader`` composes
+        nodes in C, too, where what is nested deeply crashes the process.
+        """
+
+        def __init__(self, text: str) -> None:
+            cyaml.CParser.__init__(self, text)  # type: ignore[attr-defined]
+            for part in (Composer, SafeConstructor, Resolver):
+                part.__init__(self)
+
+    _IN_C.append(_LoaderInC)
+
+
+def _built(text: str) -> tuple[yaml.Node | None, Any]:
+    """The document's root and what is built of it. Raises what PyYAML does."""
+    for kind in _IN_C:
+        with contextlib.suppress(yaml.YAMLError, *_UNFIT):
+            return _built_by(kind, text)
+    return _built_by(_Loader, text)
+
+
+def _built_by(kind: type[Any], text: str) -> tuple[yaml.Node | None, Any]:
+    loader = kind(text)
+    try:
+        root = loader.get_single_node()
+        return root, None if root is None else loader.construct_document(root)
+    finally:
+        loader.dispose()
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -82,12 +124,7 @@ def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = T
         expands: ``${NAME}`` is replaced from the environment.
     """
     try:
-        loader = _Loader(text)
-        try:
-            root = loader.get_single_node()
-            data = None if root is None else loader.construct_document(root)
-        finally:
-            loader.dispose()
+        root, data = _built(text)
         if root is None or not isinstance(data, dict):
             raise ConfigError(f"{source}: must be a mapping of keys, not {type(data).__name__}")
         document = Document(data, root)
