@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,27 +17,31 @@ from typing import Any, TypeVar
 
 import yaml
 
+from tests.fakes.forks import Forked
+
 T = TypeVar("T")
 
 
 class Process:
-    """``python -m hetero_gateway ARGS``, once it has told its address on standard error."""
+    """``hetero-gateway ARGS``, once it has told its address on standard error."""
 
     def __init__(self, *args: str) -> None:
         self.lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""
-        self.process = subprocess.Popen(
-            self.command(*args),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = self.command(*args)
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            self.process = (
+                Forked(*args, stdout=nowhere.fileno())
+                if command is None
+                else subprocess.Popen(command, stdout=nowhere, stderr=subprocess.PIPE, text=True)
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def command(self, *args: str) -> list[str]:
-        return [sys.executable, "-m", "hetero_gateway", *args]
+    def command(self, *args: str) -> list[str] | None:
+        """What is executed; None: a fork of what has imported the package."""
+        return None
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -65,6 +70,13 @@ class Process:
         if self.process.stderr is not None:
             self.process.stderr.close()
         return code
+
+
+class Executed(Process):
+    """Where its start or its memory matters."""
+
+    def command(self, *args: str) -> list[str]:
+        return None
 
 
 @contextlib.contextmanager
@@ -123,13 +135,13 @@ def children_of(supervisor: int) -> dict[str, int]:
 
 def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What one printed, and how it ended."""
-    return subprocess.run(
-        [sys.executable, "-m", "hetero_gateway", *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        process = Forked(*args, stdout=output.fileno(), env={**os.environ, **environment})
+        with process.stderr:
+            errors = process.stderr.read()
+        code = process.wait(60)
+        output.seek(0)
+        return subprocess.CompletedProcess(list(args), code, output.read(), errors)
 
 
 def alive(pid: int) -> bool:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.fakes.processes import Process
+from tests.fakes.processes import Executed
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ async def gateway_of(
     path = directory / "gateway.yaml"
     path.write_text(yaml.safe_dump({"instances": [{"id": "a", "base_url": url, "model": "m"}]}))
     words = ("serve", "-c", str(path), "--port", "0", "--workers", str(workers))
-    gateway = await asyncio.to_thread(Process, *words)
+    gateway = await asyncio.to_thread(Executed, *words)
     try:
         port = int((await asyncio.to_thread(gateway.wait_ready)).rsplit(":", 1)[1])
         yield port, processes(gateway.process.pid)

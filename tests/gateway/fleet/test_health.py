@@ -79,7 +79,7 @@ BAD_ANSWERS: dict[str, list[bytes | None]] = {
     "endless": endless(b"0123456789abcdef" * 16),
     "a bomb": [
         b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n%b"
-        % (len(bomb := gzip.compress(bytes(1 << 26))), bomb)
+        % (len(bomb := gzip.compress(bytes(1 << 26), 1)), bomb)
     ],
     "drips": [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", *[b"1\r\n[\r\n"] * 1000],
 }

@@ -12,7 +12,7 @@ from hetero_gateway.lab.profiler.engine import EngineClient
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.raw import RawInstance, plain
 
-BOMB = gzip.compress(bytes(1 << 24))
+BOMB = gzip.compress(bytes(1 << 24), 1)
 BAD = {
     "too long": [b"HTTP/1.1 200 OK\r\ncontent-length: 200000000\r\n\r\n" + b"1" * 100000],
     "a bomb": [
