@@ -130,6 +130,7 @@ class Engine:
         self.speeds.append(self.state.speed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 0.9])
 @pytest.mark.parametrize("tells", ["answers", "counters", "both"])
 def test_what_was_cached_makes_no_machine_look_faster(share: float, tells: Tells) -> None:

@@ -108,6 +108,7 @@ def test_paper_sends_ties_to_the_lowest_index_and_min_max_to_the_idle_instance()
     assert choose("min-max", c) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["min-max", "least-work", "memory-based", "least-requests"])
 def test_shuffling_the_instances_changes_no_distribution(name: str) -> None:
     # Two pairs of equals: each of the best pair must get half, wherever it stands.

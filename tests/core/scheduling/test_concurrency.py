@@ -126,6 +126,7 @@ def ideal(engines: dict[str, Engine], clients: int) -> float:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scrapes_s", [0.0, 5.0])
 @pytest.mark.parametrize(
     ("clients", "slots", "least"),

@@ -69,6 +69,7 @@ class Overload:
             pump(now_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discipline", ["fifo", "classes", "clients"])
 @pytest.mark.parametrize("per_s", [15.0, 40.0])
 def test_who_is_let_in_does_not_wait_longer_than_is_wanted(discipline: str, per_s: float) -> None:

@@ -135,6 +135,7 @@ async def test_a_key_is_asked_for_the_name_that_was_asked_for(tmp_path: Path) ->
 # Splits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_split_follows_the_requests_id(workers: int) -> None:
     one, canary = FakeInstance(("one",)), FakeInstance(("canary",))
