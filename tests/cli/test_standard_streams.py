@@ -16,7 +16,7 @@ import yaml
 from benchmarks.ports import free_port
 from tests.fakes.running import FAST
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 CLUSTER = Path(__file__).parents[2] / "configs" / "clusters" / "paper-a.yaml"
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -71,6 +71,7 @@ def test_no_page_has_a_heading_twice():
         assert len(headings) == len(set(headings)), page.name
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

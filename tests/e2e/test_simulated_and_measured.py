@@ -63,7 +63,10 @@ async def measured(
 
 
 # All at once, two workers would bring the requests in another order than one.
-@pytest.mark.parametrize(("workers", "load_per_s"), [(1, math.inf), (1, 20.0), (2, 20.0)])
+@pytest.mark.parametrize(
+    ("workers", "load_per_s"),
+    [(1, math.inf), pytest.param(2, 20.0, marks=pytest.mark.system(virtual=True))],
+)
 async def test_the_same_requests_take_as_long_as_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, load_per_s: float
 ) -> None:
@@ -82,6 +85,7 @@ async def test_the_same_requests_take_as_long_as_simulated(
     assert set(factors[0]) == {"at_s", "fast", "slow"}
 
 
+@pytest.mark.system(virtual=True)
 async def test_two_classes_are_two_clients_whose_shares_are_the_simulators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,10 @@ class Client:
 
 @pytest.mark.parametrize(
     ("workers", "chunked"),
-    [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.system)],
+    [
+        (1, False),
+        *(pytest.param(*each, marks=pytest.mark.system) for each in ((1, True), (2, False))),
+    ],
     ids=["one", "chunked", "workers"],
 )
 async def test_ten_long_bodies_take_at_most_300_mb(

@@ -68,7 +68,7 @@ def sets() -> list[dict[str, int]]:
     return [counts for counts in every if any(counts.values())]
 
 
-@pytest.mark.parametrize("rate_per_s", [7.0, 11.0])
+@pytest.mark.parametrize("rate_per_s", [pytest.param(7.0, marks=pytest.mark.system), 11.0])
 def test_the_cheapest_set_is_that_of_trying_every_one(rate_per_s: float) -> None:
     goals = Goals("cost", rate_per_s=rate_per_s, slo=SLO)
     found = plan(goals, machines(MOST))

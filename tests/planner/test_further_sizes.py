@@ -182,6 +182,7 @@ def test_the_least_that_holds_a_rate_takes_whole_pairs(tmp_path: Path) -> None:
     assert plan.best.accelerators == 4
 
 
+@pytest.mark.system
 def test_stages_win_where_an_all_reduce_is_slow(tmp_path: Path) -> None:
     plan = planned(
         tmp_path, "model: Llama-3.3-70B-AWQ\nmachines: [{id: a, accelerator: A10G, count: 4}]\n"

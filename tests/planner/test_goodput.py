@@ -71,7 +71,7 @@ def exhaustive(slo: Slo) -> dict[tuple[int, ...], float]:
     return result
 
 
-@pytest.mark.parametrize("slo", [TIGHT, LOOSE])
+@pytest.mark.parametrize("slo", [pytest.param(TIGHT, marks=pytest.mark.system), LOOSE])
 def test_the_best_holds_as_much_as_the_best_equal_layout(slo: Slo) -> None:
     found = plan(Goals("goodput", slo=slo))
     rates = exhaustive(slo)

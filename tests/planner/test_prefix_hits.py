@@ -118,6 +118,7 @@ def test_what_a_smaller_system_stands_for_has_as_many_hits():
     assert small.cached_share == pytest.approx(large.cached_share, abs=0.1)
 
 
+@pytest.mark.system
 def test_hits_count_for_a_goodput_and_for_machines_that_hold_a_rate():
     limits = {"sizes": (2,), "slo": Slo(1.0, 0.06)}
     shared, unlike = (plan(x, name="goodput", **limits).best for x in ("shared", "unlike"))

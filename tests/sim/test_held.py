@@ -45,6 +45,7 @@ def test_a_higher_share_is_held_up_to_a_lower_load() -> None:
     assert found == pytest.approx((0.2, 0.1, 0.02))
 
 
+@pytest.mark.system
 def test_a_cluster_holds_more_where_the_limits_are_known() -> None:
     # The second takes six times as long for a prompt, and nearly as long for a step.
     fast = Profile("fast", "m", 1, Constants(2e-5, 0, 0, 0.005, 4e-8, 2e-5, 0, 0.01), 200_000, 128)

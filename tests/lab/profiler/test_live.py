@@ -228,6 +228,7 @@ def command(output: Path, *more: str, stop_after: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a process that has stopped")
+@pytest.mark.system
 def test_killed_or_interrupted_and_resumed_is_as_good_as_in_one_go(tmp_path, capsys):
     output, whole = tmp_path / "p.yaml", tmp_path / "whole.yaml"
     first = command(output, stop_after=20)

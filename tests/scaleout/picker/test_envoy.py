@@ -48,7 +48,7 @@ from tests.fakes.pickers import one_picker
 from tests.fakes.running import FAST, SLOW, config_for, counted, eventually
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
 

@@ -34,7 +34,7 @@ from tests.fakes.envoy import Envoy, PickerProcess, full_duplex, running_envoy, 
 from tests.fakes.gateway_files import write
 from tests.fakes.raw import RawInstance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
 RIGHT, OTHER, EXPIRED, UNDER_A_SECRET, OF_ONE_MODEL = (

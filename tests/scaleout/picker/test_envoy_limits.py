@@ -17,7 +17,7 @@ from tests.fakes.pickers import one_picker, server_of
 from tests.fakes.running import eventually
 from tests.scaleout.picker.test_envoy import CHAT, behind_envoy, chat, full_duplex, over_tls
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("shows", ["envoy", ""])

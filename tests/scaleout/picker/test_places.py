@@ -59,6 +59,7 @@ SAID_BY_SILENT = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the picker is another process
+@pytest.mark.system
 async def test_silent_connections_shut_out_nobody(tmp_path):
     async with picker_process(tmp_path) as (_, port):
         for data in SAID_BY_SILENT:

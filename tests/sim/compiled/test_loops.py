@@ -158,7 +158,7 @@ SLOW = [Fault(1, FaultKind.SLOW, 0.5, 9.0, 8.0)]
 # Policies that place at once
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     profiles(400),
     jobs,
@@ -202,7 +202,7 @@ def test_what_is_not_covered_is_left_to_the_objects():
 # Finish-time
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     profiles(1000),
     jobs,
