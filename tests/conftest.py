@@ -26,9 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_configure(config: pytest.Config) -> None:
     """A busy machine must not fail a law, and a failure must come back when it is tried again.
 
-    Laws that say nothing else are tried on half as many examples, unless all tests are run.
+    Laws that say nothing else are tried on fewer examples, unless all tests are run.
     """
-    examples = 50 if "not system" in config.option.markexpr else 100
+    examples = 30 if "not system" in config.option.markexpr else 100
     laws = hypothesis.settings(deadline=None, derandomize=True, max_examples=examples)
     hypothesis.settings.register_profile("tests", laws)
     hypothesis.settings.load_profile("tests")
