@@ -18,7 +18,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, slo_of
 from hetero_gateway.gateway.records.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.settings import Settings
-from hetero_gateway.planner.roles import RoleQuestion, Roles, roles_for
+from hetero_gateway.planner.roles import RoleQuestion, Roles, legs_of, roles_for, told
 from hetero_gateway.serve.autoscaling.aside import aside
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.workload import Workload
@@ -128,7 +128,7 @@ class RoleSearch:
                 self._interval_s = min(_LATEST_S, 2 * self._interval_s)
             else:
                 self._interval_s = _SOONEST_S
-                _log.info("roles: %s", _told(roles))
+                _log.info("roles: %s", told(roles))
                 legs.set_roles(roles)
                 self._pump_soon()
         finally:
@@ -137,7 +137,7 @@ class RoleSearch:
 
     def describe(self) -> dict[InstanceId, str]:
         """The role of each instance that has one, by name."""
-        return _legs_of(self._fleet.scheduler.legs.roles)
+        return legs_of(self._fleet.scheduler.legs.roles)
 
 
 def _mix(requests: list[FinishedRequest]) -> Workload:
@@ -148,22 +148,3 @@ def _mix(requests: list[FinishedRequest]) -> Workload:
         np.array([each.output_tokens for each in requests]),
     ]
     return Workload(*columns)
-
-
-def _legs_of(roles: Roles) -> dict[InstanceId, str]:
-    return {
-        instance: "prefill" if price.decode_s > price.prefill_s else "decode"
-        for instance, price in (roles or {}).items()
-    }
-
-
-def _told(roles: Roles) -> str:
-    if roles is None:
-        return "no request is split"
-    if not roles:
-        return "each request is split where that is cheaper"
-    legs = _legs_of(roles)
-    prompts, answers = (
-        ", ".join(sorted(i for i in legs if legs[i] == leg)) for leg in ("prefill", "decode")
-    )
-    return f"prompts on {prompts}; answers on {answers}"
