@@ -34,6 +34,10 @@ class Transfers:
     link: Link
     kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
 
+    @property
+    def gbit_per_s(self) -> float:
+        return self.link.bytes_per_s * 8 / 1e9
+
     def pairs(self, instances: Sequence[SimulatedInstance]) -> Pairs:
         """New ones, as far as the instances' roles let them."""
         return Pairs(

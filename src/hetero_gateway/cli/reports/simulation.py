@@ -155,7 +155,7 @@ def document(of: PolicyComparison) -> dict[str, Any]:
     if splitting := of.splitting:
         told["transfer"] = {
             "start_s": splitting.transfers.link.start_s,
-            "gbit_per_s": splitting.transfers.link.bytes_per_s * 8 / 1e9,
+            "gbit_per_s": splitting.transfers.gbit_per_s,
             "kv_bytes_per_token": splitting.transfers.kv_bytes_per_token,
         }
         told["roles"] = [
