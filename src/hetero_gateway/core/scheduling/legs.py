@@ -72,6 +72,10 @@ class Legs:
             self.pairs = pairs if len(pairs) else None
         self.decide_by(self._policy)
 
+    def refused(self, now_s: float) -> dict[tuple[InstanceId, InstanceId], float]:
+        """Pairs that could not, and are left alone for so many seconds more."""
+        return {} if self.pairs is None else self.pairs.refused(now_s)
+
     def dispatch(self, decision: Decision, now_s: float) -> Dispatch:
         """Put a prefill leg on its instance; what is left of the decision is the answer's.
 

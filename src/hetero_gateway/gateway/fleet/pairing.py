@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 from hetero_gateway.core.instances.pairs import Link, Pairs
 from hetero_gateway.core.types import InstanceId
@@ -64,7 +65,12 @@ class Pairing:
         self._told = told
         legs = self._fleet.scheduler.legs
         roles = legs.roles if self.by_roles else {}
-        legs.set_roles(roles, Pairs(_KV_BYTES_PER_TOKEN, _links(told, legs.pairs)))
+        links, now_s = _links(told, legs.pairs), time.monotonic()
+        pairs = Pairs(_KV_BYTES_PER_TOKEN, links)
+        for pair, for_s in legs.refused(now_s).items():
+            if pair in links:
+                pairs.refuse(*pair, now_s, for_s)
+        legs.set_roles(roles, pairs)
 
 
 def _links(told: _Told, before: Pairs | None) -> dict[tuple[InstanceId, InstanceId], Link]:
