@@ -22,6 +22,7 @@ from hetero_gateway.files.length_model_file import read_length_model
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.own_address import check_not_own
+from hetero_gateway.files.pairs_file import read_pairs
 from hetero_gateway.files.prerequisites import report_missing
 from hetero_gateway.files.problems import Key, Misfits, Problems
 from hetero_gateway.files.scheduler_config import SchedulerConfig
@@ -208,6 +209,9 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     if (file := config.scheduler.predictor.file) is not None:
         with problems.at(("scheduler", "predictor", "file")):
             read_length_model(base_dir / file)
+    if (file := config.scheduler.pairs_file) is not None:
+        with problems.at(("scheduler", "pairs_file")):
+            read_pairs(base_dir / file)
     for key, value in fields_of(config):
         if str(key[-1]).endswith("_key_env"):
             with problems.at(key, ": "):

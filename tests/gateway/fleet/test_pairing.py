@@ -3,13 +3,15 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from hetero_gateway.core.instances.pairs import REFUSED_FOR_S
-from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.core.instances.pairs import REFUSED_FOR_S, Link
+from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 from hetero_gateway.files.instance_config import InstanceConfig
+from hetero_gateway.files.pairs_file import write_pairs
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.serve.dashboard.board import alarms
@@ -64,3 +66,37 @@ async def test_a_refused_pair_is_shown_until_it_may_again() -> None:
             assert {"severity": "warning", "text": text} in alarms(gateway, gateway.board.trend)
             await asyncio.sleep(REFUSED_FOR_S)
             assert await shown() == {"a": [], "b": [], "c": []}
+
+
+async def test_what_was_measured_of_pairs_is_taken_and_read_again(tmp_path: Path) -> None:
+    async with fake_instances(3) as fakes:
+        rows = [row(name, fake) for name, fake in zip("abc", fakes, strict=True)]
+
+        def measure(start_s: float) -> None:
+            told = [
+                {"prefill": "a", "decode": fakes[1].url, "start_s": start_s, "tokens_per_s": 1e4},
+                {"prefill": "b", "decode": "a", "refused": "answered 500"},
+            ]
+            write_pairs(tmp_path / "pairs.yaml", {"pairs": told})
+
+        measure(0.25)
+        config = {
+            "server": {"port": 0},
+            "scheduler": {"split_requests": "each", "pairs_file": "pairs.yaml"},
+            "instances": rows,
+        }
+        path = tmp_path / "gateway.yaml"
+        path.write_text(json.dumps(config))
+        async with running_gateway(load_gateway_config(path), config_path=path) as running:
+            legs = running.gateway.fleet.scheduler.legs
+
+            def links() -> dict[str, Link]:
+                assert legs.pairs is not None
+                return {f"{one}{other}": link for (one, other), link in legs.pairs.links().items()}
+
+            assert set(links()) == {"ab", "ac", "bc", "ca", "cb"}
+            assert links()["ab"] == Link(0.25, 1e4 * 131072)
+            assert links()["ac"].start_s == 0.01
+            measure(0.5)
+            await running.gateway.reloader.reload("a test")
+            assert links()["ab"].start_s == 0.5
