@@ -9,7 +9,7 @@ docs/reference/configuration.md lists every field; a test compares the two.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -98,6 +98,9 @@ class PickerConfig(StrictModel):
     """Between two look-ups of an instance's host name."""
     extend_timeouts: bool = True
     """Ask Envoy for more time (override_message_timeout) while a request waits."""
+    prefill_header: Literal["x-prefiller-host-port"] | None = None
+    """Of a request that is split (`scheduler.split_requests`): the header that says who computes
+    its prompt, for llm-d's sidecar beside each instance; none: the picker splits no request."""
     drain_s: float = Field(3.0, ge=0, le=600)
     """From turning unready on SIGTERM to taking no more streams."""
 

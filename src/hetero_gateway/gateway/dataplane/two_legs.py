@@ -14,7 +14,6 @@ on. A request that is not split runs none of this.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -30,9 +29,6 @@ from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.upstream import UpstreamConnection
 
 _log = logging.getLogger(__name__)
-
-# A prompt's cache is taken for fetched after its transfer's time, so many times that, and so long.
-_LATE, _LEAST_S = 1.5, 0.05
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -105,8 +101,7 @@ class TwoLegs(FurtherAttempts):
             # When its first token comes nobody sees.
             place = exchange.place
             assert isinstance(place, Placed)
-            after_s = _LATE * place.decision.choice.transfer_s + _LEAST_S
-            asyncio.get_running_loop().call_later(after_s, handovers.legs.fetched, place)
+            handovers.legs.fetched_unseen(place)
 
     def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
         """The prefill instance failed: the request goes whole, if it may be tried again."""
