@@ -84,7 +84,7 @@ class Pairing:
         for pair, for_s in legs.refused(now_s).items():
             if pair in links:
                 pairs.refuse(*pair, now_s, for_s)
-        legs.set_roles(roles, pairs)
+        legs.set_roles(roles, pairs, legs.models if self.by_roles else None)
 
 
 def _links(
