@@ -119,9 +119,8 @@ def test_validate_says_what_splits_nothing(
     }
     path = write(tmp_path / "gateway.yaml", data)
     assert main(["validate", "-c", str(path)]) == 0
-    workers, *each = capsys.readouterr().err.splitlines()
+    (workers,) = capsys.readouterr().err.splitlines()
     assert "with several workers every request is served whole" in workers
-    assert ["not split with MooncakeConnector" in line for line in each] == [True, True]
 
 
 def test_the_example_is_valid() -> None:

@@ -109,10 +109,7 @@ def transfer_warnings(
         paired = any(
             can_hand_over(config, other) or can_hand_over(other, config) for _, other in others
         )
-        if splits and CONNECTORS[config.connector].at_once:
-            text = f"kv_transfer: requests are not split with {config.connector} yet"
-            warnings.append(SetupWarning(text, id, "kv_transfer"))
-        elif not paired:
+        if not paired:
             text = f"kv_transfer: nobody else of group {config.group!r} can pair with it"
             warnings.append(SetupWarning(text, id, "kv_transfer"))
     if picks and transferring and prefill_header is None:

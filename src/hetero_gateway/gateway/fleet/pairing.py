@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hetero_gateway.core.instances.pairs import Link, Pairs
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.engines.vllm.kv_transfer import CONNECTORS
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig, can_hand_over
 from hetero_gateway.files.pairs_file import MeasuredPairs, PairRow, read_pairs
@@ -93,8 +92,7 @@ def _links(
     """By pair; what was learnt stays."""
     links = {}
     for one, here, mine in told:
-        # Mooncake's two requests go at once, which is not done here.
-        if mine is None or CONNECTORS[mine.connector].at_once:
+        if mine is None:
             continue
         for other, there, theirs in told:
             if other == one or theirs is None or not can_hand_over(mine, theirs):
