@@ -79,7 +79,7 @@ def test_emulated_instances_hand_over_at_their_own_speed():
     instance = yaml.safe_load(files["gateway.yaml"])["instances"][1]
     assert instance["kv_transfer"] == {
         "connector": "NixlConnector", "group": "sm7-tp1",
-        "gbit_per_s": 200.0, "start_s": 0.001, "lease_s": 15.0,
+        "gbit_per_s": 200.0, "start_s": 0.001, "kv_bytes_per_token": 131072.0, "lease_s": 15.0,
     }  # fmt: skip
     assert files["start.sh"].count("--kv-gbit-per-s 100 --kv-start-s 0.002") == 3
 

@@ -111,6 +111,7 @@ def _kv_transfer(instance: DeployedInstance, options: DeploymentOptions) -> dict
         "group": instance.kv_group,
         "gbit_per_s": transfers.gbit_per_s * scale,
         "start_s": transfers.link.start_s / scale,
+        "kv_bytes_per_token": transfers.kv_bytes_per_token,
     }
     if scale != 1:
         told["lease_s"] = DEFAULT_LEASE_S / scale

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.instances.pairs import Link
+from hetero_gateway.core.instances.pairs import KV_BYTES_PER_TOKEN, Link
 from hetero_gateway.core.types import InstanceId, KvRole
 from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.gateway_config import has_gateway_keys
@@ -25,7 +25,7 @@ from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import CHAT_MIX
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
-from hetero_gateway.planner.splitting import KV_BYTES_PER_TOKEN, Transfers
+from hetero_gateway.planner.splitting import Transfers
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal, LogNormalLengths

@@ -55,6 +55,8 @@ class InstanceTransferConfig(StrictModel):
     """Of its link, until transfers have been seen; none: not known."""
     start_s: float | None = Field(None, ge=0, le=60)
     """Of a transfer, before its bytes; none: not known."""
+    kv_bytes_per_token: float | None = Field(None, ge=1, le=1e9)
+    """Of its model; none: an 8B model's."""
     bootstrap_url: Annotated[str, AfterValidator(_check_bootstrap)] | None = None
     """MooncakeConnector: where others ask for it; none: port 8998 of its host."""
 

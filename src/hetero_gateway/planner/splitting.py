@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_gateway.core.instances.pairs import Link, Pairs
+from hetero_gateway.core.instances.pairs import KV_BYTES_PER_TOKEN, Link, Pairs
 from hetero_gateway.core.policies.legs import RolePrice
 from hetero_gateway.core.types import InstanceId, roles_pair
 from hetero_gateway.planner.roles import Roles, find_roles
@@ -16,8 +16,6 @@ from hetero_gateway.sim.experiment import Experiment, make_workload
 
 # The policy that can split requests.
 SPLITTING_POLICY = "finish-time"
-# Of an 8B model, where it is not known which.
-KV_BYTES_PER_TOKEN = 131_072.0
 # Requests that roles are found from, and their seed: one that no run has.
 _MOST, _OTHER_SEED = 1000, 1_000_003
 

@@ -72,6 +72,8 @@ async def test_what_was_measured_of_pairs_is_taken_and_read_again(tmp_path: Path
     async with fake_instances(3) as fakes:
         rows = [row(name, fake) for name, fake in zip("abc", fakes, strict=True)]
 
+        large = rows[2] | {"kv_transfer": rows[2]["kv_transfer"] | {"kv_bytes_per_token": 262144}}
+
         def measure(start_s: float) -> None:
             told = [
                 {"prefill": "a", "decode": fakes[1].url, "start_s": start_s, "tokens_per_s": 1e4},
@@ -83,7 +85,7 @@ async def test_what_was_measured_of_pairs_is_taken_and_read_again(tmp_path: Path
         config = {
             "server": {"port": 0},
             "scheduler": {"split_requests": "each", "pairs_file": "pairs.yaml"},
-            "instances": rows,
+            "instances": [*rows[:2], large],
         }
         path = tmp_path / "gateway.yaml"
         path.write_text(json.dumps(config))
@@ -96,7 +98,7 @@ async def test_what_was_measured_of_pairs_is_taken_and_read_again(tmp_path: Path
 
             assert set(links()) == {"ab", "ac", "bc", "ca", "cb"}
             assert links()["ab"] == Link(0.25, 1e4 * 131072)
-            assert links()["ac"].start_s == 0.01
+            assert links()["ac"] == Link(0.01, 10e9 / 8 / 2)
             measure(0.5)
             await running.gateway.reloader.reload("a test")
             assert links()["ab"].start_s == 0.5

@@ -17,6 +17,8 @@ from typing import Final, NamedTuple
 
 from hetero_gateway.core.types import InstanceId, InstanceSpec, roles_pair
 
+# Of an 8B model (Llama-3), in 16 bits, where it is not said which.
+KV_BYTES_PER_TOKEN: Final = 131_072.0
 REFUSED_FOR_S: Final = 300.0
 # A transfer counts half after so many more; what a pair was told to be counts as so many.
 _HALF_AFTER: Final = 64.0

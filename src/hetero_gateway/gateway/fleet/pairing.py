@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from hetero_gateway.core.instances.pairs import Link, Pairs
+from hetero_gateway.core.instances.pairs import KV_BYTES_PER_TOKEN, Link, Pairs
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig, can_hand_over
@@ -16,8 +16,6 @@ from hetero_gateway.gateway.settings import Prepared
 
 # Of a link of which nothing is told, until transfers have been seen: slow rather than fast.
 _START_S, _GBIT_PER_S = 0.01, 10.0
-# Of an 8B model. Where it is another, what is learnt is another bandwidth, and the same time.
-_KV_BYTES_PER_TOKEN = 131_072.0
 
 # Of each instance: its id, its address, and how it hands over.
 _Told = list[tuple[InstanceId, str, InstanceTransferConfig | None]]
@@ -60,7 +58,7 @@ class Pairing:
             if mode != self._mode or measured != self._measured:
                 self._mode, self._told = mode, []
                 self._file, self._measured = file, measured
-                self._fleet.scheduler.legs.set_roles(None, Pairs(_KV_BYTES_PER_TOKEN, {}))
+                self._fleet.scheduler.legs.set_roles(None, Pairs(KV_BYTES_PER_TOKEN, {}))
                 self._review()
 
         changed = file == self._file and measured != self._measured
@@ -79,7 +77,7 @@ class Pairing:
         legs = self._fleet.scheduler.legs
         roles = legs.roles if self.by_roles else {}
         links, now_s = _links(told, legs.pairs, self._measured), time.monotonic()
-        pairs = Pairs(_KV_BYTES_PER_TOKEN, links)
+        pairs = Pairs(KV_BYTES_PER_TOKEN, links)
         for pair, for_s in legs.refused(now_s).items():
             if pair in links:
                 pairs.refuse(*pair, now_s, for_s)
@@ -108,10 +106,14 @@ def _links(
 def _link_as(row: PairRow | None) -> Link | None:
     if row is None or row.start_s is None or row.tokens_per_s is None:
         return None
-    return Link(row.start_s, row.tokens_per_s * _KV_BYTES_PER_TOKEN)
+    return Link(row.start_s, row.tokens_per_s * KV_BYTES_PER_TOKEN)
 
 
 def _link(prefill: InstanceTransferConfig, decode: InstanceTransferConfig) -> Link:
     starts = [s for s in (prefill.start_s, decode.start_s) if s is not None]
     speeds = [g for g in (prefill.gbit_per_s, decode.gbit_per_s) if g is not None]
-    return Link(max(starts, default=_START_S), min(speeds, default=_GBIT_PER_S) * 1e9 / 8)
+    # Sizes are told in an 8B model's bytes; those of another are fewer or more of them.
+    sizes = [b for b in (prefill.kv_bytes_per_token, decode.kv_bytes_per_token) if b is not None]
+    scale = KV_BYTES_PER_TOKEN / max(sizes, default=KV_BYTES_PER_TOKEN)
+    bytes_per_s = min(speeds, default=_GBIT_PER_S) * 1e9 / 8 * scale
+    return Link(max(starts, default=_START_S), bytes_per_s)
