@@ -86,6 +86,17 @@ def test_hits_in_prefix_caches_count_unless_they_are_not_to(cluster, tmp_path, r
     assert "% of the prompt tokens cached; " in run(*words).out
 
 
+def test_what_splitting_would_bring_is_said_where_it_is_asked(cluster, run, document):
+    assert "splitting" not in document("plan", "-c", cluster)
+    cluster.write_text(PLAN + MACHINES + "transfer: {gbit_per_s: 25}\n", encoding="utf-8")
+    told = document("plan", "-c", cluster)["splitting"]
+    assert told["transfer"]["gbit_per_s"] == 25
+    assert told["transfer"]["kv_bytes_per_token"] == 131072
+    assert told["pays"] is False
+    said = "over links of 25 Gbit/s does not pay: the policy capacity-weighted splits nothing."
+    assert said in run("plan", "-c", cluster).out
+
+
 def test_the_table_fits_a_screen_and_says_why_the_others_lose(cluster, run):
     out = run("plan", "-c", cluster).out
     said = ("v100-box", "derived ± 15%", "GiB an accelerator too little; would help:", "why not")

@@ -112,6 +112,59 @@ def test_single_instance_means_the_first_one(cluster, document):
     assert told["results"][0]["completion_spread"]["mean"] == 1
 
 
+# Split requests
+
+SPLIT = """
+instances:
+  - {id: big, profile: V100-32GB-NVLink2/Llama-3-8B/tp4}
+  - {id: small, profile: V100-32GB-NVLink2/Llama-3-8B/tp1, count: 2}
+workload:
+  prompt: {median: 1500, sigma: 0.5, max: 4000}
+  output: {median: 40, sigma: 0.5, max: 100}
+transfer: {gbit_per_s: 100}
+"""
+TIGHT = ("--load", "0.8", "--slo-tpot", "0.03", "--heed-slo", "--seeds", "1")
+
+
+def test_what_splitting_brings_stands_beside_the_same_without(tmp_path, document, run):
+    path = write(tmp_path / "split.yaml", SPLIT)
+    flags = ("--policy", "finish-time,round-robin", *TIGHT)
+    told = document(path, *flags)
+    split, unsplit, other = told["results"]
+    assert [r["policy"] for r in told["results"]] == [
+        "finish-time", "finish-time unsplit", "round-robin",
+    ]  # fmt: skip
+    assert split["split_share"] > 0.3
+    assert unsplit["split_share"] == other["split_share"] == 0
+    assert split["slo_share"]["mean"] > unsplit["slo_share"]["mean"]
+    assert split["latency_s"]["mean"] < unsplit["latency_s"]["mean"]
+    assert told["transfer"]["kv_bytes_per_token"] == 131072
+    (roles,) = told["roles"]
+    assert roles["splits"]
+    assert set(roles["legs"]) == {"big", "small-0", "small-1"}
+    off = document(path, *flags, "--split", "off")
+    assert [r["policy"] for r in off["results"]] == ["finish-time", "round-robin"]
+    assert off["results"][0] | {"policy": ""} == unsplit | {"policy": ""}
+    assert "roles" not in off
+    out, _ = run(path, *flags)
+    assert "prompts on small-0, small-1; answers on big" in out
+
+
+def test_over_slow_links_nothing_is_split(tmp_path, document):
+    text = SPLIT.replace("gbit_per_s: 100", "gbit_per_s: 0.1")
+    told = document(write(tmp_path / "slow.yaml", text), "--policy", "finish-time", *TIGHT)
+    assert told["roles"] == [{"rate": told["results"][0]["rate"], "splits": False, "legs": {}}]
+    figures = [{**r, "policy": ""} for r in told["results"]]
+    assert figures[0] == figures[1]
+
+
+def test_who_hands_prompts_over_cannot_die(tmp_path, run):
+    text = SPLIT + "faults: [{instance: big, kind: dead, start_s: 1}]\n"
+    path = write(tmp_path / "dead.yaml", text)
+    assert "faults: instances that hand prompts over" in run(path, "--load", "1", code=2).err
+    run(path, "--load", "1", "--split", "off", "--policy", "round-robin")
+
+
 # Rates
 
 

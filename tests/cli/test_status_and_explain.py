@@ -3,9 +3,11 @@
 import asyncio
 import json
 import math
+import time
 
 import pytest
 
+from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import CHAT, FAST, chat, config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -37,6 +39,17 @@ async def test_status_shows_a_row_per_instance(asked):
         assert lines[4].startswith("i1 is down: ")
         document = json.loads((await asked("status", running.url, "--json")).out)
         assert [row["id"] for row in document["instances"]] == ["i0", "i1"]
+
+
+async def test_status_names_pairs_that_refused(asked):
+    async with fake_instances(2) as fakes:
+        config = config_for(fakes, scheduler={"split_requests": "each"})
+        transfer = InstanceTransferConfig(connector="NixlConnector")
+        rows = [i.model_copy(update={"kv_transfer": transfer}) for i in config.instances]
+        async with running_gateway(config.model_copy(update={"instances": rows})) as running:
+            running.gateway.fleet.scheduler.legs.pairs.refuse("i0", "i1", time.monotonic())
+            out = (await asked("status", running.url)).out
+    assert "i1 cannot fetch prompts that i0 has computed" in out
 
 
 async def test_explain_shows_the_candidates_and_the_reason(asked):

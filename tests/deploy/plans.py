@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.core.instances.pairs import Link
 from hetero_gateway.deploy.instances import DeploymentOptions
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner.memory import EngineOptions
@@ -18,9 +19,11 @@ from hetero_gateway.planner.plan import (
     MemoryEstimate,
     Plan,
     PlanCandidate,
+    SplitVerdict,
     SystemFigures,
 )
 from hetero_gateway.planner.sizes import as_size
+from hetero_gateway.planner.splitting import Transfers
 
 OPTIONS = DeploymentOptions(
     model="meta-llama/Meta-Llama-3-8B-Instruct",
@@ -71,6 +74,18 @@ def plan(layouts: Mapping[str, tuple[str, int, Layout]]) -> Plan:
 
 
 ONE_MACHINE = plan({"v100-box": ("V100-32GB-NVLink2", 8, (4, 2, 1))})
+SPLITTING = dataclasses.replace(
+    plan({"box": ("V100-32GB-NVLink2", 8, (4, 1, 1)), "10.0.0.2": ("V100-32GB-NVLink2", 1, (1,))}),
+    splitting=SplitVerdict(
+        Transfers(Link(0.002, 1.25e10)),
+        {("V100-32GB-NVLink2", 1): "sm7-tp1"},
+        "",
+        (2.0, 0.8),
+        (1.5, 0.95),
+        12.0,
+        {("V100-32GB-NVLink2", 1): 1},
+    ),
+)
 TWO_MACHINES = plan(
     {
         "v100-box": ("V100-32GB-NVLink2", 8, (4, 2, 1, 1)),
@@ -86,7 +101,7 @@ EVERY_VENDOR = plan(
         "ascend-box": ("Ascend-910B-64GB", 1, (1,)),
     }
 )
-PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR]
+PLANS = [ONE_MACHINE, TWO_MACHINES, EVERY_VENDOR, SPLITTING]
 EACH_PLAN = pytest.mark.parametrize(
     ("planned", "emulate"), list(itertools.product(PLANS, (False, True)))
 )

@@ -18,6 +18,7 @@ from tests.deploy.plans import (
     EVERY_VENDOR,
     ONE_MACHINE,
     PLANS,
+    SPLITTING,
     TWO_MACHINES,
     options,
     plan,
@@ -45,6 +46,46 @@ def test_the_written_gateway_configurations_are_valid(planned, emulate, tmp_path
         assert config.scheduler.policy == planned.policy
         assert config.scheduler.predictor.mean_tokens == pytest.approx(120.25, abs=0.1)
     assert load_gateway_config(tmp_path / "plan" / "gateway.yaml").server.host == "127.0.0.1"
+
+
+def test_requests_are_split_on_bare_machines_where_the_plan_says_that_it_pays(tmp_path):
+    wanted = options(slo={"ttft_s": 2.0, "tpot_s": None})
+    write_deployment(SPLITTING, wanted, tmp_path / "plan")
+    config = load_gateway_config(tmp_path / "plan" / "gateway.yaml")
+    assert config.scheduler.split_requests == "roles"
+    assert config.scheduler.slo.ttft_s == 2
+    assert config.scheduler.queue.shed_by_slo is False
+    told = [(i.id, i.kv_transfer and i.kv_transfer.group) for i in config.instances]
+    assert told == [
+        ("box-tp4-0", None), ("box-tp1-0", "sm7-tp1"), ("box-tp1-1", "sm7-tp1"),
+        ("m10-0-0-2-tp1-0", "sm7-tp1"),
+    ]  # fmt: skip
+    assert config.instances[1].kv_transfer.gbit_per_s == pytest.approx(100)
+    files = texts(tmp_path / "plan")
+    contained = yaml.safe_load(files["gateway.compose.yaml"])
+    assert "split_requests" not in contained["scheduler"]
+    here, there = files["commands/box.sh"], files["commands/m10-0-0-2.sh"]
+    assert here.count('VLLM_NIXL_SIDE_CHANNEL_HOST="${KV_HOST:?') == 2
+    assert here.count("--kv-transfer-config") == 2
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT=5616 " in here
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2 VLLM_NIXL_SIDE_CHANNEL_PORT=5600 " in there
+    assert not [n for n in files if n.endswith(".yaml") and "--kv-transfer-config" in files[n]]
+    assert "pip install nixl" in files["README.md"]
+    assert "nixl" not in texts_of(ONE_MACHINE)["README.md"]
+
+
+def test_emulated_instances_hand_over_at_their_own_speed():
+    files = texts_of(SPLITTING, emulate=True, time_scale=2.0)
+    instance = yaml.safe_load(files["gateway.yaml"])["instances"][1]
+    assert instance["kv_transfer"] == {
+        "connector": "NixlConnector", "group": "sm7-tp1",
+        "gbit_per_s": 200.0, "start_s": 0.001, "kv_bytes_per_token": 131072.0, "lease_s": 15.0,
+    }  # fmt: skip
+    assert files["start.sh"].count("--kv-gbit-per-s 100 --kv-start-s 0.002") == 3
+
+
+def texts_of(planned, **changes) -> dict[str, str]:
+    return render_deployment(planned, options(**changes))
 
 
 def test_a_written_profile_is_the_planned_one(tmp_path):

@@ -78,4 +78,4 @@ class FakeSimulate:
         finish_s[self._refuse + self._lose] = np.nan
         first_s[self._refuse] = np.nan
         none = np.zeros(n, np.int64)
-        return Records(position, first_s.copy(), first_s, finish_s, none, none)
+        return Records(position, first_s.copy(), first_s, finish_s, none, none, none)

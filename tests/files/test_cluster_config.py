@@ -11,6 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from hetero_gateway.cli import main
+from hetero_gateway.core.instances.pairs import Link
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files import cluster_config
 from hetero_gateway.files.cluster_config import Cluster, ClusterConfig, is_cluster, load_cluster
@@ -55,6 +57,21 @@ def test_several_of_a_kind_are_numbered_over_all_entries(tmp_path: Path) -> None
     assert ids(load(tmp_path, cluster(*rows))) == names
     rows = [{"profile": TP4, "id": "big", "count": 2}, {"profile": TP1, "id": "small"}]
     assert ids(load(tmp_path, cluster(*rows))) == ["big-0", "big-1", "small"]
+
+
+def test_a_transfer_takes_the_models_bytes_and_heeds_roles(tmp_path: Path) -> None:
+    rows = [{"profile": TP4, "id": "p", "role": "prefill"}, {"profile": TP1, "id": "d"}]
+    loaded = load(tmp_path, cluster(*rows, transfer={"gbit_per_s": 8, "start_s": 0.1}))
+    assert loaded.transfers is not None
+    assert loaded.transfers.kv_bytes_per_token == 131072
+    assert loaded.transfers.link == Link(0.1, 1e9)
+    links = loaded.transfers.pairs(loaded.instances).links()
+    assert list(links) == [(InstanceId("p"), InstanceId("d"))]
+    own = cluster(*rows, transfer={"gbit_per_s": 8, "kv_bytes_per_token": 1000})
+    transfers = load(tmp_path, own).transfers
+    assert transfers is not None
+    assert transfers.kv_bytes_per_token == 1000
+    assert load(tmp_path, cluster(*rows)).transfers is None
 
 
 def test_what_the_scheduler_believes_may_be_wrong_or_nothing(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def records(instance: list[int], first_s: list[float], finish_s: list[float]) ->
         finish_s=np.array(finish_s),
         preemptions=np.array([1] + [0] * (n - 1)),
         cached_tokens=np.zeros(n, dtype=np.int64),
+        split=np.zeros(n, dtype=np.int64),
     )
 
 

@@ -27,7 +27,12 @@ def run(args: argparse.Namespace) -> int:
         if getattr(config.scheduler, name):
             raise ConfigError(f"{args.config}: scheduler.{name}: the picker cannot {what}")
     transfers = [(each.id, each.kv_transfer) for each in config.instances]
-    for warning in transfer_warnings(transfers, picks=True):
+    for warning in transfer_warnings(
+        transfers,
+        picks=True,
+        splits=config.scheduler.split_requests != "never",
+        prefill_header=config.picker.prefill_header,
+    ):
         print(f"hetero-gateway: {args.config}: warning: {warning}", file=sys.stderr)
     start_logging(args.log_level, as_json=config.log.format == "json")
     try:

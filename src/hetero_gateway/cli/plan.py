@@ -20,6 +20,7 @@ from hetero_gateway.planner.checkpoint_choice import Tried, choose, document, li
 from hetero_gateway.planner.plan import Plan
 from hetero_gateway.planner.present import compare
 from hetero_gateway.planner.search import search
+from hetero_gateway.planner.split_plan import with_verdict
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
         requests = [again.request]
     begin_s = time.monotonic()
     request, plan, checkpoints = _search_all(requests)
-    took_s = time.monotonic() - begin_s
     if again is not None:
         seen = again.seen
         compared = compare(plan, request.question, again.present, seen.policy)
         plan = compared.plan
+    plan = with_verdict(plan, request.question)
+    took_s = time.monotonic() - begin_s
     told = plan_document(plan, request, took_s)
     if checkpoints:
         told["checkpoints"] = checkpoints

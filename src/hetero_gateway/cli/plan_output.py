@@ -16,6 +16,7 @@ from hetero_gateway.files.model_cards import MODEL_CARDS, says_storage
 from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner.plan import Plan
 from hetero_gateway.planner.question import sample_requests
+from hetero_gateway.sim.figures import finite
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -75,6 +76,7 @@ def deployment_options(
         time_scale=args.time_scale,
         ttft_p99_s=_limit(goals.ttft_p99_s, goals.slo and goals.slo.ttft_s),
         tpot_p99_s=_limit(goals.tpot_p99_s, goals.slo and goals.slo.tpot_s),
+        slo={} if goals.slo is None else {k: finite(v) for k, v in goals.slo._asdict().items()},
         priors=(plan.mean_prompt_tokens, plan.mean_output_tokens),
         workload=sample_requests(plan, request.question),
         # How long the search took changes from run to run; the files do not.

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from hetero_gateway.cli import profile_pairs
 from hetero_gateway.cli.reports import page
 from hetero_gateway.cli.reports.profile import render, report
 from hetero_gateway.cli.reports.report import CommandReport
@@ -34,6 +35,8 @@ _NO_GPU = "unknown"
 
 def run(args: argparse.Namespace) -> int:
     """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 when the engine ended it."""
+    if args.pairs:
+        return profile_pairs.run(args)
     sources = {"url": _live, "samples": _recorded, "from_gateway": _observed}
     chosen = [run_it for name, run_it in sources.items() if getattr(args, name) is not None]
     if len(chosen) != 1:

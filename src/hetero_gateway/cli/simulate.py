@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from hetero_gateway.files.policies import installed_policy
 from hetero_gateway.files.scheduler_config import POLICY_GROUP, installed
 from hetero_gateway.files.trace import TraceRequest, known_texts, read_trace, token_counts
 from hetero_gateway.lab.load.progress import progress_bar
+from hetero_gateway.planner.splitting import SPLITTING_POLICY, Splitting
 from hetero_gateway.sim.cluster import simulate
 from hetero_gateway.sim.experiment import (
     Bound,
@@ -34,7 +36,7 @@ from hetero_gateway.sim.experiment import (
 from hetero_gateway.sim.jit import can_compile
 from hetero_gateway.sim.prefixes import Prefixes
 from hetero_gateway.sim.result import Cell
-from hetero_gateway.sim.workload import TraceLengths, mean_rate_per_s
+from hetero_gateway.sim.workload import FaultKind, TraceLengths, mean_rate_per_s
 
 # Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
 _LOADS = (0.7, 0.9)
@@ -92,7 +94,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         if any(row.arrival_s is None for row in rows):
             raise ConfigError(f"{path}: --arrivals trace: it has no column arrival_s")
         rows = sorted(rows, key=lambda row: row.arrival_s or 0.0)[: args.count]
-    return Experiment(
+    experiment = Experiment(
         instances=cluster.instances,
         lengths=TraceLengths(*token_counts(rows), args.in_order or own_times or texts)
         if rows
@@ -119,6 +121,14 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
             if name not in POLICY_NAMES
         },
     )
+    if cluster.transfers is None or args.split == "off":
+        return experiment
+    if any(fault.kind is not FaultKind.SLOW for fault in cluster.faults):
+        raise ConfigError(
+            f"{args.config}: faults: instances that hand prompts over cannot die in a simulation; "
+            "leave transfer out, or give --split off"
+        )
+    return replace(experiment, splits=Splitting(experiment, cluster.transfers))
 
 
 def _prefixes(rows: list[TraceRequest]) -> Prefixes:
@@ -151,13 +161,14 @@ def _held(
     found = {}
     with progress_bar(Console(stderr=True, highlight=False, markup=False)) as progress:
         task = progress.add_task("held", total=None, note="")
-        for policy in args.policy:
+        for policy, asked in _asked(args, experiment):
+            name = _named(policy, asked, experiment)
 
-            def on_load(load: float, policy: str = policy) -> None:
-                progress.update(task, note=f"{policy}, load {load:.2f}", refresh=True)
+            def on_load(load: float, name: str = name) -> None:
+                progress.update(task, note=f"{name}, load {load:.2f}", refresh=True)
 
             seeds = range(args.seeds)
-            found[policy] = held(experiment, policy, seeds, bound, simulate=run, on_load=on_load)
+            found[name] = held(asked, policy, seeds, bound, simulate=run, on_load=on_load)
     return found
 
 
@@ -166,19 +177,38 @@ def _compare(
 ) -> list[Cell]:
     """All runs, with progress on standard error."""
     console = Console(stderr=True, highlight=False, markup=False)
-    runs = len(rates) * len(args.policy) * args.seeds
+    every, seeds = _asked(args, experiment), tuple(range(args.seeds))
+    cells: list[Cell] = []
     with progress_bar(console) as progress:
+        runs = len(rates) * len(every) * args.seeds
         task = progress.add_task("simulate", total=runs, note="")
+        for rate in rates:
+            for policy, asked in every:
+                name = _named(policy, asked, experiment)
+                note = f"{name}, {simulation.rate_name(rate.per_s)}"
 
-        def on_run(policy: str, rate: Rate, seed: int) -> None:
-            note = f"{policy}, {simulation.rate_name(rate.per_s)}"
-            progress.update(task, advance=1, note=note, refresh=True)
-            if progress.disable and seed == args.seeds - 1:
-                console.print(f"{note}: {args.seeds} runs", soft_wrap=True)
+                def on_run(_policy: str, _rate: Rate, seed: int, note: str = note) -> None:
+                    progress.update(task, advance=1, note=note, refresh=True)
+                    if progress.disable and seed == args.seeds - 1:
+                        console.print(f"{note}: {args.seeds} runs", soft_wrap=True)
 
-        return compare(
-            experiment, args.policy, rates, tuple(range(args.seeds)), bound, on_run=on_run
-        )
+                (cell,) = compare(asked, [policy], [rate], seeds, bound, on_run=on_run)
+                cells.append(replace(cell, policy=name))
+    return cells
+
+
+def _asked(args: argparse.Namespace, experiment: Experiment) -> list[tuple[str, Experiment]]:
+    """Each policy with its experiment; what splits requests also without that."""
+    every = [(policy, experiment) for policy in args.policy]
+    if experiment.splits is not None and SPLITTING_POLICY in args.policy:
+        unsplit = SPLITTING_POLICY, replace(experiment, splits=None)
+        every.insert(args.policy.index(SPLITTING_POLICY) + 1, unsplit)
+    return every
+
+
+def _named(policy: str, asked: Experiment, experiment: Experiment) -> str:
+    """In tables."""
+    return policy if asked is experiment else f"{policy} unsplit"
 
 
 def _check_policies(names: tuple[str, ...]) -> None:

@@ -57,6 +57,12 @@ def _print_instances(instances: list[dict[str, Any]]) -> None:
             print(f"{i['id']} is down: {printable(i['down_reason'] or 'unknown')}")
         elif i.get("ejected"):
             print(f"{i['id']} is ejected: its requests failed ({i['ejected_reason']})")
+        for pair in i.get("refused_pairs") or ():
+            print(
+                f"{pair['to']} cannot fetch prompts that {i['id']} has computed: the two share no "
+                f"request for {figure(pair['for_s'])} s more; unequal engines refuse each other "
+                "(kv_transfer.group)"
+            )
         if (i.get("drift") or {}).get("drifted"):
             print(
                 f"{i['id']}: its profile has drifted (decode/prefill: observed over modelled); "

@@ -37,7 +37,13 @@ def run(args: argparse.Namespace) -> int:
         rows.append(told | {"profile": profile.name if profile else None})
     warnings = setup_warnings(seen) if seen or not config.discovery else []
     splits, workers = config.scheduler.split_requests != "never", config.server.workers
-    warnings += transfer_warnings(transfers, picks="picker" in data, splits=splits, workers=workers)
+    warnings += transfer_warnings(
+        transfers,
+        picks="picker" in data,
+        splits=splits,
+        workers=workers,
+        prefill_header=config.picker.prefill_header,
+    )
     if not args.json:
         ids: list[str | None] = [each.id for each in config.instances]
         for warning in warnings:

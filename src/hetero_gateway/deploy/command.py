@@ -4,6 +4,9 @@ Every setting that the plan was simulated with is said, whatever vLLM's default 
 between versions and cards.
 """
 
+import ipaddress
+import json
+
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator
@@ -14,6 +17,9 @@ ON_LOADING = ("fp8", "bitsandbytes")
 _WORDS = {"none": None, "auto": None}
 # vLLM's own default, where the parts of an instance on several machines meet.
 MASTER_PORT = 29501
+# vLLM's own default of the side channel, and so many ports for one instance.
+SIDE_CHANNEL_PORT, SIDE_CHANNEL_STEP = 5600, 16
+KV_CONNECTOR = "NixlConnector"
 # Storages that choose the dtype themselves: vLLM refuses another (mxfp4 with float16).
 _OWN_DTYPE = ("mxfp4",)
 
@@ -40,6 +46,29 @@ def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> l
     if engine.enforce_eager:
         words.append("--enforce-eager")
     return [*words, "--shutdown-timeout", str(options.shutdown_timeout_s)]
+
+
+def transfer_arguments() -> list[str]:
+    """What an instance is started with that hands prompts over, in any role.
+
+    The gateway finds roles by what comes, so that none is fixed here.
+    """
+    config = {"kv_connector": KV_CONNECTOR, "kv_role": "kv_both"}
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def side_channel(instance: DeployedInstance, options: DeploymentOptions) -> str:
+    """Shell words in front of a command: where others ask for the instance's blocks.
+
+    The address is bound, so that it cannot be a name.
+    """
+    try:
+        address = str(ipaddress.ip_address(instance.host.strip("[]")))
+    except ValueError:
+        address = '"${KV_HOST:?the address of this machine that the other ones reach}"'
+    port = SIDE_CHANNEL_PORT + SIDE_CHANNEL_STEP * (instance.port - options.first_port)
+    names = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+    return f"{names[0]}={address} {names[1]}={port} "
 
 
 def parallel_arguments(instance: DeployedInstance) -> list[str]:

@@ -131,6 +131,7 @@ def _gateway_files(
         plan.policy,
         base_url=own_address,
         comment="hetero-gateway serve -c gateway.yaml",
+        splits=True,
     )
     contained = gateway_text(
         instances,

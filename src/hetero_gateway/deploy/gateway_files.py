@@ -6,7 +6,9 @@ from typing import Any
 import yaml
 
 from hetero_gateway.core.costs.profile import Profile
+from hetero_gateway.deploy.command import KV_CONNECTOR
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
+from hetero_gateway.engines.vllm.kv_transfer import DEFAULT_LEASE_S
 from hetero_gateway.files import profile_file
 from hetero_gateway.planner.plan import InstanceType
 
@@ -64,10 +66,11 @@ def gateway_text(
     comment: str,
     server: dict[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
+    splits: bool = False,
 ) -> str:
     """The gateway's configuration, for instances at the addresses that ``base_url`` says.
 
-    ``more``: further sections.
+    ``more``: further sections. ``splits``: requests are split where the plan says that it pays.
     """
     document: dict[str, Any] = {
         "server": {"host": "127.0.0.1", "port": options.gateway_port} | (server or {}),
@@ -78,10 +81,17 @@ def gateway_text(
                 "base_url": base_url(instance),
                 "model": options.served_model_name,
                 "profile": instance.gateway_profile_file,
+                **(_kv_transfer(instance, options) if splits else {}),
             }
             for instance in instances
         ],
     }
+    if splits and any(instance.kv_group for instance in instances):
+        document["scheduler"] |= {"split_requests": "roles"}
+        limits = {name: limit for name, limit in options.slo.items() if limit is not None}
+        if limits:
+            # Roles are found by them; who is late is not refused for it, as in the plan.
+            document["scheduler"] |= {"slo": limits, "queue": {"shed_by_slo": False}}
     if options.priors is not None:
         prompt, output = options.priors
         document["scheduler"] |= {
@@ -90,6 +100,22 @@ def gateway_text(
             "predictor": {"mean_tokens": float(f"{output:.1f}")},
         }
     return commented(comment) + dumped({**document, **(more or {})})
+
+
+def _kv_transfer(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, Any]:
+    transfers, scale = instance.transfers, options.time_scale
+    if instance.kv_group is None or transfers is None:
+        return {}
+    told: dict[str, Any] = {
+        "connector": KV_CONNECTOR,
+        "group": instance.kv_group,
+        "gbit_per_s": transfers.gbit_per_s * scale,
+        "start_s": transfers.link.start_s / scale,
+        "kv_bytes_per_token": transfers.kv_bytes_per_token,
+    }
+    if scale != 1:
+        told["lease_s"] = DEFAULT_LEASE_S / scale
+    return {"kv_transfer": told}
 
 
 def own_address(instance: DeployedInstance) -> str:

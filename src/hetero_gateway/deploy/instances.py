@@ -17,8 +17,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.layouts import machine_names
 from hetero_gateway.planner.memory import EngineOptions
-from hetero_gateway.planner.plan import InstanceType, Layout, Machine, Plan
+from hetero_gateway.planner.plan import InstanceType, Key, Layout, Machine, Plan
 from hetero_gateway.planner.sizes import Size, as_size
+from hetero_gateway.planner.splitting import Transfers
 
 # What a name in a header, a label and a command may hold without surprise.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
@@ -47,6 +48,7 @@ class DeploymentOptions:
         priors: the gateway's expectations before it has seen requests: mean prompt and output
             tokens; None: its own.
         ttft_p99_s, tpot_p99_s: the plan's latency goals; None: it has none.
+        slo: limits of each request, s, by ``scheduler.slo``'s keys; None: that one there is not.
         prefill_first: emulated instances keep prefill and decode steps apart, as vLLM V0 did.
         workload: prompt and output tokens of requests to load the instances with, as planned.
         document: the plan as JSON, written beside the files.
@@ -72,6 +74,7 @@ class DeploymentOptions:
     priors: tuple[float, float] | None = None
     ttft_p99_s: float | None = None
     tpot_p99_s: float | None = None
+    slo: Mapping[str, float | None] = field(default_factory=dict)
     prefill_first: bool = False
     workload: Sequence[tuple[int, int]] = ()
     document: Mapping[str, Any] = field(default_factory=dict)
@@ -112,6 +115,7 @@ class DeployedInstance:
             that the gateway's clock shows, which differs for an emulated one at another speed.
         rank: of the machines that it stretches over, which one this part is on; the first of them
             answers, and the others listen to nobody. master: the first one's host.
+        kv_group: it hands prompts over within this group, over ``transfers``; None: it does not.
     """
 
     id: str
@@ -127,6 +131,8 @@ class DeployedInstance:
     gateway_profile_file: str
     rank: int = 0
     master: str = ""
+    kv_group: str | None = None
+    transfers: Transfers | None = None
 
     @property
     def size(self) -> Size:
@@ -150,7 +156,11 @@ def deployed_instances(plan: Plan, options: DeploymentOptions) -> tuple[Deployed
     Raises:
         ConfigError: more instances than ports, or a layout that does not fit its machine.
     """
-    layouts = plan.best.layouts
+    layouts, verdict = plan.best.layouts, plan.splitting
+    groups: Mapping[Key, str] = {}
+    transfers = None
+    if verdict is not None and verdict.pays:
+        groups, transfers = verdict.groups, verdict.transfers
     used = [machine for machine in plan.machines if layouts.get(machine.id)]
     names = machine_names([machine.id for machine in plan.machines])
     result: list[DeployedInstance] = []
@@ -187,6 +197,8 @@ def deployed_instances(plan: Plan, options: DeploymentOptions) -> tuple[Deployed
                     profile_file=f"profiles/{profile}.yaml",
                     gateway_profile_file=f"profiles/{profile}{'-scaled' if scaled else ''}.yaml",
                     rank=rank,
+                    kv_group=groups.get((machine.accelerator, size)),
+                    transfers=transfers if (machine.accelerator, size) in groups else None,
                 )
             )
             if parts > 1:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from hetero_gateway.deploy.command import transfer_arguments
 from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner.goals import Goals, usd_per_hour
 from hetero_gateway.planner.plan import (
@@ -12,6 +13,7 @@ from hetero_gateway.planner.plan import (
     Machine,
     Plan,
     PlanCandidate,
+    SplitVerdict,
     SystemFigures,
     Unfit,
 )
@@ -47,6 +49,40 @@ def document(plan: Plan, request: PlanRequest, seconds: float) -> dict[str, Any]
         "types": [_type(key, t, plan) for key, t in sorted(plan.types.items())],
         "infeasible": _infeasible(plan),
         "notes": list(plan.notes),
+        **({} if plan.splitting is None else {"splitting": _splitting(plan.splitting, plan)}),
+    }
+
+
+def _splitting(found: SplitVerdict, plan: Plan) -> dict[str, Any]:
+    link = found.transfers.link
+    counts = Counter(
+        (machine.accelerator, t) for machine in plan.machines for t in plan.best.layouts[machine.id]
+    )
+    return {
+        "transfer": {
+            "gbit_per_s": found.transfers.gbit_per_s,
+            "start_s": link.start_s,
+            "kv_bytes_per_token": found.transfers.kv_bytes_per_token,
+        },
+        "pays": found.pays,
+        "why_not": found.why_not,
+        "rate_per_s": plan.rate_per_s,
+        **{
+            name: {"latency_mean_s": finite(figures[0]), "slo_share": finite(figures[1])}
+            for name, figures in (("unsplit", found.unsplit), ("split", found.split))
+        },
+        "holds_per_s": found.holds_per_s,
+        "instances": [
+            {
+                "accelerator": key[0],
+                **size_document(key[1]),
+                "count": counts[key],
+                "group": group,
+                "prefill": found.prefills.get(key),
+                "arguments": transfer_arguments() if found.pays else [],
+            }
+            for key, group in sorted(found.groups.items())
+        ],
     }
 
 

@@ -41,6 +41,8 @@ def readme_text(
         "profiles": "\n".join(
             f"    HF_TOKEN=… docker compose --profile {name} up -d" for name in machines
         ),
+        "splits": any(i.kv_group is not None for i in instances),
+        "splits_vllm": not emulate and any(i.kv_group is not None for i in instances),
         "kubernetes": emulate or any(i.size.machines == 1 for i in instances),
         "stretched": not emulate and any(i.size.machines > 1 for i in instances),
         "hf_literal": "" if emulate else " \\\n      --from-literal=hf-token=…",

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_gateway.deploy import template
-from hetero_gateway.deploy.command import emulate_arguments, serve_arguments
+from hetero_gateway.deploy.command import (
+    emulate_arguments,
+    serve_arguments,
+    side_channel,
+    transfer_arguments,
+)
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
 
 # Beyond the programs' own time-outs, before they are killed.
@@ -33,13 +38,22 @@ def instance_program(
     address = ["--host", listen, "--port", str(instance.port)]
     if options.emulate:
         words = ["hetero-gateway", "emulate", "--profile", instance.profile_file]
-        command = shlex.join([*words, *emulate_arguments(instance, options), *address])
+        words += [*emulate_arguments(instance, options), *address]
+        if (transfers := instance.transfers) is not None:
+            words += [*transfer_arguments(), "--kv-gbit-per-s", f"{transfers.gbit_per_s:g}"]
+            words += ["--kv-start-s", f"{transfers.link.start_s:g}"]
+            words += ["--kv-bytes-per-token", f"{transfers.kv_bytes_per_token:.0f}"]
+        command = shlex.join(words)
     else:
         words = serve_arguments(instance, options)
         words += [] if instance.rank else address
         devices = ",".join(str(device) for device in instance.devices)
-        command = f'env {instance.vendor.visible_devices}={devices} vllm serve "$MODEL" '
-        command += shlex.join(words)
+        channel = ""
+        if instance.transfers is not None:
+            words += transfer_arguments()
+            channel = side_channel(instance, options)
+        variable = instance.vendor.visible_devices
+        command = f'env {channel}{variable}={devices} vllm serve "$MODEL" {shlex.join(words)}'
     return Program(instance.id, 0 if instance.rank else instance.port, command)
 
 

@@ -16,13 +16,16 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.instances.pairs import KV_BYTES_PER_TOKEN, Link
+from hetero_gateway.core.types import InstanceId, KvRole
 from hetero_gateway.errors import ConfigError, named_place
 from hetero_gateway.files.gateway_config import has_gateway_keys
 from hetero_gateway.files.instance_config import InstanceConfig
+from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import CHAT_MIX
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
+from hetero_gateway.planner.splitting import Transfers
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.engine import DEFAULT_BLOCK_TOKENS
 from hetero_gateway.sim.workload import Fault, FaultKind, LogNormal, LogNormalLengths
@@ -51,6 +54,25 @@ class ClusterInstanceConfig(StrictModel):
     instance for half as fast as it is."""
     profiled: bool = True
     """Whether the scheduler has any constants for it."""
+    role: KvRole = "both"
+    """Where requests are split: `prefill`, it answers nothing that others have computed; `decode`,
+    it computes nothing for others."""
+
+
+class TransferConfig(StrictModel):
+    """How fast two instances hand the KV cache of a prompt over."""
+
+    gbit_per_s: float = Field(gt=0, le=1e5)
+    """Of each instance's link, each way."""
+    start_s: float = Field(0.002, ge=0, le=60)
+    """Of a transfer, before its bytes."""
+    kv_bytes_per_token: float | None = Field(None, ge=1, le=1e9)
+    """Of what is handed over; default: the model's."""
+
+    def to_core(self, kv_bytes_per_token: float) -> Transfers:
+        """``kv_bytes_per_token``: the model's."""
+        link = Link(self.start_s, self.gbit_per_s * 1e9 / 8)
+        return Transfers(link, self.kv_bytes_per_token or kv_bytes_per_token)
 
 
 class FaultConfig(StrictModel):
@@ -127,6 +149,8 @@ class ClusterConfig(StrictModel):
     instances: list[ClusterInstanceConfig] = Field(min_length=1)
     faults: list[FaultConfig] = Field(default_factory=list)
     workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
+    transfer: TransferConfig | None = None
+    """With it, instances can hand prompts over to each other."""
 
     @field_validator("instances")
     @classmethod
@@ -144,6 +168,7 @@ class Cluster:
     faults: tuple[Fault, ...]
     workload: WorkloadConfig
     trace: Path | None
+    transfers: Transfers | None = None
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -171,7 +196,11 @@ def load_cluster(path: Path) -> Cluster:
     )
     trace = config.workload.requests
     return Cluster(
-        instances, faults, config.workload, None if trace is None else path.parent / trace
+        instances,
+        faults,
+        config.workload,
+        None if trace is None else path.parent / trace,
+        None if config.transfer is None else config.transfer.to_core(_kv_bytes(profiles[0])),
     )
 
 
@@ -234,9 +263,18 @@ def _instances(
                     believed if entry.profiled else None,
                     entry.weight,
                     entry.prefix_caching,
+                    entry.role,
                 )
             )
     return tuple(result)
+
+
+def _kv_bytes(profile: Profile) -> float:
+    """Of a token of its model; of another one's where that is not known."""
+    try:
+        return model_card(profile.model).kv_token_bytes()
+    except ConfigError:
+        return KV_BYTES_PER_TOKEN
 
 
 def _generated_id(profile: Profile) -> str:

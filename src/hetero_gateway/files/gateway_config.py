@@ -9,7 +9,7 @@ docs/reference/configuration.md lists every field; a test compares the two.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,7 @@ from hetero_gateway.files.length_model_file import read_length_model
 from hetero_gateway.files.log_config import LogConfig, TracesConfig
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.own_address import check_not_own
+from hetero_gateway.files.pairs_file import read_pairs
 from hetero_gateway.files.prerequisites import report_missing
 from hetero_gateway.files.problems import Key, Misfits, Problems
 from hetero_gateway.files.scheduler_config import SchedulerConfig
@@ -97,6 +98,9 @@ class PickerConfig(StrictModel):
     """Between two look-ups of an instance's host name."""
     extend_timeouts: bool = True
     """Ask Envoy for more time (override_message_timeout) while a request waits."""
+    prefill_header: Literal["x-prefiller-host-port"] | None = None
+    """Of a request that is split (`scheduler.split_requests`): the header that says who computes
+    its prompt, for llm-d's sidecar beside each instance; none: the picker splits no request."""
     drain_s: float = Field(3.0, ge=0, le=600)
     """From turning unready on SIGTERM to taking no more streams."""
 
@@ -208,6 +212,9 @@ def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     if (file := config.scheduler.predictor.file) is not None:
         with problems.at(("scheduler", "predictor", "file")):
             read_length_model(base_dir / file)
+    if (file := config.scheduler.pairs_file) is not None:
+        with problems.at(("scheduler", "pairs_file")):
+            read_pairs(base_dir / file)
     for key, value in fields_of(config):
         if str(key[-1]).endswith("_key_env"):
             with problems.at(key, ": "):

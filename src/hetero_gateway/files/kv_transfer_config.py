@@ -55,6 +55,8 @@ class InstanceTransferConfig(StrictModel):
     """Of its link, until transfers have been seen; none: not known."""
     start_s: float | None = Field(None, ge=0, le=60)
     """Of a transfer, before its bytes; none: not known."""
+    kv_bytes_per_token: float | None = Field(None, ge=1, le=1e9)
+    """Of its model; none: an 8B model's."""
     bootstrap_url: Annotated[str, AfterValidator(_check_bootstrap)] | None = None
     """MooncakeConnector: where others ask for it; none: port 8998 of its host."""
 
@@ -89,6 +91,7 @@ def transfer_warnings(
     picks: bool,
     splits: bool = False,
     workers: int = 1,
+    prefill_header: str | None = None,
 ) -> list[SetupWarning]:
     """What is allowed in these and yet hardly meant.
 
@@ -96,6 +99,7 @@ def transfer_warnings(
         picks: the configuration is for the picker, too.
         splits: requests are to be split.
         workers: of the gateway.
+        prefill_header: of the picker.
     """
     warnings = []
     if splits and workers > 1:
@@ -107,16 +111,25 @@ def transfer_warnings(
         paired = any(
             can_hand_over(config, other) or can_hand_over(other, config) for _, other in others
         )
-        if splits and CONNECTORS[config.connector].at_once:
-            text = f"kv_transfer: requests are not split with {config.connector} yet"
-            warnings.append(SetupWarning(text, id, "kv_transfer"))
-        elif not paired:
+        if not paired:
             text = f"kv_transfer: nobody else of group {config.group!r} can pair with it"
             warnings.append(SetupWarning(text, id, "kv_transfer"))
-    if picks and transferring:
+    if picks and transferring and prefill_header is None:
         text = (
             "picker: Envoy sends a request once, so the picker uses no kv_transfer: whom it picks "
-            "computes the prompt and answers it"
+            "computes the prompt and answers it (picker.prefill_header, where each instance has "
+            "llm-d's sidecar)"
         )
+        warnings.append(SetupWarning(text))
+    elif picks and prefill_header is not None:
+        text = (
+            f"picker.prefill_header: Envoy sends a request once; of {prefill_header} llm-d's "
+            "sidecar alone makes two, so each instance's base_url has to be its sidecar's"
+        )
+        if not (splits and transferring):
+            text = (
+                "picker.prefill_header: no request is split without scheduler.split_requests and "
+                "kv_transfer of instances"
+            )
         warnings.append(SetupWarning(text))
     return warnings

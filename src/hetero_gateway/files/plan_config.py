@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.errors import ConfigError, named_place
-from hetero_gateway.files.cluster_config import SentConfig
+from hetero_gateway.files.cluster_config import SentConfig, TransferConfig
 from hetero_gateway.files.model_file import PlanModelConfig
 from hetero_gateway.files.scheduler_config import PolicyName
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
@@ -214,6 +214,8 @@ class PlanConfig(StrictModel):
     goals: GoalsConfig = Field(default_factory=GoalsConfig)
     slo: PlanSloConfig | None = None
     """Limits of each request; none."""
+    transfer: TransferConfig | None = None
+    """With it, the plan says what splitting requests over two instances would bring."""
     prices: dict[str, float] = Field(default_factory=dict)
     """USD per accelerator-hour, by accelerator."""
     profiles: list[str] = Field(default_factory=list)

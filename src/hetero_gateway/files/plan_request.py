@@ -25,7 +25,8 @@ from hetero_gateway.planner.instance_types import instance_types
 from hetero_gateway.planner.memory import EngineOptions, Method
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.plan import Machine
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import PlannedTransfers, Question
+from hetero_gateway.planner.split_plan import backend_of
 from hetero_gateway.sim.alone import Engines, Mix
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.workload import Lengths, LogNormalLengths, TraceLengths
@@ -175,6 +176,7 @@ def plan_request(
         unfit=tuple(unfit),
         seed=config.seed,
         notes=tuple(notes),
+        transfer=_transfer(config, model, machines, own),
     )
     return PlanRequest(
         source, model, model_name, options, config.memory, question, trace,
@@ -184,6 +186,21 @@ def plan_request(
         {m.id: m.address for m in config.machines if m.address is not None},
         own,
     )  # fmt: skip
+
+
+def _transfer(
+    config: PlanConfig,
+    model: ModelShape,
+    machines: Sequence[Machine],
+    own: Mapping[str, Accelerator],
+) -> PlannedTransfers | None:
+    if config.transfer is None:
+        return None
+    names = {machine.accelerator for machine in machines}
+    return PlannedTransfers(
+        config.transfer.to_core(model.kv_token_bytes(kv_dtype=config.engine.kv_cache_dtype)),
+        {name: backend_of(accelerator(name, own)) for name in names},
+    )
 
 
 def _notes(config: PlanConfig, model: ModelShape, own: Mapping[str, Accelerator]) -> list[str]:

@@ -250,6 +250,9 @@ class SchedulerConfig(StrictModel):
     """finish-time: a request may be computed by one instance and answered by another, where both
     can (`instances[].kv_transfer`): each by its own cost; or with roles besides, found by
     simulating the recent mix, of which none splits nothing. In one process alone."""
+    pairs_file: Path | None = None
+    """What `profile --pairs` measured of transfers between instances, relative to this file; none:
+    what `kv_transfer` says of each."""
     wake_on_demand: bool = False
     """Wake an instance that sleeps (level 1) for a request that no other can take."""
     engine_priorities: dict[str, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = Field(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.planner.sizes import as_size
+from hetero_gateway.planner.splitting import Transfers
 from hetero_gateway.sim.alone import Alone
 
 Layout = tuple[int, ...]
@@ -155,6 +156,34 @@ class PlanCandidate:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitVerdict:
+    """Whether requests had better be split over the best's instances (``planner.split_plan``).
+
+    Args:
+        transfers: over which links.
+        groups: by type, of those that can hand over: those of one group can to each other.
+        why_not: one line; empty: it pays.
+        unsplit, split: at the plan's rate, the mean latency, s, and the share within the limits of
+            each request (1 where there are none).
+        holds_per_s: the highest rate within these limits, split; None where there are none.
+        prefills: by type, how many instances had better compute prompts; its others had better
+            answer. Empty: each request is split as is cheapest for it.
+    """
+
+    transfers: Transfers
+    groups: Mapping[Key, str]
+    why_not: str
+    unsplit: tuple[float, float] = (math.nan, math.nan)
+    split: tuple[float, float] = (math.nan, math.nan)
+    holds_per_s: float | None = None
+    prefills: Mapping[Key, int] = field(default_factory=dict)
+
+    @property
+    def pays(self) -> bool:
+        return not self.why_not
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The planner's answer, best candidate first.
 
@@ -164,7 +193,8 @@ class Plan:
     for: the wanted rate, the best's goodput, or a share of what the best can do. ``limits`` says
     in words what is kept at it; empty: there are none. ``lower_bound`` is what every set of
     machines needs that holds the rate (``planner.bound``): USD per hour where the goal is cost,
-    accelerators where it is fewest; None where it was not looked for.
+    accelerators where it is fewest; None where it was not looked for. ``splitting``: what splitting
+    requests would bring; None: nobody asked.
     """
 
     machines: tuple[Machine, ...]
@@ -181,6 +211,7 @@ class Plan:
     mean_output_tokens: float = 0.0
     limits: str = ""
     lower_bound: float | None = None
+    splitting: SplitVerdict | None = None
 
     @property
     def best_goodput_tokens_per_s(self) -> float | None:

@@ -27,6 +27,7 @@ from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.planner.batch_estimate import Estimator
 from hetero_gateway.planner.goals import HEADROOM, Goals, Goodput, find_goodput
 from hetero_gateway.planner.plan import InstanceType, Key, Machine, Plan, SystemFigures, Unfit
+from hetero_gateway.planner.splitting import Transfers
 from hetero_gateway.sim.alone import (
     FILLED,
     Alone,
@@ -284,6 +285,13 @@ def _cached_share(workload: Workload, records: Records, counted: Flags) -> float
 # What is asked
 
 
+class PlannedTransfers(NamedTuple):
+    """How instances would hand prompts over; ``backends`` of ``split_plan``, by accelerator."""
+
+    transfers: Transfers
+    backends: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is asked of the planner.
@@ -297,6 +305,7 @@ class Question:
         requests: of one simulation of a whole system, about.
         compiled: run the engines compiled by numba.
         notes: passed on to the plan.
+        transfer: with it, the plan says what splitting requests would bring.
     """
 
     machines: tuple[Machine, ...]
@@ -311,6 +320,7 @@ class Question:
     requests: int = SYSTEM_REQUESTS
     compiled: bool = False
     notes: tuple[str, ...] = ()
+    transfer: PlannedTransfers | None = None
 
     @property
     def in_order(self) -> bool:

@@ -60,6 +60,27 @@ _MISS_WEIGHT = 10.0
 _WORTH = 0.01
 
 
+def legs_of(roles: Roles) -> dict[InstanceId, str]:
+    """``prefill`` or ``decode``, for each instance that has a role."""
+    return {
+        instance: "prefill" if price.decode_s > price.prefill_s else "decode"
+        for instance, price in (roles or {}).items()
+    }
+
+
+def told(roles: Roles) -> str:
+    """In words."""
+    if roles is None:
+        return "no request is split"
+    if not roles:
+        return "each request is split where that is cheaper"
+    legs = legs_of(roles)
+    prompts, answers = (
+        ", ".join(sorted(i for i in legs if legs[i] == leg)) for leg in ("prefill", "decode")
+    )
+    return f"prompts on {prompts}; answers on {answers}"
+
+
 def roles_for(question: RoleQuestion) -> Roles:
     """The answer: see ``find_roles``."""
     return find_roles(

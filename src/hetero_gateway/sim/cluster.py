@@ -45,6 +45,7 @@ from hetero_gateway.core.types import (
     PREFILL,
     InstanceId,
     InstanceSpec,
+    KvRole,
     Outcome,
     PrefixKeys,
     Reject,
@@ -75,6 +76,7 @@ class SimulatedInstance:
         believed: what the scheduler thinks that it runs; None: it is unprofiled.
         weight: as ``InstanceSpec``.
         prefix_caching: whether its engine keeps the blocks of what it has computed.
+        kv_role: which legs it may serve, as ``InstanceSpec``.
     """
 
     instance_id: InstanceId
@@ -82,6 +84,7 @@ class SimulatedInstance:
     believed: Profile | None
     weight: float = 1.0
     prefix_caching: bool = True
+    kv_role: KvRole = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class Records:
     ``instance``: position of the (last) one it was placed on; -1: never placed. ``placed_s``: when
     it was; nan: never. ``first_token_s``: nan: none. ``finish_s``: nan where it was refused, or
     lost in mid-stream with a dead instance. ``preemptions``: how often an engine evicted it.
-    ``cached_tokens``: of its prompt, what its engine had in its prefix cache.
+    ``cached_tokens``: of its prompt, what its engine had in its prefix cache. ``split``: 1 where
+    another instance computed its prompt.
     """
 
     instance: Integers
@@ -100,12 +104,13 @@ class Records:
     finish_s: FloatArray
     preemptions: Integers
     cached_tokens: Integers
+    split: Integers
 
     @classmethod
     def empty(cls, size: int) -> Self:
         """Of requests that nothing has become of."""
         times_s = (np.full(size, math.nan) for _ in range(3))
-        counts = (np.zeros(size, np.int64) for _ in range(2))
+        counts = (np.zeros(size, np.int64) for _ in range(3))
         return cls(np.full(size, -1, np.int64), *times_s, *counts)
 
 
@@ -199,7 +204,11 @@ class _Run:
         self._positions = {instance.instance_id: i for i, instance in enumerate(instances)}
         self._specs = [
             InstanceSpec(
-                instance.instance_id, frozenset({model}), instance.believed, weight=instance.weight
+                instance.instance_id,
+                frozenset({model}),
+                instance.believed,
+                weight=instance.weight,
+                kv_role=instance.kv_role,
             )
             for instance in instances
         ]
@@ -214,7 +223,7 @@ class _Run:
         self._predictions = None if predictions is None else _view(predictions)
         (
             self._instance, self._placed_s, self._first_token_s,
-            self._finish_s, self._preemptions, self._cached_tokens,
+            self._finish_s, self._preemptions, self._cached_tokens, self._split,
         ) = (_view(getattr(self.records, field)) for field in Records.__slots__)  # fmt: skip
         self._prefixes = workload.prefixes
         self._classes = workload.classes
@@ -348,6 +357,7 @@ class _Run:
             self._scheduler.settle(dispatch, Outcome.UPSTREAM_ERROR, self._now_s)
             return False
         if ticket.prefill is not None:
+            self._split[request] = 1
             self._start_prefill(ticket, ticket.prefill)
             return True
         self._occupy(request, dispatch, position, output_tokens)

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from hetero_gateway.core.costs.arrays import FloatArray
+from hetero_gateway.core.instances.pairs import Pairs
 from hetero_gateway.core.lengths.length_model import LengthModel, TrainedPredictor
 from hetero_gateway.core.lengths.predictors import (
     BucketMeanPredictor,
@@ -25,11 +26,12 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.policies import PolicyMaker, PolicyOptions, make_policy
 from hetero_gateway.core.policies.base import Objective
+from hetero_gateway.core.policies.legs import RolePrice
 from hetero_gateway.core.policies.slo import Slo, Slos
 from hetero_gateway.core.scheduling.discipline_settings import DEFAULT_DISCIPLINE, DisciplineName
 from hetero_gateway.core.scheduling.disciplines import make_discipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS
+from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, InstanceId
 from hetero_gateway.sim import cluster
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance
@@ -59,6 +61,9 @@ _MOMENTS_STREAM, _BOUND_STREAM = 1_000_001, 1_000_002
 
 # The signature of ``sim.cluster.simulate``.
 Simulate = Callable[..., Records]
+# Of a policy at a rate, per second: who can hand over to whom, new for each run, and the roles;
+# None: nothing is split.
+Splits = Callable[[str, float], tuple[Pairs, Mapping[InstanceId, RolePrice]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Experiment:
         prefix_cache: whether the scheduler knows of them.
         policies: that are not built in, by the names that they are compared under.
         heeds_slo: ``finish-time`` knows ``slo``; or else it is only judged by it.
+        splits: how requests are split; None: they are not.
 
     Raises:
         ValueError: the predictor and ``length_model`` do not agree, or there are fewer
@@ -106,6 +112,7 @@ class Experiment:
     queue: DisciplineName = DEFAULT_DISCIPLINE
     batch_share: float = 0.0
     heeds_slo: bool = False
+    splits: Splits | None = None
 
     def __post_init__(self) -> None:
         if (self.length_model is not None) != (self.predictor == "trained"):
@@ -176,6 +183,8 @@ def run_once(
     if choice == "auto":
         choice = make_policy(policy, installed=experiment.policies).default_predictor
     predictions = workload.output_tokens.astype(np.float64) if choice == "oracle" else None
+    split = None if experiment.splits is None else experiment.splits(policy, rate_per_s)
+    legs = {} if split is None else {"pairs": split[0], "roles": split[1]}
     records = simulate(
         experiment.instances,
         workload,
@@ -185,6 +194,7 @@ def run_once(
         scheduling=experiment.scheduling,
         max_batched_tokens=experiment.max_batched_tokens,
         predictions=predictions,
+        **legs,
     )
     return summarise(workload, records, len(experiment.instances), experiment.slo)
 

@@ -63,6 +63,7 @@ class RunResult:
     lost: int
     latencies_s: FloatArray  # of the finished requests, sorted
     cached_share: float = 0.0
+    split_share: float = 0.0
     classes: Mapping[str, ClassResult] = field(default_factory=dict)
 
     @property
@@ -105,6 +106,7 @@ def summarise(workload: Workload, records: Records, instances: int, slo: Slo) ->
         latencies_s=np.sort(times.latency_s),
         cached_share=float(records.cached_tokens[done].sum())
         / max(1.0, float(workload.prompt_tokens[done].sum())),
+        split_share=float(records.split.mean()),
         classes=_classes(workload, done, times),
     )
 
@@ -238,6 +240,7 @@ class Cell:
             "slo_share": self.spread(lambda run: run.slo_share).to_dict(),
             "share_of_bound": finite(self.share_of_bound.mean),
             "cached_share": finite(self.spread(lambda run: run.cached_share).mean),
+            "split_share": finite(self.spread(lambda run: run.split_share).mean),
             "completion_spread": self.spread(lambda run: run.completion_spread).to_dict(),
             **{
                 name: self.total(attrgetter(name)) / n

@@ -1,5 +1,6 @@
 """The plan's tables: what a narrow terminal keeps, and what is said once."""
 
+import dataclasses
 import io
 
 import pytest
@@ -12,6 +13,7 @@ from hetero_gateway.cli.reports.plan import (
     names,
     once,
     print_plan,
+    splitting_lines,
     tokens,
     unfit_lines,
 )
@@ -19,6 +21,7 @@ from hetero_gateway.planner.goals import Goals
 from hetero_gateway.planner.plan import Machine, Plan, Unfit
 from hetero_gateway.planner.question import Question
 from hetero_gateway.planner.search import search
+from tests.deploy.plans import ONE_MACHINE, SPLITTING
 from tests.fakes.planning import LENGTHS, compiled_plans, types_of  # noqa: F401 - used by all
 
 
@@ -135,3 +138,14 @@ def test_a_cause_is_told_once():
 )
 def test_tokens_are_told_in_three_figures_or_so(value, text):
     assert tokens(value) == text
+
+
+def test_what_splitting_brings_is_said_with_its_flags():
+    lines = splitting_lines(dataclasses.replace(SPLITTING, rate_per_s=10.0))
+    assert "pays: at 10.0 requests/s a mean latency of 1.50 s in place of 2.00 s" in lines[0]
+    assert "95.0% of the requests within the limits in place of 80.0%; 12.0 requests" in lines[0]
+    assert lines[1].endswith(
+        "3× V100-32GB-NVLink2 tp1 (group sm7-tp1): 1 for prompts, 2 for answers"
+    )
+    assert "--kv-transfer-config" in lines[2]
+    assert splitting_lines(ONE_MACHINE) == []

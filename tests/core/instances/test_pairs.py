@@ -54,7 +54,8 @@ def test_what_is_absurd_leaves_a_link_that_can_be_reckoned_with(took_s: float) -
 def test_who_refused_is_left_alone_for_some_minutes() -> None:
     refusing = pairs()
     refusing.refuse(A, B, 7.0)
-    assert refusing.refused(8.0) == [(A, B)]
+    assert refusing.refused(8.0) == {(A, B): REFUSED_FOR_S - 1}
+    assert refusing.refused(7.0 + REFUSED_FOR_S) == {}
     assert refusing.transfer_s(A, B, 1, 8.0) == math.inf
     assert refusing.transfer_s(A, B, 1, 7.0 + REFUSED_FOR_S) < math.inf
 

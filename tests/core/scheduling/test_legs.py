@@ -98,6 +98,10 @@ def test_nothing_is_split_without_pairs_or_while_roles_say_so() -> None:
     made = splitting(spec("p"), spec("d"))
     made.legs.set_roles(None)
     assert placed(made).prefill is None
+    made.legs.set_roles(ROLES, models=frozenset(("other",)))
+    assert placed(made).prefill is None
+    made.legs.set_roles(ROLES, models=frozenset((request(1, 1.0).model,)))
+    assert placed(made).prefill is not None
     made.legs.set_roles(ROLES, between([], LINK, TOKEN_BYTES))
     assert placed(made).prefill is None
 

@@ -32,6 +32,7 @@ EXPECTED = {
     "profile_age_seconds",
     "prompt_cached_tokens",
     "input_tokens_cached", "instance_prefix_trust", "instance_prefix_bytes",
+    "instance_refused_pairs",
     "prefix_index_keys", "prefix_index_memory_bytes",
     "profile_drift_ratio",
     "requests", "request_duration_seconds", "time_to_first_token_seconds",

@@ -20,6 +20,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.profile_file import profile_document, write_profile_file
 from hetero_gateway.planner.roles import RoleQuestion, Roles, roles_for
 from hetero_gateway.serve.autoscaling.aside import aside
+from hetero_gateway.serve.autoscaling.roles import together
 from hetero_gateway.serve.wiring.gateway import Gateway
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.workload import Workload
@@ -41,15 +42,18 @@ LIMITS = {"ttft_s": 2.0, "tpot_s": 0.025}
 
 
 @asynccontextmanager
-async def gateway(folder: Path, **transfer: Any) -> AsyncIterator[Gateway]:
-    """Over two that can hand over, with 150 requests behind it."""
-    async with fake_instances(2) as fakes:
+async def gateway(
+    folder: Path, models: tuple[str, ...] = ("m",), **transfer: Any
+) -> AsyncIterator[Gateway]:
+    """Over two of each model that can hand over, with 150 requests for each behind it."""
+    async with fake_instances(2 * len(models), models=models) as fakes:
         rows = []
-        for fake, constants in zip(fakes, (PROMPTS, ANSWERS), strict=True):
+        for fake, constants in zip(fakes, (PROMPTS, ANSWERS) * len(models), strict=True):
             file = folder / f"{fake.port}.yaml"
             made = Profile("GPU", "tiny", 1, constants, 100_000, 64)
             write_profile_file(file, profile_document(made, {"how": "derived"}))
-            row = {"id": f"i{len(rows)}", "base_url": fake.url, "profile": str(file), "model": "m"}
+            row = {"id": f"i{len(rows)}", "base_url": fake.url, "profile": str(file)}
+            row["model"] = models[len(rows) // 2]
             rows.append(row | {"kv_transfer": {"connector": "NixlConnector"} | transfer})
         document = {
             "server": {"port": 0},
@@ -60,7 +64,7 @@ async def gateway(folder: Path, **transfer: Any) -> AsyncIterator[Gateway]:
             found = running.gateway
             await eventually(lambda: all(each.up for each in found.fleet.instances.values()))
             found.dataplane.history.extend(
-                [(0.5 * i, "m", 400 + 5 * i, 30, None, 1) for i in range(150)]
+                [(0.5 * i, m, 400 + 5 * i, 30, None, 1) for i in range(150) for m in models]
             )
             yield found
 
@@ -137,6 +141,33 @@ async def test_an_answer_stays_until_there_is_another_and_is_asked_for_less_ofte
         # Who comes later has no role, and the others keep theirs.
         found.fleet.publish(found.fleet.instances[i0])
         assert legs.roles == roles
+
+
+async def test_each_model_has_roles_of_its_own(tmp_path: Path) -> None:
+    async with gateway(tmp_path, ("m", "n")) as found:
+        legs = found.fleet.scheduler.legs
+        assert found.roles is not None
+        i0, i1, i2, i3 = found.fleet.instances
+        roles = {i2: RolePrice(decode_s=10.0), i3: RolePrice(prefill_s=10.0)}
+        found.roles.ask = asked = Asked(None, roles, {i0: RolePrice(decode_s=10.0)}, roles)
+        await eventually(lambda: len(asked.questions) == 2)
+        assert [{i.instance_id for i in q.instances} for q in asked.questions] == [
+            {i0, i1}, {i2, i3},
+        ]  # fmt: skip
+        assert all(set(q.links) == {(a, b) for a in n for b in n if a != b} for q, n in zip(
+            asked.questions, ({i0, i1}, {i2, i3}), strict=True
+        ))  # fmt: skip
+        await eventually(lambda: legs.roles is not None)
+        # Of the first one nothing is split, though the other's are.
+        assert (legs.roles, legs.models) == (roles, {"n"})
+        await eventually(lambda: len(asked.questions) == 4, within_s=100)
+        assert legs.models == {"m", "n"}
+        assert set(legs.roles or ()) == {i0, i2, i3}
+
+
+def test_models_that_share_instances_are_one() -> None:
+    sets = [frozenset(names) for names in ("ab", "c", "", "bd", "e", "ce")]
+    assert set(together(sets)) == {frozenset("abd"), frozenset("ce")}
 
 
 async def test_few_requests_say_nothing(tmp_path: Path) -> None:

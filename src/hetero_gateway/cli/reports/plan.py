@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from hetero_gateway.cli.reports.page import axis, bars, figure, fill, panel, poi
 from hetero_gateway.cli.reports.report import Column, fitted, grid, width
 from hetero_gateway.cli.reports.report import console as console_of
 from hetero_gateway.cli.reports.simulation import number
+from hetero_gateway.deploy.command import transfer_arguments
 from hetero_gateway.files.plan_request import PlanRequest
 from hetero_gateway.planner import reasons
 from hetero_gateway.planner.goals import usd_per_hour
@@ -106,6 +108,39 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(legend(plan), soft_wrap=True)
     for line in [*unfit_lines(plan.unfit), *plan.notes]:
         console.print(f"- {line}", soft_wrap=True)
+    for line in splitting_lines(plan):
+        console.print(line, soft_wrap=True)
+
+
+def splitting_lines(plan: Plan) -> list[str]:
+    """What splitting requests would bring, and how."""
+    found = plan.splitting
+    if found is None:
+        return []
+    head = f"Splitting requests over links of {found.transfers.gbit_per_s:g} Gbit/s"
+    if not found.pays:
+        return [f"{head} does not pay: {found.why_not}."]
+    (before_s, before), (after_s, after) = found.unsplit, found.split
+    text = f"{head} pays: at {rate(plan)} requests/s a mean latency of {number(after_s)} s"
+    text += f" in place of {number(before_s)} s"
+    if found.holds_per_s is not None:
+        text += f", {after:.1%} of the requests within the limits in place of {before:.1%}; "
+        text += f"{number(found.holds_per_s)} requests/s within them"
+    lines = [f"{text}."]
+    counts = Counter((m.accelerator, t) for m in plan.machines for t in plan.best.layouts[m.id])
+    for key, group in sorted(found.groups.items()):
+        prefills, count = found.prefills.get(key), counts[key]
+        does = "either, each request as is cheapest"
+        if prefills is not None:
+            parts = [(prefills, "prompts"), (count - prefills, "answers")]
+            does = ", ".join(f"{n} for {what}" for n, what in parts if n)
+        lines.append(f"  {count}× {key[0]} tp{key[1]} (group {group}): {does}")
+    lines.append(f"  Each of them with {shlex.join(transfer_arguments())}, and")
+    lines.append(
+        "  scheduler.split_requests: roles in gateway.yaml, by which roles are found anew as "
+        "requests change; -o DIR writes it all."
+    )
+    return lines
 
 
 def title(plan: Plan, request: PlanRequest, took_s: float) -> str:
@@ -372,7 +407,7 @@ def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
         "rate": "its own goodput" if at_own_goodput(plan) else f"{rate(plan)} requests/s",
         "types": _types_table(plan),
         "unfit": _list("Not deployable", unfit_lines(plan.unfit)),
-        "notes": _list("Notes", plan.notes),
+        "notes": _list("Notes", [*plan.notes, *splitting_lines(plan)]),
     }
     return fill("plan.html", figures, document, parts)
 

@@ -32,6 +32,9 @@ from hetero_gateway.cli.reports.report import (
     print_table,
 )
 from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.planner.roles import legs_of
+from hetero_gateway.planner.roles import told as roles_told
+from hetero_gateway.planner.splitting import SPLITTING_POLICY, Splitting
 from hetero_gateway.sim.experiment import Bound, Experiment, Moments
 from hetero_gateway.sim.held import SHARES
 from hetero_gateway.sim.result import QUANTILES, Cell, RunResult, Spread
@@ -81,6 +84,7 @@ COLUMNS: tuple[Column[Cell], ...] = (
     Column("spread", _share(lambda run: run.completion_spread), 7),
     # Shown where there is any.
     Column("cached", _share(lambda run: run.cached_share), 4),
+    Column("split", _share(lambda run: run.split_share), 4),
     Column("evicted", _count(lambda run: run.preemptions), 11),
     # Ranked before the others where there are any, and else left out of the terminal's tables.
     Column("refused", _count(lambda run: run.refused), None),
@@ -102,6 +106,11 @@ class PolicyComparison(NamedTuple):
     moments: Moments
     cells: Sequence[Cell]
     held: Mapping[str, tuple[float, ...]]
+
+    @property
+    def splitting(self) -> Splitting | None:
+        splits = self.experiment.splits
+        return splits if isinstance(splits, Splitting) else None
 
     @property
     def mix(self) -> str:
@@ -143,6 +152,20 @@ def document(of: PolicyComparison) -> dict[str, Any]:
         "caution": short_runs(of.cells),
         "results": [cell.to_dict() for cell in of.cells],
     }
+    if splitting := of.splitting:
+        told["transfer"] = {
+            "start_s": splitting.transfers.link.start_s,
+            "gbit_per_s": splitting.transfers.gbit_per_s,
+            "kv_bytes_per_token": splitting.transfers.kv_bytes_per_token,
+        }
+        told["roles"] = [
+            {
+                "rate": cell.to_dict()["rate"],
+                "splits": splitting.found[cell.rate_per_s] is not None,
+                "legs": legs_of(splitting.found[cell.rate_per_s]),
+            }
+            for cell in _splitting_cells(of)
+        ]
     if of.held:
         told["held"] = {
             policy: {f"{share:g}": load for share, load in zip(SHARES, loads, strict=True)}
@@ -163,12 +186,21 @@ def print_results(of: PolicyComparison) -> None:
     )
     if caution := short_runs(of.cells):
         print(caution)
+    if of.splitting:
+        print()
+        for cell in _splitting_cells(of):
+            print(f"{_rate_of(cell)}: {roles_told(of.splitting.found[cell.rate_per_s])}")
     if of.held:
         print("\nHighest load at which this share of the requests is within the SLO:")
         print_table(
             ("POLICY", *(f"{share:.0%}" for share in SHARES)),
             [(policy, *(f"{load:.2f}" for load in loads)) for policy, loads in of.held.items()],
         )
+
+
+def _splitting_cells(of: PolicyComparison) -> list[Cell]:
+    """Those for which roles were found."""
+    return [cell for cell in of.cells if cell.policy == SPLITTING_POLICY]
 
 
 def print_tables(cells: Sequence[Cell], on: Console | None = None) -> None:
@@ -241,6 +273,8 @@ def _shown(column: Column[Cell], group: Sequence[Cell]) -> bool:
         return any(column.text(cell) != "0" for cell in group)
     if column.name == "cached":
         return any(run.cached_share for cell in group for run in cell.runs)
+    if column.name == "split":
+        return any(run.split_share for cell in group for run in cell.runs)
     return column.rank is not None
 
 

@@ -17,6 +17,8 @@ from typing import Final, NamedTuple
 
 from hetero_gateway.core.types import InstanceId, InstanceSpec, roles_pair
 
+# Of an 8B model (Llama-3), in 16 bits, where it is not said which.
+KV_BYTES_PER_TOKEN: Final = 131_072.0
 REFUSED_FOR_S: Final = 300.0
 # A transfer counts half after so many more; what a pair was told to be counts as so many.
 _HALF_AFTER: Final = 64.0
@@ -97,7 +99,8 @@ class Pairs:
     """
 
     __slots__ = (
-        "_fits", "_into", "_least_start_s", "_most_bytes_per_s", "_out_of", "kv_bytes_per_token",
+        "_fits", "_into", "_least_start_s", "_most_bytes_per_s", "_out_of", "_refused",
+        "kv_bytes_per_token",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +108,7 @@ class Pairs:
     ) -> None:
         self.kv_bytes_per_token = kv_bytes_per_token
         self._fits = {pair: _Fit(link) for pair, link in links.items() if pair[0] != pair[1]}
+        self._refused: set[tuple[InstanceId, InstanceId]] = set()
         self._out_of = {prefill: _Busy() for prefill, _ in self._fits}
         self._into = {decode: _Busy() for _, decode in self._fits}
         # Bounds that hold for every link there was.
@@ -160,13 +164,23 @@ class Pairs:
         self._least_start_s = min(self._least_start_s, link.start_s)
         self._most_bytes_per_s = max(self._most_bytes_per_s, link.bytes_per_s)
 
-    def refuse(self, prefill: InstanceId, decode: InstanceId, now_s: float) -> None:
+    def refuse(
+        self,
+        prefill: InstanceId,
+        decode: InstanceId,
+        now_s: float,
+        for_s: float = REFUSED_FOR_S,
+    ) -> None:
         """They could not: not before some minutes again. KeyError: there is no such pair."""
-        self._fits[prefill, decode].refused_until_s = now_s + REFUSED_FOR_S
+        self._fits[prefill, decode].refused_until_s = now_s + for_s
+        self._refused.add((prefill, decode))
 
-    def refused(self, now_s: float) -> list[tuple[InstanceId, InstanceId]]:
-        """Those that are left alone now."""
-        return [pair for pair, fit in self._fits.items() if now_s < fit.refused_until_s]
+    def refused(self, now_s: float) -> dict[tuple[InstanceId, InstanceId], float]:
+        """Those that are left alone now, and for how long, s."""
+        left_s = {pair: self._fits[pair].refused_until_s - now_s for pair in self._refused}
+        found = {pair: left_s[pair] for pair in sorted(left_s) if left_s[pair] > 0}
+        self._refused = set(found)
+        return found
 
 
 def between(specs: Iterable[InstanceSpec], link: Link, kv_bytes_per_token: float) -> Pairs:

@@ -82,13 +82,20 @@ class FinishTimeOfLegs(FinishTime):
         of: whose rules it has.
         pairs: who can hand over to whom.
         roles: prices by instance; who is not there has none.
+        models: whose requests may be split; None: all.
     """
 
-    def __init__(self, of: FinishTime, pairs: Pairs, roles: Mapping[InstanceId, RolePrice]) -> None:
+    def __init__(
+        self,
+        of: FinishTime,
+        pairs: Pairs,
+        roles: Mapping[InstanceId, RolePrice],
+        models: frozenset[str] | None = None,
+    ) -> None:
         self.objective, self.prefill_depth = of.objective, of.prefill_depth
         self._first_token_weight = of._first_token_weight
         self.slos, self.own_price = of.slos, of.own_price
-        self.pairs, self.roles = pairs, roles
+        self.pairs, self.roles, self.models = pairs, roles, models
 
     def choose(  # type: ignore[override]
         self, view: View, rng: Draws, *, waits: bool = False
@@ -104,6 +111,8 @@ class FinishTimeOfLegs(FinishTime):
         assert backlog is not None
         output = float(request.predicted_output_tokens)
         if request.whole or output <= 1 or not backlog.profiled or len(view.ids) < 2:
+            return whole
+        if self.models is not None and request.model not in self.models:
             return whole
         names, data = whole.names, whole.data
         width, at = len(names), names.index

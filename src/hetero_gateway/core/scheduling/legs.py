@@ -30,10 +30,12 @@ class Legs:
     """Of one scheduler, whose parts it is given.
 
     ``pairs``: who can hand prompts over to whom; None: nobody. ``roles``: what legs cost on which
-    instance; None: no request is split.
+    instance; None: no request is split. ``models``: whose requests may be; None: all.
     """
 
-    __slots__ = ("_caches", "_decider", "_members", "_policy", "_restraints", "pairs", "roles")
+    __slots__ = (
+        "_caches", "_decider", "_members", "_policy", "_restraints", "models", "pairs", "roles",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -49,16 +51,20 @@ class Legs:
         self._policy = decider.policy
         self.pairs: Pairs | None = None
         self.roles: Mapping[InstanceId, RolePrice] | None = None
+        self.models: frozenset[str] | None = None
 
     def decide_by(self, policy: Policy) -> None:
         """Have this policy choose from now on, and split requests if it can."""
         self._policy = policy
         if self.pairs is not None and self.roles is not None and isinstance(policy, FinishTime):
-            policy = FinishTimeOfLegs(policy, self.pairs, self.roles)
+            policy = FinishTimeOfLegs(policy, self.pairs, self.roles, self.models)
         self._decider.set_policy(policy)
 
     def set_roles(
-        self, roles: Mapping[InstanceId, RolePrice] | None, pairs: Pairs | None = None
+        self,
+        roles: Mapping[InstanceId, RolePrice] | None,
+        pairs: Pairs | None = None,
+        models: frozenset[str] | None = None,
     ) -> None:
         """What legs cost on which instance from now on; None: no request is split. Pump afterwards.
 
@@ -66,11 +72,16 @@ class Legs:
 
         Args:
             pairs: who can hand prompts over to whom, and how fast; None: as before.
+            models: whose requests may be split; None: all.
         """
-        self.roles = roles
+        self.roles, self.models = roles, models
         if pairs is not None:
             self.pairs = pairs if len(pairs) else None
         self.decide_by(self._policy)
+
+    def refused(self, now_s: float) -> dict[tuple[InstanceId, InstanceId], float]:
+        """Pairs that could not, and are left alone for so many seconds more."""
+        return {} if self.pairs is None else self.pairs.refused(now_s)
 
     def dispatch(self, decision: Decision, now_s: float) -> Dispatch:
         """Put a prefill leg on its instance; what is left of the decision is the answer's.

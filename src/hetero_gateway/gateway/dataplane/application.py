@@ -251,10 +251,17 @@ class DataPlane:
                         self.recorder,
                     )
 
-            return Prepared(apply)
+            return Prepared(apply, pairs.changed)
 
         prepare(settings.config).apply()
-        settings.add(("scheduler.split_requests", "timeouts.first_byte_s"), prepare)
+        settings.add(
+            ("scheduler.split_requests", "scheduler.pairs_file", "timeouts.first_byte_s"),
+            prepare,
+            always=True,
+        )
+        settings.files.append(
+            lambda new: [file] if (file := new.scheduler.pairs_file) is not None else []
+        )
 
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
         def apply() -> None:

@@ -9,12 +9,14 @@ one of them fails.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm.kv_transfer import (
     CONNECTORS,
     SPLIT_PATHS,
@@ -28,18 +30,22 @@ from hetero_gateway.engines.vllm.kv_transfer import (
     mended_body,
     mended_events,
     mending_of,
+    mooncake_engine_ids,
     prefill_body,
     read_answer,
     reason_against,
 )
+from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.dataplane.intake import Job, PrefillLeg
 from hetero_gateway.gateway.dataplane.prefill_legs import PrefillLegs
 from hetero_gateway.gateway.dataplane.records import Recorder
 from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.fleet.probe import ProbeAnswer, asked_of
 from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.response import ResponseHead
+from hetero_gateway.http.upstream import InstancePool
 
 # A body that is longer is not looked through for what cannot be split.
 _MOST_BODY_BYTES = 1 << 20
@@ -50,6 +56,9 @@ _MOST_WHOLE_BYTES = 8 << 20
 _MOST_OPENING_BYTES = 1 << 16
 # So often it is asked whether an instance that computes a prompt has fallen silent.
 _LOOK_S = 0.5
+# Of Mooncake's bootstrap servers.
+_BOOTSTRAP_POOL = PoolConfig(max_connections=1, max_idle=1)
+_BOOTSTRAP_S, _MOST_BOOTSTRAP_BYTES = 2.0, 1 << 20
 _NOTHING_LACKS: Final = Mending()
 
 
@@ -60,12 +69,13 @@ class HandoverExchange(Exchange):
     Nothing reaches the client until it tells something, as a transfer fails behind a good head.
 
     ``leg``: who computes the prompt; ``task``: that asks for it; ``handovers``: as they were
-    configured when it began.
+    configured when it began; ``transfer``: where both were asked at once.
     """
 
     leg: PrefillLeg = field(init=False)
     handovers: Handovers = field(init=False)
     task: asyncio.Task[None] | None = None
+    transfer: Transfer | None = None
     mending: Mending = _NOTHING_LACKS
     _opening: ResponseHead | None = None
     _is_whole: bool = False
@@ -149,7 +159,9 @@ class HandoverExchange(Exchange):
     def failed_early(self) -> bool:
         """Whether its engine failed before it told anything, as where a transfer fails."""
         error = self.error
-        if error is None or self.head_sent or self.leg.sent_s is None:
+        if error is None or self.head_sent:
+            return False
+        if self.leg.sent_s is None and self.transfer is None:
             return False
         return error.failure in _BY_TRANSFERS
 
@@ -183,6 +195,8 @@ class Handovers:
     results: Counter[str]
     legs: PrefillLegs
     _recorder: Recorder
+    # Of instances whose connector asks both at once: their engines, as their bootstrap servers say.
+    _engines: dict[InstanceId, tuple[Instance, str]] = field(default_factory=dict)
 
     def splits(self, inbound: Inbound) -> bool:
         """Whether a request can be split at all, by its path and its body."""
@@ -205,7 +219,7 @@ class Handovers:
         """
         leg = exchange.leg
         connector = CONNECTORS[leg.transfer.connector]
-        transfer = Transfer(inbound.request_id.decode())
+        transfer = exchange.transfer or Transfer(inbound.request_id.decode())
         body = prefill_body(inbound.path, inbound.body, connector.for_prefill(transfer))
         answer = await self._ask(exchange, request_of(body))
         if answer.status >= 500 or answer.status == 429:
@@ -223,6 +237,7 @@ class Handovers:
     def failed(self, job: Job, leg: PrefillLeg, error: InstanceError) -> None:
         """A prefill leg is over, as its instance failed."""
         self.results["prefill_failed"] += 1
+        self.forget(leg)
         self.legs.over(leg, error.failure.outcome)
         dispatch, instance = leg.dispatch, leg.instance
         sent_s = job.inbound.received_s
@@ -246,6 +261,67 @@ class Handovers:
                     raise InstanceError(Failure.FIRST_BYTE_TIMEOUT, message)
         finally:
             asking.cancel()
+
+    # Both at once
+
+    def at_once(self, leg: PrefillLeg) -> bool:
+        """Whether who answers is asked while the prompt is being computed (Mooncake)."""
+        return CONNECTORS[leg.transfer.connector].at_once
+
+    async def named(self, inbound: Inbound, exchange: HandoverExchange) -> bytes:
+        """The body for who answers, and ``exchange.transfer`` for the prompt, which comes after.
+
+        Raises:
+            NoHandover: it is not known whose prompt that would be, or that is no request for it.
+        """
+        leg = exchange.leg
+        if b"prompt_logprobs" in inbound.body:
+            raise NoHandover("its prompt's log probabilities may come later than its answer")
+        bootstrap = leg.transfer.bootstrap_url or f"http://{_host_of(leg.instance)}:8998"
+        try:
+            engine_id = await self._engine_of(leg.instance, bootstrap)
+        except NoHandover:
+            self.legs.refuse(leg, exchange.place.instance.id)  # it is asked again in some minutes
+            raise
+        # A client may repeat its own id.
+        exchange.transfer = Transfer(
+            secrets.token_hex(16), bootstrap=bootstrap, engine_id=engine_id
+        )
+        connector = CONNECTORS[leg.transfer.connector]
+        return decode_body(inbound.body, connector.for_decode(exchange.transfer, None))
+
+    def forget(self, leg: PrefillLeg) -> None:
+        """Ask again for its engine: it may be another one by now."""
+        self._engines.pop(leg.instance.id, None)
+
+    async def _engine_of(self, instance: Instance, bootstrap: str) -> str:
+        """Raises NoHandover."""
+        known = self._engines.get(instance.id)
+        if known is not None and known[0] is instance:
+            return known[1]
+        pool = InstancePool(bootstrap, _BOOTSTRAP_POOL, _BOOTSTRAP_S)
+        pool.allows_link_local = instance.pool.allows_link_local
+        request = b"GET /query HTTP/1.1\r\nhost: %b\r\naccept-encoding: identity\r\n\r\n"
+        try:
+            async with asyncio.timeout(_BOOTSTRAP_S):
+                answer = await asked_of(pool, request % pool.host_header, _MOST_BOOTSTRAP_BYTES)
+        except (InstanceError, TimeoutError) as error:
+            why = str(error) or f"no answer within {_BOOTSTRAP_S:g} s"
+            raise NoHandover(f"its bootstrap server {bootstrap}: {why}") from None
+        finally:
+            pool.close()
+        engines = mooncake_engine_ids(answer.body) if answer.good else {}
+        if len(engines) != 1:
+            # Of several ranks, who computes the prompt would have to be told to the engine.
+            raise NoHandover(f"its bootstrap server {bootstrap} names {len(engines)} engines")
+        (engine_id,) = engines.values()
+        self._engines[instance.id] = instance, engine_id
+        return engine_id
+
+
+def _host_of(instance: Instance) -> str:
+    host = instance.pool.host
+    return f"[{host}]" if ":" in host else host
 
 
 def is_fresh(leg: PrefillLeg, prefilled_s: float) -> bool:

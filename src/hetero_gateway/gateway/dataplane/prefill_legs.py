@@ -5,6 +5,7 @@ The leg of the answer is a dispatch as any other (``placement``).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome
 from hetero_gateway.gateway.dataplane.intake import Placed, PrefillLeg
 from hetero_gateway.gateway.fleet.instances import Fleet
+
+# A prompt's cache is taken for fetched after its transfer's time, so many times that, and so long.
+_LATE, _LEAST_S = 1.5, 0.05
 
 
 class PrefillLegs:
@@ -64,6 +68,14 @@ class PrefillLegs:
             with contextlib.suppress(KeyError):  # they are no pair any more
                 pairs.observe(leg.instance.id, place.instance.id, size_bytes, took_s)
         self.over(leg, COMPLETED)
+
+    def fetched_unseen(self, place: Placed, prefill_s: float = 0.0) -> None:
+        """When who answers has a prompt's cache nobody sees: after its transfer's time, and more.
+
+        ``prefill_s``: until its prompt is computed.
+        """
+        after_s = prefill_s + _LATE * place.decision.choice.transfer_s + _LEAST_S
+        asyncio.get_running_loop().call_later(after_s, self.fetched, place)
 
     def over(self, leg: PrefillLeg | None, outcome: Outcome) -> None:
         """Take a leg off, unless that has been done."""

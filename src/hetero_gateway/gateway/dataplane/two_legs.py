@@ -15,8 +15,10 @@ on. A request that is not split runs none of this.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_gateway.engines.vllm.kv_transfer import NoHandover
@@ -30,9 +32,6 @@ from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.upstream import UpstreamConnection
 
 _log = logging.getLogger(__name__)
-
-# A prompt's cache is taken for fetched after its transfer's time, so many times that, and so long.
-_LATE, _LEAST_S = 1.5, 0.05
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -69,6 +68,9 @@ class TwoLegs(FurtherAttempts):
             head, body = self._request_to(leg.instance, body)
             return head + body
 
+        if handovers.at_once(leg):
+            await self._ask_both(exchange, request_of)
+            return
         try:
             body = await handovers.prefill(self._inbound, exchange, request_of)
         except InstanceError as error:
@@ -105,8 +107,57 @@ class TwoLegs(FurtherAttempts):
             # When its first token comes nobody sees.
             place = exchange.place
             assert isinstance(place, Placed)
-            after_s = _LATE * place.decision.choice.transfer_s + _LEAST_S
-            asyncio.get_running_loop().call_later(after_s, handovers.legs.fetched, place)
+            handovers.legs.fetched_unseen(place)
+
+    async def _ask_both(
+        self, exchange: HandoverExchange, request_of: Callable[[bytes], bytes]
+    ) -> None:
+        """Have the prompt computed, and the other instance asked meanwhile: it waits for it."""
+        leg, handovers, pool = exchange.leg, exchange.handovers, exchange.place.instance.pool
+        try:
+            body = await handovers.named(self._inbound, exchange)
+        except NoHandover as reason:
+            if self._exchange is exchange:
+                self._go_whole(exchange, str(reason))
+            return
+        if self._exchange is not exchange:
+            return
+        prompt = asyncio.ensure_future(handovers.prefill(self._inbound, exchange, request_of))
+        try:
+            try:
+                connection = pool.take_idle() or await pool.connect()
+            except InstanceError as error:
+                if self._exchange is exchange:
+                    exchange.on_error(error)
+                return
+            if self._exchange is not exchange:
+                pool.release(connection)
+                return
+            self._other_body, exchange.active = body, True
+            handovers.results["handed_over"] += 1
+            self._launch(exchange, connection, first=not self._tried)
+            try:
+                await prompt
+            except (InstanceError, NoHandover) as error:
+                # Who answers would wait for minutes. What it has told already it has otherwise.
+                if self._exchange is exchange and not exchange.head_sent:
+                    Exchange.abort(exchange)
+                    self._other_body = b""
+                    if isinstance(error, InstanceError):
+                        self._go_on_without(exchange, error)
+                    else:
+                        self._go_whole(exchange, str(error))
+                return
+            handovers.legs.prefilled(leg)
+            leg.sent_s = time.monotonic()
+            job, place = self._job, exchange.place
+            if job is not None and not job.parsed.stream and self._exchange is exchange:
+                assert isinstance(place, Placed)
+                handovers.legs.fetched_unseen(place)
+        finally:
+            prompt.cancel()
+            with contextlib.suppress(asyncio.CancelledError, InstanceError, NoHandover):
+                await prompt
 
     def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
         """The prefill instance failed: the request goes whole, if it may be tried again."""
@@ -159,6 +210,7 @@ class TwoLegs(FurtherAttempts):
         if exchange.failed_early:
             handovers.results["decode_failed"] += 1
             handovers.legs.refuse(leg, exchange.place.instance.id)
+            handovers.forget(leg)
             _log.warning(
                 "%s could not hand over to %s: for some minutes they are no pair",
                 leg.instance.id, exchange.place.instance.id,

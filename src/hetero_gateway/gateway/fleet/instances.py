@@ -13,6 +13,7 @@ import math
 import random
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -507,7 +508,8 @@ class Fleet:
 
     def gauges(self) -> Iterator[InstanceGauges]:
         """Every instance as metrics show it; some may come and go meanwhile."""
-        caches = self.scheduler.caches
+        caches, legs = self.scheduler.caches, self.scheduler.legs
+        refused = Counter(prefill for prefill, _ in legs.refused(time.monotonic()))
         for instance in tuple(self.instances.values()):
             if self.instances.get(instance.id) is instance:
                 yield InstanceGauges(
@@ -519,6 +521,7 @@ class Fleet:
                     ejected=instance.outcomes.ejected,
                     prefix_trust=None if caches is None else caches.eta(instance.id),
                     prefix_bytes=None if caches is None else caches.index.bytes_on(instance.id)[0],
+                    refused_pairs=None if legs.pairs is None else refused[instance.id],
                 )
 
     async def close_idle_connections(self) -> None:

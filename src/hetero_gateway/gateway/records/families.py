@@ -55,6 +55,7 @@ class InstanceGauges:
     ejected: bool = False
     prefix_trust: float | None = None
     prefix_bytes: int | None = None
+    refused_pairs: int | None = None
     models: frozenset[str] = frozenset()
 
 
@@ -109,7 +110,7 @@ _OF_INSTANCES = (
     "instance_up", "instance_ejected", "in_flight_requests", "instance_workload",
     "instance_kv_usage_ratio", "instance_speed_factor", "instance_waiting_first_token",
     "profile_drift_ratio", "profile_age_seconds", "prompt_cached_tokens", "instance_prefix_trust",
-    "instance_prefix_bytes",
+    "instance_prefix_bytes", "instance_refused_pairs",
 )  # fmt: skip
 
 
@@ -131,6 +132,7 @@ def _instance_rows(gauges: InstanceGauges) -> Iterator[Row]:
     yield "profile_age_seconds", (name,), gauges.profile_age_s
     yield "instance_prefix_trust", (name,), gauges.prefix_trust
     yield "instance_prefix_bytes", (name,), gauges.prefix_bytes
+    yield "instance_refused_pairs", (name,), gauges.refused_pairs
 
 
 def following_families(

@@ -20,6 +20,8 @@ from hetero_gateway.plain_httpx import httpx
 
 _TIMEOUT_S = 30.0
 _ALIVE_TIMEOUT_S = 5.0
+# Of a long prompt on a slow engine.
+_POST_TIMEOUT_S = 120.0
 # A rank's metrics are 70 KB.
 _MOST_BYTES = 1 << 23
 _LONGEST_VERSION = 64
@@ -104,10 +106,25 @@ class EngineClient:
             reason = str(error) or type(error).__name__
             raise HeteroGatewayError(f"{self.url}{path}: no answer: {reason}") from error
 
+    async def post(self, path: str, body: bytes) -> httpx.Response:
+        """A request whose body is JSON."""
+        try:
+            async with asyncio.timeout(_POST_TIMEOUT_S):
+                return await self._asked("POST", path, body)
+        except (httpx.HTTPError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise HeteroGatewayError(f"{self.url}{path}: no answer: {reason}") from error
+
     async def _get(self, path: str) -> httpx.Response:
+        return await self._asked("GET", path)
+
+    async def _asked(self, method: str, path: str, body: bytes | None = None) -> httpx.Response:
         """An answer with its body, neither of which is trusted to end."""
         parts, size = [], 0
-        async with self._client.stream("GET", path) as response:
+        headers = {} if body is None else {"content-type": "application/json"}
+        async with self._client.stream(
+            method, path, content=body, headers=headers, timeout=_POST_TIMEOUT_S
+        ) as response:
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise httpx.DecodingError("its body is encoded, which was not asked for")
             async for part in response.aiter_raw():

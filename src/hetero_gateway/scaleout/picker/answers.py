@@ -98,13 +98,20 @@ def with_ticket(answer: bytes, ticket: bytes) -> bytes:
     return message(answer[MESSAGE_HEAD_BYTES:] + _TICKET_PREFIX + ticket)
 
 
-def changed(answer: bytes, path: bytes | None, removed: Iterable[str]) -> bytes:
-    """A destination's answer that changes the request's path, too, or removes header fields."""
+def changed(
+    answer: bytes,
+    path: bytes | None,
+    removed: Iterable[str],
+    added: Iterable[tuple[str, str]] = (),
+) -> bytes:
+    """A destination's answer that changes the request's path, too, or its other header fields."""
     whole = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
     mutation = getattr(whole, whole.WhichOneof("response") or "").response.header_mutation
     if path is not None:
         mutation.set_headers.append(_header(":path", path))
-    mutation.remove_headers.extend(removed)
+    names = {name for name, _ in added}
+    mutation.set_headers.extend(_header(*pair) for pair in added)
+    mutation.remove_headers.extend(name for name in removed if name not in names)
     return _message(whole)
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig, PickerConfig
+from hetero_gateway.gateway.dataplane.handover import Handovers
 from hetero_gateway.gateway.dataplane.models import Serving, model_list
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -57,6 +58,8 @@ class Resources:
         self.total_timeout_s = dataplane.rooms.total_timeout_s
         self.stream_timeout_s = math.ceil(self.total_timeout_s) + _GRACE_S
         self.extends_timeout = config.extend_timeouts
+        self.prefill_header = config.prefill_header
+        self.legs = dataplane.dispatcher.placement.legs
         self.endpoints = endpoints
         self.tickets = Tickets()
         self.open = 0
@@ -65,6 +68,11 @@ class Resources:
     def guarded(self) -> Withheld:
         """The header fields that are not for clients, as they are configured now."""
         return self._gateway.dataplane.rooms.fields.guarded
+
+    @property
+    def handovers(self) -> Handovers | None:
+        """How requests are split; None: they are not."""
+        return self._gateway.dataplane.rooms.handovers
 
     @property
     def queue_timeout_s(self) -> float:

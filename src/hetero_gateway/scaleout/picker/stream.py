@@ -34,11 +34,12 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from hetero_gateway.core.types import InstanceId, Outcome, Reject, RejectReason, Usage
+from hetero_gateway.engines.vllm.paths import CHAT_COMPLETIONS, COMPLETIONS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import rejection
 from hetero_gateway.gateway.dataplane.dispatcher import Waiting
-from hetero_gateway.gateway.dataplane.intake import Job, Placed, shorten_body
+from hetero_gateway.gateway.dataplane.intake import Job, Placed, PrefillLeg, shorten_body
 from hetero_gateway.gateway.dataplane.observed import ReportedResponse
 from hetero_gateway.gateway.dataplane.reading import RequestReader
 from hetero_gateway.gateway.request.openai import ParsedRequest
@@ -75,6 +76,10 @@ _BODY_PART_S = 60
 _KEPT_BODY_BYTES = 8192
 # Of a head and of a body, what is counted as a part of every call (CALL_BYTES).
 _USUAL_BYTES = 2048
+
+
+# Which llm-d's sidecar makes two requests of.
+_SPLIT_PATHS = (CHAT_COMPLETIONS, COMPLETIONS)
 
 
 class _State(enum.Enum):
@@ -266,6 +271,14 @@ class Stream(RequestReader):
         if job.request.streams and not self._call.peer.reports:
             # Its first token is not seen: a stream's head comes before it, and its body never.
             job.request = job.request.replace(streams=False)
+        resources = self._resources
+        handovers = resources.handovers
+        if handovers is not None and not (
+            resources.prefill_header is not None
+            and inbound.path in _SPLIT_PATHS
+            and handovers.splits(inbound)
+        ):
+            job.request = job.request.replace(whole=True)
         self._place(job)
 
     # Placing
@@ -347,9 +360,10 @@ class Stream(RequestReader):
         self._state = _ANSWERING
         buffered = self._has_body and self._body_mode == _BUFFERED
         answer = destination.in_body if buffered else destination.in_headers
-        if prefix or self._removed:
+        added = () if placed.leg is None else self._begin_leg(placed, placed.leg)
+        if prefix or self._removed or added:
             path = prefix + inbound.target if prefix else None
-            answer = answers.changed(answer, path, self._removed)
+            answer = answers.changed(answer, path, self._removed, added)
         overhead_s = time.monotonic() - inbound.received_s - placed.waited_s
         resources.metrics.overhead_s.note(overhead_s)
         self._ticket = resources.tickets.issue(self)
@@ -361,6 +375,18 @@ class Stream(RequestReader):
             if not self._ended:
                 call.send(answers.REQUEST_TRAILERS)
         self._let_go_of_body()
+
+    def _begin_leg(self, placed: Placed, leg: PrefillLeg) -> tuple[tuple[str, str], ...]:
+        """Who is to compute the prompt, for the sidecar beside who answers."""
+        resources = self._resources
+        there = resources.endpoints.known(leg.instance).destination
+        if there is None or resources.prefill_header is None or resources.handovers is None:
+            resources.legs.over(leg, Outcome.COMPLETED)  # who answers computes it, too
+            return ()
+        resources.handovers.results["handed_over"] += 1
+        if not placed.dispatch.request.streams:
+            resources.legs.fetched_unseen(placed, placed.decision.choice.prefill_s)
+        return ((resources.prefill_header, there.endpoint),)
 
     def _has_given_back(self) -> None:
         self._gives_back = False
@@ -425,6 +451,9 @@ class Stream(RequestReader):
             self._move(job, self._placed, served.rpartition(",")[2])
         if self._placed is None or self._error is not None:
             return answers.RESPONSE_HEADERS
+        if self._placed.leg is not None:
+            # A sidecar asks for the answer once the prompt is computed.
+            self._resources.legs.prefilled(self._placed.leg)
         destination = self._resources.endpoints.known(self._placed.instance).destination
         return answers.RESPONSE_HEADERS if destination is None else destination.served
 
@@ -442,7 +471,7 @@ class Stream(RequestReader):
         served = resources.endpoints.instance_at(endpoint)
         if served is None:
             return  # it is none of ours
-        request = job.request.replace(streams=False, only=served)
+        request = job.request.replace(streams=False, only=served, whole=True)
         try:
             moved = resources.dispatcher.placement.submit(request, (), waits=False)
         except Refusal:
@@ -460,6 +489,7 @@ class Stream(RequestReader):
         self._first_s = time.monotonic()
         dispatch, ttft_s = placed.dispatch, placed.decision.choice.ttft_s
         self._resources.dispatcher.placement.stream_began(dispatch, None)
+        self._resources.legs.fetched(placed)
         if dispatch.predicted_s is None and ttft_s is not None:
             # Its steps are not seen: its whole time is what it says of the engine's speed.
             dispatch.predicted_s = (placed.placed_s, ttft_s)

@@ -4,11 +4,15 @@
 of roles (``planner.roles``), in a process of its own; what does best is what the scheduler goes by
 from then on, *nothing is split* as well. It is asked again after a minute, and, where the answer
 stays the same, after twice as long each time. Whatever goes wrong leaves the last answer.
+
+Models that share instances are asked about together, as if all of these served each of them;
+others each by itself: what one model's requests want is nothing to instances of another.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, slo_of
 from hetero_gateway.gateway.records.history import FinishedRequest, RequestHistory
 from hetero_gateway.gateway.settings import Settings
-from hetero_gateway.planner.roles import RoleQuestion, Roles, roles_for
+from hetero_gateway.planner.roles import RoleQuestion, Roles, legs_of, roles_for, told
 from hetero_gateway.serve.autoscaling.aside import aside
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.workload import Workload
@@ -29,6 +33,8 @@ _LOOK_S = 5.0
 _SOONEST_S, _LATEST_S = 60.0, 900.0
 # Of fewer requests nothing is concluded; of more, the last ones are simulated.
 _FEW, _MOST = 100, 1000
+# Models in a line of the log.
+_NAMED = 3
 
 
 async def _ask_aside(question: RoleQuestion) -> Roles:
@@ -62,6 +68,7 @@ class RoleSearch:
         self._loop = asyncio.get_running_loop()
         self._asking: asyncio.Task[None] | None = None
         self._next_s = 0.0
+        self._found: dict[frozenset[str], Roles] = {}
         self._interval_s = _SOONEST_S
         self._timer = self._loop.call_later(_LOOK_S, self._look)
 
@@ -75,40 +82,47 @@ class RoleSearch:
         if self._asking is not None or self._loop.time() < self._next_s:
             return
         try:
-            question = self._question()
+            questions = self._questions()
         except Exception:
             # The boundary of a background loop: the last answer stays.
             _log.exception("roles: the load cannot be seen")
             return
-        if question is not None:
-            self._asking = self._loop.create_task(self._go_by(question))
+        if questions:
+            self._asking = self._loop.create_task(self._go_by(questions))
 
-    def _question(self) -> RoleQuestion | None:
-        """None: there is nothing to be asked yet."""
+    def _questions(self) -> dict[frozenset[str], RoleQuestion]:
+        """By the models that share instances; those of which there is nothing to be asked yet are
+        left out."""
         scheduler = self._fleet.scheduler
         pairs = scheduler.legs.pairs
         if pairs is None:
-            return None
-        links = pairs.links()
-        able = {instance for pair in links for instance in pair}
-        models = set().union(*(scheduler.members.specs[i].models for i in able))
-        requests = [each for each in self._history if each.model in models]
-        if len(requests) < _FEW:
-            return None
-        model = requests[-1].model
-        requests = sorted(each for each in requests if each.model == model)[-_MOST:]
-        instances = []
-        for name, instance in self._fleet.instances.items():
-            spec = scheduler.members.specs[name]
-            there = instance.up and instance.awake and not instance.draining
-            if there and model in spec.models and spec.profile is not None:
-                instances.append(SimulatedInstance(name, spec.profile, spec.profile, spec.weight))
-        names = {each.instance_id for each in instances}
-        links = {pair: link for pair, link in links.items() if names.issuperset(pair)}
-        if not links or len(requests) < _FEW:
-            return None
-        slo = self._slo_of(model)
-        return RoleQuestion(tuple(instances), _mix(requests), links, pairs.kv_bytes_per_token, slo)
+            return {}
+        specs = scheduler.members.specs
+        by_model: dict[str, list[FinishedRequest]] = {}
+        for request in self._history:
+            by_model.setdefault(request.model, []).append(request)
+        found = {}
+        for models in together(spec.models for spec in specs.values()):
+            requests = sorted(r for m in models for r in by_model.get(m, ()))[-_MOST:]
+            if len(requests) < _FEW:
+                continue
+            instances = []
+            for name, instance in self._fleet.instances.items():
+                spec = specs[name]
+                there = instance.up and instance.awake and not instance.draining
+                if there and not models.isdisjoint(spec.models) and spec.profile is not None:
+                    one = SimulatedInstance(
+                        name, spec.profile, spec.profile, spec.weight, kv_role=spec.kv_role
+                    )
+                    instances.append(one)
+            names = {each.instance_id for each in instances}
+            links = {pair: link for pair, link in pairs.links().items() if names.issuperset(pair)}
+            if links:
+                slo = self._slo_of(_most_asked(requests))
+                found[models] = RoleQuestion(
+                    tuple(instances), _mix(requests), links, pairs.kv_bytes_per_token, slo
+                )
+        return found
 
     def _slo_of(self, model: str) -> Slo | None:
         config = self._settings.config.scheduler.slo
@@ -116,28 +130,62 @@ class RoleSearch:
             return None
         return slo_of(config.models.get(model, config))
 
-    async def _go_by(self, question: RoleQuestion) -> None:
-        legs = self._fleet.scheduler.legs
+    async def _go_by(self, questions: Mapping[frozenset[str], RoleQuestion]) -> None:
+        changed = failed = False
         try:
-            roles = await self.ask(question)
-        except Exception as error:
-            # The boundary of a background task: the last answer stays.
-            _log.warning("roles: %s; the last answer stays", str(error) or repr(error))
-        else:
-            if roles == legs.roles:
-                self._interval_s = min(_LATEST_S, 2 * self._interval_s)
-            else:
-                self._interval_s = _SOONEST_S
-                _log.info("roles: %s", _told(roles))
-                legs.set_roles(roles)
-                self._pump_soon()
+            for models, question in questions.items():
+                try:
+                    roles = await self.ask(question)
+                except Exception as error:
+                    # The boundary of a background task: the last answer stays.
+                    why = str(error) or repr(error)
+                    _log.warning("roles of %s: %s; the last answer stays", _named(models), why)
+                    failed = True
+                    continue
+                if roles != self._found.get(models):
+                    _log.info("roles of %s: %s", _named(models), told(roles))
+                    changed = True
+                    # Of models that shared other instances before, nothing is known any more.
+                    kept = {m: r for m, r in self._found.items() if m.isdisjoint(models)}
+                    self._found = kept | {models: roles}
+                    self._take_up()
         finally:
             self._asking = None
+            if changed:
+                self._interval_s = _SOONEST_S
+            elif not failed:
+                self._interval_s = min(_LATEST_S, 2 * self._interval_s)
             self._next_s = self._loop.time() + self._interval_s
+
+    def _take_up(self) -> None:
+        """Have the scheduler go by all that was found; of other models nothing is split."""
+        split = {models: roles for models, roles in self._found.items() if roles is not None}
+        every = {name: price for roles in split.values() for name, price in roles.items()}
+        named = frozenset(model for models in split for model in models)
+        self._fleet.scheduler.legs.set_roles(every if split else None, models=named)
+        self._pump_soon()
 
     def describe(self) -> dict[InstanceId, str]:
         """The role of each instance that has one, by name."""
-        return _legs_of(self._fleet.scheduler.legs.roles)
+        return legs_of(self._fleet.scheduler.legs.roles)
+
+
+def together(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    """What the sets come to where those that have one in common are one."""
+    found: list[frozenset[str]] = []
+    for each in sets:
+        apart = [other for other in found if other.isdisjoint(each)]
+        joined = each.union(*(other for other in found if not other.isdisjoint(each)))
+        found = [*apart, joined] if joined else apart
+    return found
+
+
+def _most_asked(requests: list[FinishedRequest]) -> str:
+    return Counter(request.model for request in requests).most_common(1)[0][0]
+
+
+def _named(models: frozenset[str]) -> str:
+    return ", ".join(sorted(models)[:_NAMED]) + (", …" if len(models) > _NAMED else "")
 
 
 def _mix(requests: list[FinishedRequest]) -> Workload:
@@ -148,22 +196,3 @@ def _mix(requests: list[FinishedRequest]) -> Workload:
         np.array([each.output_tokens for each in requests]),
     ]
     return Workload(*columns)
-
-
-def _legs_of(roles: Roles) -> dict[InstanceId, str]:
-    return {
-        instance: "prefill" if price.decode_s > price.prefill_s else "decode"
-        for instance, price in (roles or {}).items()
-    }
-
-
-def _told(roles: Roles) -> str:
-    if roles is None:
-        return "no request is split"
-    if not roles:
-        return "each request is split where that is cheaper"
-    legs = _legs_of(roles)
-    prompts, answers = (
-        ", ".join(sorted(i for i in legs if legs[i] == leg)) for leg in ("prefill", "decode")
-    )
-    return f"prompts on {prompts}; answers on {answers}"

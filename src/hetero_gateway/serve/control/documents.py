@@ -116,6 +116,13 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "max_model_len": instance.max_model_len,
         "weight": instance.weight,
         "leg": None if gateway.roles is None else gateway.roles.describe().get(instance.id),
+        "refused_pairs": [
+            {"to": decode, "for_s": for_s}
+            for (prefill, decode), for_s in gateway.fleet.scheduler.legs.refused(
+                time.monotonic()
+            ).items()
+            if prefill == instance.id
+        ],
         "source": instance.source,
         "up": instance.up,
         "draining": instance.draining,

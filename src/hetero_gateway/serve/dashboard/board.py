@@ -373,6 +373,8 @@ def alarms(gateway: Shown, trend: Trend) -> list[dict[str, Any]]:
         warnings.append(f"The KV cache of {_listed(full)} is full: the engine preempts.")
     if drifted := [i.id for i in instances if scheduler.members.snapshot(i.id).drifted]:
         warnings.append(f"The profile of {_listed(drifted)} has drifted from what is seen.")
+    for prefill, decode in scheduler.legs.refused(time.monotonic()):
+        warnings.append(f"{decode} cannot fetch prompts that {prefill} has computed.")
     if failing := [each.config.name for each in gateway.discovery.followers() if each.problem]:
         warnings.append(f"The source {_listed(failing)} cannot be asked.")
     by_severity = (("bad", bad), ("warning", warnings))

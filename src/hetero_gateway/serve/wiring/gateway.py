@@ -244,7 +244,7 @@ class Gateway(Parts):
         self.dataplane = DataPlane(self, self.health, run)
         self._write_about_requests()
         self.dataplane.wakes_by(self.engine_calls, self.settings)
-        pairing = Pairing(self.fleet)
+        pairing = Pairing(self.fleet, self._base_dir)
         self.dataplane.splits_by(pairing, self.settings)
         self.settings.add(
             ("scheduler.split_requests",), lambda _: Prepared(lambda: self._find_roles(pairing))
