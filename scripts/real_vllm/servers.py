@@ -29,6 +29,8 @@ ALIASES = {"small": "tiny-fast", "large": "tiny-slow"}
 TELLS_CACHED = {"large"}
 # Two equal ones that hand KV caches over, by NIXL on this machine's memory.
 PAIR = ("prefill", "decode")
+# So long they keep what nobody fetches: less than vLLM's 30 s, which every test would wait for.
+PAIR_LEASE_S = 10.0
 # Starting an engine takes 12-30 s on an idle machine; others may be using it.
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -207,7 +209,12 @@ def engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Se
 def paired_engine(id: str, directory: Path, python: Path, model: Path, core: int) -> Server:
     """One of ``PAIR``, not started: it can prefill for the other one, and decode."""
     port = free_port()
-    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"kv_lease_duration": PAIR_LEASE_S},
+    }
     argv = ["taskset", "-c", str(core), str(python), "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", str(model), "--served-model-name", SERVED_NAME, "--dtype", fast_dtype()]
     argv += ["--enforce-eager", "--max-model-len", "4096", "--enable-prompt-tokens-details"]

@@ -5,6 +5,7 @@ until a fault is drawn for the request. Faults are drawn per request, with a sha
 generator; which fault is on is said by whoever disturbs the instance (``instances.py``).
 """
 
+import asyncio
 import random
 import socket
 import struct
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from hetero_gateway.lab.emulator.kv_transfer import KVTransfer
 
 # No client may ever see it: it stands in bytes that follow the end of an answer.
 EVIL = b"evil-bytes-behind-the-end"
@@ -49,6 +52,10 @@ PAGES: tuple[bytes, ...] = (
 )
 
 
+# Its blocks cannot be fetched.
+TRANSFERS = "transfers"
+
+
 def _whole(status: int, body: bytes) -> bytes:
     return (
         b"HTTP/1.1 %d Chaos\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
@@ -72,15 +79,18 @@ class Faults:
         self.share = 0.0
 
     def set(self, kind: str | None, share: float) -> None:
-        """Faults on requests (any of ``KINDS``), on the pages that the gateway reads, or none."""
-        if kind is not None and kind != "pages" and kind not in KINDS:
+        """Faults on requests (any of ``KINDS``), on the pages that the gateway reads, on transfers
+        of prompts' caches, or none.
+        """
+        if kind is not None and kind not in ("pages", TRANSFERS) and kind not in KINDS:
             raise ValueError(f"there is no fault {kind!r}")
         self.kind, self.share = kind, share
 
     def drawn(self, post: bool) -> "Fault | Instead | None":
         """What to do with the answer of a request that has just come; None: nothing."""
-        if self.kind is None or self.rng.random() >= self.share:
+        if self.kind in (None, TRANSFERS) or self.rng.random() >= self.share:
             return None
+        assert self.kind is not None
         if self.kind == "pages":
             return None if post else Instead(_whole(200, self.rng.choice(PAGES)))
         return KINDS[self.kind](self.rng) if post else None
@@ -220,3 +230,24 @@ KINDS: dict[str, Callable[[random.Random], Fault | Instead]] = {
     "no-answer": lambda rng: Instead(b"", close=True),
     "extra": lambda rng: _Added(),
 }
+
+
+def break_transfers(transfer: KVTransfer, faults: Faults) -> None:
+    """Have blocks not be fetched while that is on: the other side is refused, or left waiting for
+    what does not come, or hears nothing any more.
+    """
+    whole = transfer._hand_over
+
+    async def hand_over(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if faults.kind != TRANSFERS or faults.rng.random() >= faults.share:
+            await whole(reader, writer)
+            return
+        asked = await reader.readline()
+        how = faults.rng.randrange(3)
+        if how == 1 and b'"freed":false' in asked:
+            writer.write(b'{"keys":[]}\n')
+            await writer.drain()
+        elif how == 2:
+            await reader.read()  # until it has left
+
+    transfer._hand_over = hand_over  # type: ignore[method-assign]

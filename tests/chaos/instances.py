@@ -20,7 +20,7 @@ from hetero_gateway.lab.emulator.server import EmulatedServer
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.emulator.transfer_settings import KVTransferConfig, KVTransferSettings
 from hetero_gateway.lab.load.emulated import write_profile
-from tests.chaos.faults import Faults, faulty
+from tests.chaos.faults import Faults, break_transfers, faulty
 from tests.fakes.vllm import bound
 
 MODEL = "chaos"
@@ -172,6 +172,8 @@ def _serve(
         transfer = KVTransferSettings(KVTransferConfig.model_validate(told), start_s=0.02)
     made = EmulatorSettings(profile(slowness, leg), models=(MODEL,), kv_transfer=transfer)
     emulated = EmulatedVLLM(made)
+    if emulated.transfer is not None:
+        break_transfers(emulated.transfer, faults)
     listener = bound(port)
     listener.listen(4096)
 

@@ -1,13 +1,17 @@
 """Instances that are killed every few seconds, and streams whose clients must not notice.
 
     python -m tests.chaos.kills [--seconds 600] [--streams 200] [--every 3] [--seed 1]
-                                [--workers 1] [--legs] [--lease 30] [--json]
+                                [--workers 1] [--legs] [--lease 30] [--stops] [--breaks]
+                                [--keep DIR] [--json]
 
 So many streams are open at any time, of plain text by chat and by completion. Each must be one
 well-formed stream to its end, with all of its tokens and the true sums, however often its instance
 is killed; at the end every load is 0. With ``--legs`` requests are split among two instances, of
-two groups, a third of them do not stream, and at the end no block is pinned. The instances are
-processes of the emulated vLLM, whose texts are a word a token: what is told can be counted.
+two groups, a third of them do not stream, and at the end no block is pinned. With ``--stops`` some
+are stopped for up to 8 s in place of being killed, with ``--breaks`` others do not get the caches
+of prompts from some. A request is *given up* under which two instances died in turn, as the gateway
+says in its log: it may end with an error. The instances are processes of the emulated vLLM, whose
+texts are a word a token: what is told can be counted.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import random
 import re
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +31,7 @@ import httpx
 import yaml
 
 from hetero_gateway.engines.vllm.kv_transfer import DEFAULT_LEASE_S
+from tests.chaos.faults import TRANSFERS
 from tests.chaos.gateway import GatewayProcess
 from tests.chaos.instances import MODEL, Instance, make_instances, write_profiles
 
@@ -35,6 +41,8 @@ _BYTES_PER_TOKEN = 4
 # A chat's template, as the emulated instance has it: of a message, and in front of the answer.
 _TEMPLATE_TOKENS = {"/v1/chat/completions": 4 + 3, "/v1/completions": 0}
 _SETTLED_WITHIN_S = 30.0
+# So long an instance is stopped, or its transfers break.
+_LASTS_S = (0.3, 1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass
@@ -44,8 +52,9 @@ class Seen:
     streams: int = 0
     continued: int = 0
     legs: Counter[int] = field(default_factory=Counter)
-    kills: int = 0
+    disturbances: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    given_up: int = 0
     results: dict[str, float] = field(default_factory=dict)  # as the gateway counts them
     handovers: dict[str, float] = field(default_factory=dict)  # the same
 
@@ -60,10 +69,12 @@ class Answer:
     ids: set[tuple[str, int]] = field(default_factory=set)
     ends: int = 0
     done: bool = False
+    request_id: str = ""
 
     async def of_stream(self, http: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> None:
         """Raises ValueError."""
         async with http.stream("POST", path, json=asked) as response:
+            self.request_id = response.headers.get("x-request-id", "")
             if response.status_code != 200:
                 raise ValueError(f"status {response.status_code}: {await response.aread()!r}")
             async for line in response.aiter_lines():
@@ -79,6 +90,7 @@ class Answer:
     async def whole(self, http: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> None:
         """Raises ValueError."""
         response = await http.post(path, json=asked)
+        self.request_id = response.headers.get("x-request-id", "")
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code}: {response.text[:300]}")
         self.take(response.json())
@@ -124,21 +136,34 @@ async def ask_once(
             raise ValueError(f"(prompt, output, words) {sums}, not {prompt_tokens}, {tokens}")
     except (httpx.HTTPError, ValueError) as error:
         kind = "stream" if streams else "answer"
-        seen.faults.append(f"{path}: {kind} of {tokens} tokens after {got.pieces}: {error!r}")
+        what = f"{kind} of {tokens} tokens after {got.pieces}: {error!r}"
+        seen.faults.append(f"{got.request_id}: {path}: {what}")
     seen.streams += 1
     seen.continued += got.pieces > 1
     seen.legs[got.pieces] += 1
 
 
-async def kill_now_and_then(
-    instances: list[Instance], every_s: float, rng: random.Random, seen: Seen
+async def disturb_now_and_then(
+    instances: list[Instance], kinds: list[str], every_s: float, rng: random.Random, seen: Seen
 ) -> None:
     while True:
         await asyncio.sleep(every_s)
         victim = rng.choice(instances)
-        victim.kill()
-        seen.kills += 1
-        await victim.start()
+        kind = rng.choice(kinds) if len(kinds) > 1 else kinds[0]
+        seen.disturbances[kind] += 1
+        if kind == "kill":
+            victim.kill()
+            await victim.start()
+            continue
+        try:
+            if kind == "stop":
+                victim.stop()
+            else:
+                victim.break_off(TRANSFERS, rng.choice((0.3, 1.0)), time.monotonic())
+            await asyncio.sleep(rng.choice(_LASTS_S))
+        finally:
+            victim.go_on()
+            victim.break_off(None, 0.0, time.monotonic())
 
 
 async def pinned(instances: list[Instance], lease_s: float) -> list[str]:
@@ -152,6 +177,20 @@ async def pinned(instances: list[Instance], lease_s: float) -> list[str]:
             if float(line.rpartition(" ")[2]):
                 found.append(f"{instance.id} has blocks left: {line}")
     return found
+
+
+def give_up(seen: Seen, log: str) -> None:
+    """Those that the gateway gave up as it may, and why it gave up others."""
+    deadly = re.findall(
+        r"request (\S+) (?:cannot be continued: two instances broke off under it"
+        r"|is not tried again: \S+ and \S+ died)",
+        log,
+    )
+    told = [fault for fault in seen.faults if fault.startswith(tuple(f"{id}: " for id in deadly))]
+    seen.given_up = len(told)
+    seen.faults = [fault for fault in seen.faults if fault not in told]
+    lines = [line for line in log.splitlines() if "cannot be continued" in line]
+    seen.faults += [line for line in lines if "two instances broke off" not in line]
 
 
 async def run(args: argparse.Namespace, directory: Path) -> Seen:
@@ -183,15 +222,18 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         while loop.time() < until_s:
             await ask_once(http, own, seen, legs=args.legs)
 
-    killing = asyncio.ensure_future(kill_now_and_then(instances, args.every, rng, seen))
+    kinds = ["kill", *["stop"] * args.stops, *["break"] * args.breaks]
+    disturbing = asyncio.ensure_future(
+        disturb_now_and_then(instances, kinds, args.every, rng, seen)
+    )
     try:
         limits = httpx.Limits(max_connections=None)
         options: dict[str, Any] = {"base_url": gateway.url, "trust_env": False, "limits": limits}
         async with httpx.AsyncClient(timeout=120, **options) as http:
             own = [random.Random(rng.random()) for _ in range(args.streams)]
             await asyncio.gather(*(client(http, each) for each in own))
-        killing.cancel()
-        await asyncio.gather(killing, return_exceptions=True)
+        disturbing.cancel()
+        await asyncio.gather(disturbing, return_exceptions=True)
         give_up_s = loop.time() + _SETTLED_WITHIN_S
         left = await gateway.left_over()
         while left and loop.time() < give_up_s:
@@ -205,14 +247,13 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         if args.legs:
             seen.faults += await pinned(instances, args.lease)
         total = sum(legs * number for legs, number in seen.legs.items()) - seen.streams
-        log = gateway.log.read_text("utf-8", "replace").splitlines()
-        seen.faults += [line for line in log if "cannot be continued" in line]
+        give_up(seen, gateway.log.read_text("utf-8", "replace"))
         seen.results = {labels[0][1]: number for labels, number in told.items()}
         counted = told[(("result", "continued"),)]
         if counted < total:
             seen.faults.append(f"{counted:g} counted as continued, {total} were")
     finally:
-        killing.cancel()
+        disturbing.cancel()
         await gateway.aclose()
         for instance in instances:
             instance.close()
@@ -230,15 +271,22 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--legs", action="store_true")
     parser.add_argument("--lease", type=float, default=DEFAULT_LEASE_S)
+    parser.add_argument("--stops", action="store_true")
+    parser.add_argument("--breaks", action="store_true")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the gateway's log there")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as directory:
-        seen = asyncio.run(run(args, Path(directory)))
+        kept: Path = args.keep or Path(directory)
+        kept.mkdir(parents=True, exist_ok=True)
+        seen = asyncio.run(run(args, kept))
     document = {
         "streams": seen.streams,
         "continued": seen.continued,
         "most_legs": max(seen.legs, default=0),
-        "kills": seen.kills,
+        "kills": seen.disturbances["kill"],
+        "disturbances": dict(seen.disturbances),
+        "given_up": seen.given_up,
         "results": seen.results,
         "handovers": seen.handovers,
         "violations": seen.faults[:50],

@@ -10,6 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from real_vllm.cluster import Cluster
+from real_vllm.servers import PAIR, load_server
+
+from tests.real_vllm.kv_pair import Pair
 
 FIGURES = pytest.StashKey[list[str]]()
 
@@ -31,6 +34,25 @@ def cluster(servers: Cluster) -> Iterator[Cluster]:
     servers.assert_idle()
     yield servers
     servers.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Pair]:
+    directory = Path(os.environ.get("HETERO_GATEWAY_REAL_VLLM", "-"))
+    states = [directory / f"{name}.json" for name in PAIR]
+    if not all(state.is_file() for state in states):
+        pytest.skip("scripts/real-vllm --pair runs these")
+    found = Pair(*map(load_server, states))
+    yield found
+    found.http.close()
+
+
+@pytest.fixture
+def pair(engines: Pair) -> Iterator[Pair]:
+    """Both are there, before a test and after it."""
+    engines.restore()
+    yield engines
+    engines.restore()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 from hetero_gateway.core.instances.outcomes import SILENT, BreakerState, EjectionRules, Outcomes
 from hetero_gateway.core.instances.silence import (
     FLOOR_S,
+    LEG_S,
     UNKNOWN_S,
     Health,
     Pauses,
@@ -16,6 +17,7 @@ from hetero_gateway.core.instances.silence import (
 )
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Leg
 from tests.core.builders import fast_instance
 
 WELL = Health(None, 0.01)
@@ -97,6 +99,25 @@ def test_an_answer_that_does_not_stream_is_late_only_together_with_health() -> N
     # It always takes so long, or nobody knows.
     assert after(5.0, state, Health(NOW_S - 1.1, 0.5), streams=False) is Silence.ASK
     assert after(5.0, state, Health(NOW_S - 1.1, math.inf), streams=False) is Silence.ASK
+
+
+def test_of_two_legs_each_is_owed_for_ten_seconds() -> None:
+    state = fast_instance()
+    entry = state.dispatch(Request("m", 100, 0.0, streams=False), 1.0, 0.0)
+    entry.leg, entry.expected_s = Leg.PREFILL, 0.1
+    assert after(LEG_S - 0.1, state, streams=False) is Silence.ASK
+    assert after(LEG_S + 0.1, state, streams=False) is Silence.SUSPECTED
+    state.prefilled(entry, 1.0)
+    assert after(LEG_S + 0.1, state, streams=False) is Silence.ASK
+
+
+def test_an_answer_is_owed_when_it_is_asked_for() -> None:
+    state = fast_instance()
+    entry = state.dispatch(Request("m", 100, 100.0), 1.0, 0.0)
+    entry.leg, entry.expected_s, entry.sent_s = Leg.DECODE, 0.1, math.inf
+    assert after(10 * LEG_S, state, streams=False) is Silence.ASK
+    entry.sent_s = NOW_S - LEG_S - 0.1
+    assert after(10 * LEG_S, state, streams=False) is Silence.SUSPECTED
 
 
 def test_a_pause_that_was_none_is_tolerated_twice_as_long_for_a_while() -> None:

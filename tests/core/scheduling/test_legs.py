@@ -82,6 +82,20 @@ def test_a_computed_prompt_holds_memory_and_nothing_else() -> None:
     assert all(not any(one) for one in sums(made))
 
 
+def test_an_answer_is_expected_from_when_it_is_asked_for() -> None:
+    made = splitting(spec("p"), spec("d"))
+    ticket = placed(made)
+    prefill, decode = ticket.prefill, ticket.dispatch
+    assert prefill is not None
+    assert decode is not None
+    assert decode.sent_s == math.inf
+    whole_s = decode.expected_s
+    made.legs.prefilled(prefill, 3.0)
+    made.legs.asked(prefill, decode, 3.0)
+    assert decode.sent_s == 3.0
+    assert decode.expected_s == whole_s - prefill.expected_s > 0
+
+
 def test_what_is_handed_over_is_no_prompt_among_decode_steps() -> None:
     # Or else the observed steps would seem to have computed it in no time.
     made = splitting(spec("p"), spec("d"))

@@ -17,13 +17,13 @@ from hetero_gateway.files.profile_file import profile_document, write_profile_fi
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.emulator.transfer_settings import KVTransferSettings, read_config
+from tests.fakes.between import Between, with_parameters
 from tests.fakes.emulated import emulated
+from tests.fakes.legs import ANSWERS, PROMPTS
 from tests.fakes.running import RunningGateway, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
-# One computes prompts quickly and answers slowly, one the other way round, and one is slow.
-PROMPTS = Constants(p1=1e-5, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.2)
-ANSWERS = Constants(p1=2e-3, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.01)
+# Beside a pair, one that is slow.
 SLOW = Constants(p1=2e-2, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=2.0)
 TOKENS, BLOCKS = 800, 400
 TEXT = " fox" * TOKENS
@@ -276,6 +276,110 @@ async def test_an_instance_that_hangs_with_a_prompt_is_left(tmp_path: Path) -> N
         answer = await at.client.post(CHAT_COMPLETIONS, json=body_for(CHAT_COMPLETIONS))
         assert answer.status_code == 504  # as of any instance that does not answer
         assert await at.results() == {"prefill_failed": 1}
+
+
+async def test_an_engine_that_hangs_with_a_prompt_behind_its_server_is_left(
+    tmp_path: Path,
+) -> None:
+    """/health is answered. Who is to answer has not been asked yet, and is not at fault."""
+    async with faked(tmp_path, {"hang": True}, {}) as (at, _):
+        instances = at.running.gateway.fleet.instances
+        body = body_for(CHAT_COMPLETIONS, stream=True)
+        answering = asyncio.ensure_future(at.client.post(CHAT_COMPLETIONS, json=body))
+        await eventually(lambda: instances["i0"].outcomes.ejected, 15)
+        assert not instances["i1"].outcomes.ejected
+        async with asyncio.timeout(1):
+            answer = await answering
+        assert answer.status_code == 200
+        assert answer.headers["x-hetero-gateway-instance"] in ("i1", "i2")
+        assert await at.results() == {"prefill_failed": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_is_stopped_before_it_was_fetched_from_is_left(
+    stream: bool, tmp_path: Path
+) -> None:
+    """An engine waits for ever for what it fetches from one that is stopped."""
+    health = {"probe_interval_s": 0.5, "probe_timeout_s": 2}
+    async with faked(tmp_path, says(), {"hang": True}, health=health) as (at, fakes):
+        body = body_for(CHAT_COMPLETIONS, stream=stream)
+        answering = asyncio.ensure_future(at.client.post(CHAT_COMPLETIONS, json=body))
+        await eventually(lambda: bool(fakes[1].bodies))
+        fakes[0].runs.clear()
+        fakes[1].fault = {}
+        async with asyncio.timeout(10):
+            answer = await answering
+        assert answer.status_code == 200
+        assert answer.headers["x-hetero-gateway-instance"] in ("i1", "i2")
+        assert await at.results() == {"handed_over": 1, "prefill_failed": 1}
+        assert b"kv_transfer_params" not in fakes[1].bodies[-1] or len(fakes[1].bodies) == 1
+        fakes[0].runs.set()
+
+
+async def test_prompts_that_are_computed_count_for_who_computes_them(tmp_path: Path) -> None:
+    async with faked(tmp_path, says(), {}) as (at, fakes):
+        for status in (500, 200, 200) * 5:
+            fakes[0].fault = says() | {"status": status}
+            body = body_for(CHAT_COMPLETIONS, f"{fakes[0].requests}{TEXT}")
+            assert (await at.client.post(CHAT_COMPLETIONS, json=body)).status_code == 200
+        assert await at.results() == {"prefill_failed": 5, "handed_over": 10}
+        # Never five in a row.
+        assert not at.running.gateway.fleet.instances["i0"].outcomes.ejected
+
+
+async def test_a_block_too_few_is_not_handed_over(tmp_path: Path) -> None:
+    """It would end the engine that is given it."""
+    async with faked(tmp_path, says(usage={"prompt_tokens": 49}), {}) as (at, fakes):
+        fakes[0].metrics = fakes[0].metrics.replace("}", ',block_size="16"}')
+        instance = at.running.gateway.fleet.instances["i0"]
+        await eventually(lambda: instance.engine_block_tokens == 16)
+        answer = await at.client.post(CHAT_COMPLETIONS, json=body_for(CHAT_COMPLETIONS))
+        assert answer.status_code == 200
+        assert await at.results() == {"no_handover": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_cache_that_cannot_be_fetched_is_the_pairs_failure(
+    path: str, stream: bool, tmp_path: Path
+) -> None:
+    """On /v1/responses the engine has opened its stream before, and breaks it off."""
+    async with AsyncExitStack() as stack:
+        found = [
+            await stack.enter_async_context(emulated(settings(each))) for each in (PROMPTS, ANSWERS)
+        ]
+        between = await stack.enter_async_context(Between(found[0][0], b'"do_remote_decode":true'))
+        between.answered = with_parameters(remote_port=1)
+        urls, kinds = (between.url, found[1][0]), (PROMPTS, ANSWERS)
+        at = await stack.enter_async_context(split(tmp_path, urls, kinds))
+        answer = await at.client.post(path, json=body_for(path, stream=stream))
+        assert answer.status_code == 200
+        assert b"error" not in answer.content.replace(b'"error":null', b"")
+        assert await at.results() == {"handed_over": 1, "decode_failed": 1}
+        pairs = at.running.gateway.fleet.scheduler.legs.pairs
+        assert pairs is not None
+        assert pairs.refused(0.0) == [("i0", "i1")]
+        assert at.running.gateway.metrics.upstream_errors == {("i1", "handover"): 1}
+
+
+async def test_who_cannot_fetch_from_a_dead_instance_answers_alone_where_nobody_else_can(
+    tmp_path: Path,
+) -> None:
+    async with fake_instances(2) as fakes:
+        fakes[0].fault, fakes[1].fault = says(), {"status": 500}
+        urls = [fake.url for fake in fakes]
+        async with split(tmp_path, urls, (PROMPTS, ANSWERS)) as at:
+            fakes[1].runs.clear()
+            body = body_for(CHAT_COMPLETIONS)
+            answering = asyncio.ensure_future(at.client.post(CHAT_COMPLETIONS, json=body))
+            await eventually(lambda: bool(fakes[1].bodies))
+            await fakes[0].kill()
+            fakes[1].fault = {}
+            fakes[1].runs.set()
+            answer = await answering
+            assert answer.status_code == 200
+            assert answer.headers["x-hetero-gateway-instance"] == "i1"
+            assert await at.results() == {"handed_over": 1, "decode_failed": 1}
 
 
 async def test_a_stream_that_breaks_off_after_its_hand_over_goes_on_elsewhere(

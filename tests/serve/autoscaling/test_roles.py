@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_gateway.core.costs.profile import Constants, Profile
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.pairs import Link
 from hetero_gateway.core.policies.legs import RolePrice
 from hetero_gateway.core.policies.slo import Slo
@@ -25,12 +25,10 @@ from hetero_gateway.serve.wiring.gateway import Gateway
 from hetero_gateway.sim.cluster import SimulatedInstance
 from hetero_gateway.sim.workload import Workload
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
+from tests.fakes.legs import ANSWERS, PROMPTS
 from tests.fakes.running import eventually, running_gateway
 from tests.fakes.vllm import fake_instances
 
-# One computes prompts quickly and answers slowly, the other one the other way round.
-PROMPTS = Constants(p1=1e-5, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.2)
-ANSWERS = Constants(p1=2e-3, p2=0, p3=0, p4=0.01, p5=0, p6=0, p7=0, p8=0.01)
 PAIR = tuple(
     SimulatedInstance(InstanceId(name), made, made)
     for name, made in (

@@ -76,7 +76,8 @@ class Dispatch:
         prefilled_s: the time that the instance was thought to have spent on prompts by then, s.
         predicted_s: when it was sent, s, and the time to its first token, s, as predicted, where
             nobody will see it.
-        sent_s: when it was sent, as far as its progress is followed.
+        sent_s: when it was sent, as far as its progress is followed; infinite: it has yet to be,
+            when another instance has computed its prompt.
         expected_s: how long after that its first token was to come, s; infinite: nobody knows.
         match_tokens: of the prompt of one sequence, what its instance should have cached.
         known_keys: keys of its prompt that its instance had before; None: none are known.

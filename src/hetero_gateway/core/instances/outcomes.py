@@ -334,6 +334,11 @@ class Outcomes:
         return True
 
     @property
+    def seen_alive_s(self) -> float:
+        """When it last answered well, or its /health was asked that was good."""
+        return max(self.heard_s, self._alive_s)
+
+    @property
     def is_heard_again(self) -> bool:
         """It was ejected for its silence, and answered since."""
         return self.ejected and self.reason == SILENT and self.heard_s > self._ejected_s

@@ -4,9 +4,10 @@ Two things are expected of an instance that works: that its streams go on, a ste
 that they begin when it was predicted. What is tolerated is three times as much time as that, and at
 least ``FLOOR_S``; a prompt that waits there may hold its streams up for as long as it takes to
 prefill. Where the model cannot say (no profile, or a stand-in's whose speed was not seen),
-at least ``UNKNOWN_S`` is; and twice as long a pause as one that was none lately, as
-models are wrong (``Pauses``). Anything heard of the instance begins all of it anew, so
-one slow request says nothing of an instance that serves others.
+at least ``UNKNOWN_S`` is; of a prompt for another instance, and of an answer to one, at least
+``LEG_S``; and twice as long a pause as one that was none lately, as models are wrong (``Pauses``).
+Anything heard of the instance begins all of it anew, so one slow request says nothing of an
+instance that serves others.
 
 An answer that does not stream is whole when it is, and lengths are hard to predict: where such are
 all there is, /health is asked, and its silence counts beside theirs, if it is not always so slow.
@@ -30,6 +31,7 @@ from typing import Final, NamedTuple
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState, prefill_s
+from hetero_gateway.core.types import PREFILL, WHOLE
 
 FLOOR_S: Final = 0.75
 UNKNOWN_S: Final = 5.0
@@ -40,6 +42,9 @@ _TIMES: Final = 3.0
 # So many times what is tolerated of streams is enough without /health: an engine may hang behind a
 # server that answers that.
 _SURE: Final = 10.0
+# Of a request that two instances share each leg is tolerated for so long: nothing is learnt of how
+# long prompts take there, and an engine gives the other one up after 5 s itself.
+LEG_S: Final = 10.0
 _LONGEST_PAUSE_S: Final = 30.0
 _FORGOTTEN_S: Final = 60.0
 
@@ -115,8 +120,10 @@ def judge(
     if streams:
         share = silent_s / max(least_s, _TIMES * (step_s or 0.0))
     for entry in outstanding:
-        if entry.request.streams and entry.tracked and not entry.streaming:
-            most_s = max(least_s, _TIMES * entry.expected_s)
+        owes = entry.request.streams or (entry.leg is PREFILL and not entry.pinned)
+        if owes and entry.tracked and not entry.streaming:
+            tolerated_s = least_s if entry.leg is WHOLE else max(least_s, LEG_S + slack_s)
+            most_s = max(tolerated_s, _TIMES * entry.expected_s)
             share = max(share, (now_s - max(heard_s, entry.sent_s)) / most_s)
     late = 0.0
     if health.asked_s is not None:

@@ -391,7 +391,7 @@ class InstanceState(Holder):
         self.stages[0] += n
         self._schedule_move(entry)
         set_rate(self)
-        if self.stands_in and seen:
+        if self.stands_in and seen and computed:
             self._learn_concurrency(entry, now_s)
         return True
 

@@ -3,6 +3,7 @@
     scheduler.legs.set_roles(roles, pairs)          # then pump
     ticket.prefill, ticket.dispatch                 # of a request that is split: both legs
     scheduler.legs.prefilled(ticket.prefill, now_s) # its prompt is computed: hand it over
+    scheduler.legs.asked(ticket.prefill, ticket.dispatch, now_s)
     scheduler.first_token(ticket.dispatch, now_s)   # it was fetched, and
     scheduler.settle(ticket.prefill, …)             # is gone there
 
@@ -117,3 +118,8 @@ class Legs:
         """
         if dispatch.state.prefilled(dispatch, now_s):
             self._decider.freed.append(dispatch.instance_id)
+
+    def asked(self, prefill: Dispatch, decode: Dispatch, now_s: float) -> None:
+        """Who answers has been asked, and owes the first token as of now."""
+        decode.sent_s = now_s
+        decode.expected_s = max(0.0, decode.expected_s - prefill.expected_s)

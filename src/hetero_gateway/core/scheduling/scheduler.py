@@ -568,8 +568,9 @@ class Scheduler:
         if choice.ttft_s is not None:
             dispatch.expected_s = choice.ttft_s
         if choice.prefill_position >= 0:
-            # Its first token says nothing of a prompt that another one computes.
-            dispatch.leg, dispatch.before = DECODE, None
+            # Its first token says nothing of a prompt that another one computes, and is not owed
+            # until it is asked for (``Legs.asked``).
+            dispatch.leg, dispatch.before, dispatch.sent_s = DECODE, None, math.inf
         if self.restraints.by_id:
             self.restraints.sent(dispatch, now_s)
         if self.on_dispatch is not None:

@@ -242,6 +242,9 @@ class Attempts(TwoLegs):
             self._send(place)
             return
         ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
+        if ours and self._is_answered_alone():
+            self._place()
+            return
         spent = len(self._tried) > 1
         refusal = rejection(place, self._failure, self._inbound.path, spent=spent)
         self._turn_away(refusal, "unavailable" if ours else "rejected")

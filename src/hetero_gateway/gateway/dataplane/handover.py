@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from hetero_gateway.core.instances.outcomes import SILENT
+from hetero_gateway.core.instances.silence import LEG_S
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm.kv_transfer import (
     CONNECTORS,
@@ -35,6 +37,7 @@ from hetero_gateway.engines.vllm.kv_transfer import (
     read_answer,
     reason_against,
 )
+from hetero_gateway.engines.vllm.paths import RESPONSES
 from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.gateway.dataplane.intake import Job, PrefillLeg
 from hetero_gateway.gateway.dataplane.prefill_legs import PrefillLegs
@@ -54,8 +57,8 @@ _MOST_ANSWER_BYTES = 8 << 20
 # Of an answer that is put right as a whole; and of a stream's events that tell nothing yet.
 _MOST_WHOLE_BYTES = 8 << 20
 _MOST_OPENING_BYTES = 1 << 16
-# So often it is asked whether an instance that computes a prompt has fallen silent.
-_LOOK_S = 0.5
+# So often it is asked whether who computes a prompt, or is fetched from, has fallen silent.
+LOOK_S = 0.5
 # Of Mooncake's bootstrap servers.
 _BOOTSTRAP_POOL = PoolConfig(max_connections=1, max_idle=1)
 _BOOTSTRAP_S, _MOST_BOOTSTRAP_BYTES = 2.0, 1 << 20
@@ -163,7 +166,9 @@ class HandoverExchange(Exchange):
             return False
         if self.leg.sent_s is None and self.transfer is None:
             return False
-        return error.failure in _BY_TRANSFERS
+        # An engine that opens its stream before it fetches breaks it off then.
+        broke = error.failure is Failure.RESET and self._path == RESPONSES and bool(self._parts)
+        return broke or error.failure in _BY_TRANSFERS
 
 
 # What a failed transfer looks like.
@@ -219,7 +224,9 @@ class Handovers:
         """
         leg = exchange.leg
         connector = CONNECTORS[leg.transfer.connector]
-        transfer = exchange.transfer or Transfer(inbound.request_id.decode())
+        transfer = exchange.transfer
+        if transfer is None:
+            transfer = Transfer(inbound.request_id.decode(), leg.instance.engine_block_tokens)
         body = prefill_body(inbound.path, inbound.body, connector.for_prefill(transfer))
         answer = await self._ask(exchange, request_of(body))
         if answer.status >= 500 or answer.status == 429:
@@ -229,6 +236,7 @@ class Handovers:
         if answer.status != 200 or answer.problem:
             # What is wrong with it, the client is told by whoever gets it whole.
             raise NoHandover(answer.problem or f"it answered {answer.status}")
+        self._recorder.note_good(inbound.body, leg.instance, leg.dispatch, time.monotonic())
         told = read_answer(inbound.path, answer.body)
         parameters = connector.for_decode(transfer, told)
         exchange.mending = mending_of(told)
@@ -240,23 +248,26 @@ class Handovers:
         self.forget(leg)
         self.legs.over(leg, error.failure.outcome)
         dispatch, instance = leg.dispatch, leg.instance
-        sent_s = job.inbound.received_s
-        self._recorder.note_error(job, instance, dispatch, error, sent_s, dispatch.expected_s)
+        sent_s, expected_s = dispatch.sent_s, dispatch.expected_s
+        self._recorder.catch_up()  # what was answered before this failure counts before it
+        self._recorder.note_error(job, instance, dispatch, error, sent_s, expected_s)
 
     async def _ask(self, exchange: HandoverExchange, request: bytes) -> ProbeAnswer:
         """Raises InstanceError."""
         instance = exchange.leg.instance
         asking = asyncio.ensure_future(asked_of(instance.pool, request, _MOST_ANSWER_BYTES))
-        until_s = time.monotonic() + self.first_byte_s
+        began_s = time.monotonic()
         try:
             while True:
-                await asyncio.wait([asking], timeout=_LOOK_S)
+                await asyncio.wait([asking], timeout=LOOK_S)
                 exchange.active = True  # it is somebody else who is asked
                 if asking.done():
                     return asking.result()
-                if instance.silent:
+                took_s, outcomes = time.monotonic() - began_s, instance.outcomes
+                suspected = outcomes.ejected and outcomes.reason == SILENT and took_s >= LEG_S
+                if instance.silent or suspected:
                     raise InstanceError(Failure.SILENT, "nothing is heard of it")
-                if time.monotonic() >= until_s:
+                if took_s >= self.first_byte_s:
                     message = f"no prompt computed in {self.first_byte_s:g} s"
                     raise InstanceError(Failure.FIRST_BYTE_TIMEOUT, message)
         finally:

@@ -51,6 +51,11 @@ class PrefillLegs:
         self._scheduler.legs.prefilled(leg.dispatch, time.monotonic())
         self._pump_soon()
 
+    def asked(self, leg: PrefillLeg, place: Placed) -> None:
+        """Who answers has been asked."""
+        leg.sent_s = time.monotonic()
+        self._scheduler.legs.asked(leg.dispatch, place.dispatch, leg.sent_s)
+
     def fetched(self, place: Placed) -> None:
         """Who answers has a prompt's cache; where that was seen, how long it took is learnt."""
         leg, pairs = place.leg, self._scheduler.legs.pairs
@@ -74,8 +79,12 @@ class PrefillLegs:
 
         ``prefill_s``: until its prompt is computed.
         """
-        after_s = prefill_s + _LATE * place.decision.choice.transfer_s + _LEAST_S
+        after_s = prefill_s + self.late_s(place)
         asyncio.get_running_loop().call_later(after_s, self.fetched, place)
+
+    def late_s(self, place: Placed) -> float:
+        """After how long a transfer is taken for over."""
+        return _LATE * place.decision.choice.transfer_s + _LEAST_S
 
     def over(self, leg: PrefillLeg | None, outcome: Outcome) -> None:
         """Take a leg off, unless that has been done."""

@@ -124,7 +124,9 @@ class RequestReader:
     # What has to wait
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what has to wait. At most one runs at a time, and none is ever cancelled here."""
+        """Run what has to wait. At most one acts at a time, beside one that looks after what was
+        split until it sees that this has ended, and none is ever cancelled here.
+        """
         self._task = asyncio.get_running_loop().create_task(self._guarded(work))
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:

@@ -222,16 +222,20 @@ class Recorder:
         elif outcome is COMPLETED and exchange.error is None and exchange.status < 400:
             # What makes the engine do nothing says nothing of it.
             if job.inbound.work is not _LIGHT:
-                outcomes = instance.outcomes
-                if self._ejections.suspects or placed.dispatch in outcomes.trials:
-                    self._outcomes.succeeded(instance, placed.dispatch, job.inbound.body, now_s)
-                else:
-                    self._answered_s[outcomes].append(now_s)
+                self.note_good(job.inbound.body, instance, placed.dispatch, now_s)
         elif outcome is not CLIENT_DISCONNECTED:
             self.catch_up()  # what was answered before this failure counts before it
             self._note_failure(job, placed, exchange, outcome)
         if final:
             self.count(SettledAttempt(job, placed, exchange, outcome, now_s, usage), told)
+
+    def note_good(self, body: bytes, instance: Instance, dispatch: Dispatch, now_s: float) -> None:
+        """Tell who watches an instance that it has answered well."""
+        outcomes = instance.outcomes
+        if self._ejections.suspects or dispatch in outcomes.trials:
+            self._outcomes.succeeded(instance, dispatch, body, now_s)
+        else:
+            self._answered_s[outcomes].append(now_s)
 
     def _note_failure(
         self, job: Job, placed: Placed, exchange: ObservedResponse, outcome: Outcome

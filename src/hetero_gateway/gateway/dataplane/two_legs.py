@@ -4,7 +4,8 @@ What the second one relays is the request's exchange from the start, so that its
 and its client's are those of any other. A request that was split and failed goes whole from then
 on. A request that is not split runs none of this.
 
-    prefill instance fails      that is its failure; the request goes whole to another instance
+    prefill instance fails      that is its failure; the request goes whole to another instance,
+                                also where it falls silent before its cache was fetched
     it hands nothing over       the request goes whole to any instance, which is no retry
     it was too long ago         the same: its blocks may be another prompt's by now
     decode instance fails       before it tells anything: the pair is left alone for some minutes,
@@ -21,10 +22,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm.kv_transfer import NoHandover
 from hetero_gateway.gateway.dataplane.answers import refusal_of
 from hetero_gateway.gateway.dataplane.further_attempts import FurtherAttempts
-from hetero_gateway.gateway.dataplane.handover import HandoverExchange, is_fresh
+from hetero_gateway.gateway.dataplane.handover import LOOK_S, HandoverExchange, is_fresh
 from hetero_gateway.gateway.dataplane.intake import Placed
 from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.fleet.instances import Instance
@@ -37,6 +39,9 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False, repr=False)
 class TwoLegs(FurtherAttempts):
     """Its driver, ``Attempts``, is derived from it."""
+
+    # Who could not fetch a prompt's cache, and from whom, until one of them is asked again.
+    _unfetched: tuple[InstanceId, InstanceId] | None = None
 
     # What its driver does
 
@@ -98,16 +103,17 @@ class TwoLegs(FurtherAttempts):
                 self._go_whole(exchange, "its lease is nearly over")
             return
         self._other_body = body
-        leg.sent_s = time.monotonic()
+        place = exchange.place
+        assert isinstance(place, Placed)
+        handovers.legs.asked(leg, place)
         exchange.active = True
         handovers.results["handed_over"] += 1
         self._launch(exchange, connection, first=not self._tried)
         job = self._job
         if job is not None and not job.parsed.stream:
             # When its first token comes nobody sees.
-            place = exchange.place
-            assert isinstance(place, Placed)
             handovers.legs.fetched_unseen(place)
+        await self._see_fetched(exchange)
 
     async def _ask_both(
         self, exchange: HandoverExchange, request_of: Callable[[bytes], bytes]
@@ -149,15 +155,37 @@ class TwoLegs(FurtherAttempts):
                         self._go_whole(exchange, str(error))
                 return
             handovers.legs.prefilled(leg)
-            leg.sent_s = time.monotonic()
             job, place = self._job, exchange.place
+            assert isinstance(place, Placed)
+            handovers.legs.asked(leg, place)
             if job is not None and not job.parsed.stream and self._exchange is exchange:
-                assert isinstance(place, Placed)
                 handovers.legs.fetched_unseen(place)
+            await self._see_fetched(exchange)
         finally:
             prompt.cancel()
             with contextlib.suppress(asyncio.CancelledError, InstanceError, NoHandover):
                 await prompt
+
+    async def _see_fetched(self, exchange: HandoverExchange) -> None:
+        """See to it that who computed the prompt is there until it was fetched, which takes until
+        then: an engine that fetches from one that is stopped waits for ever.
+        """
+        instance, place = exchange.leg.instance, exchange.place
+        assert isinstance(place, Placed)
+        by_s = time.monotonic() + exchange.handovers.legs.late_s(place)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._exchange is not exchange or exchange.head_sent:
+                return
+            if instance.silent or not instance.up:
+                error = InstanceError(Failure.SILENT, "nothing is heard of it, nor fetched")
+                exchange.abort()
+                self._go_on_without(exchange, error)
+                return
+            job = self._job
+            streams = job is not None and job.parsed.stream
+            if not streams and instance.outcomes.seen_alive_s >= by_s:
+                return  # whoever asked for all of an answer does not see when it begins
 
     def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
         """The prefill instance failed: the request goes whole, if it may be tried again."""
@@ -194,7 +222,7 @@ class TwoLegs(FurtherAttempts):
         """Take both legs off, of which none has failed; the request is whole from now on."""
         rooms, job = self._rooms, self._job
         assert job is not None
-        self._exchange = None
+        self._exchange, self._other_body = None, b""
         rooms.deadlines.exchanges.discard(exchange)
         rooms.dispatcher.withdraw(exchange.place, None)
         job.request = job.request.replace(whole=True)
@@ -215,6 +243,20 @@ class TwoLegs(FurtherAttempts):
                 "%s could not hand over to %s: for some minutes they are no pair",
                 leg.instance.id, exchange.place.instance.id,
             )  # fmt: skip
+            self._unfetched = exchange.place.instance.id, leg.instance.id
             why = f"it did not get what {leg.instance.id} computed: {error}"
             error = exchange.error = InstanceError(Failure.HANDOVER, why)
         return error
+
+    def _is_answered_alone(self) -> bool:
+        """Nobody else is left: whether who could not fetch a prompt's cache may compute it, too.
+
+        It was not at fault; that the other one has gone is the likeliest reason.
+        """
+        if self._unfetched is None:
+            return False
+        (decode, prefill), self._unfetched = self._unfetched, None
+        if decode not in self._tried:
+            return False
+        self._tried[self._tried.index(decode)] = prefill
+        return True

@@ -360,6 +360,7 @@ class HealthMonitor:
             self._tell_queue(instance, told)
             if told.cache.capacity_tokens is not None:
                 instance.engine_kv_capacity_tokens = told.cache.capacity_tokens
+            instance.engine_block_tokens = told.cache.block_tokens
         return problem
 
     def _tell_cache(self, instance: Instance, told: EngineMetrics | None) -> None:

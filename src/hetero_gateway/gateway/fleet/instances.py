@@ -114,6 +114,7 @@ class Instance:
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.
         self.engine_kv_usage: float | None = None
         self.engine_kv_capacity_tokens: int | None = None
+        self.engine_block_tokens: int | None = None  # of its KV cache
         self.engine_prefix_caching: bool | None = None
         self.engine_started_s: float | None = None  # Unix time, as it says itself
         # What came of its requests; from the fleet, when it is admitted.
