@@ -358,7 +358,7 @@ async def test_a_cache_that_cannot_be_fetched_is_the_pairs_failure(
         assert await at.results() == {"handed_over": 1, "decode_failed": 1}
         pairs = at.running.gateway.fleet.scheduler.legs.pairs
         assert pairs is not None
-        assert pairs.refused(0.0) == [("i0", "i1")]
+        assert list(pairs.refused(0.0)) == [("i0", "i1")]
         assert at.running.gateway.metrics.upstream_errors == {("i1", "handover"): 1}
 
 
