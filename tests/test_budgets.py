@@ -34,7 +34,8 @@ def check(found: dict[str, Any], budgets: dict[str, Any], least: float = 0.9) ->
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other bytecodes")
 def test_a_requests_way_through_the_code() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "dataplane" / "path.py"), "--json"]
+    path = ROOT / "benchmarks" / "dataplane" / "path.py"
+    command = [sys.executable, str(path), "--json", "--requests", "64"]
     printed = subprocess.run(
         [*command, "--features", *BUDGETS["features"]],
         capture_output=True,

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator
@@ -226,6 +225,8 @@ def estimate(fact: Fact, c: Coefficients, paper: bool = False) -> MemoryEstimate
 
 def fit(facts: Sequence[Fact]) -> Coefficients:
     """All coefficients from these rows: robust, and near the prior where they say nothing."""
+    from scipy.optimize import least_squares  # 300 modules
+
     names = [f.name for f in dataclasses.fields(Coefficients) if f.name not in NOT_FITTED]
     prior = np.array([getattr(PRIOR, name) for name in names])
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.core.costs.profile import Profile
@@ -58,6 +57,7 @@ def ratios(profile: Profile, shares: tuple[float, ...]) -> Iterator[np.ndarray]:
 
 def fit(profiles: list[Profile]) -> tuple[float, ...]:
     """Shares with the least squares of the logarithms, each profile's grid counting as one."""
+    from scipy.optimize import least_squares  # 300 modules
 
     def off(shares: np.ndarray) -> np.ndarray:
         return np.concatenate(

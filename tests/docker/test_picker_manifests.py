@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import helm_python.chart as helm
 import pytest
 import yaml
 
@@ -30,6 +29,8 @@ VALUES: list[dict[str, Any]] = [
 
 
 def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    import helm_python.chart as helm  # of Go: a third of a second, for each process of tests
+
     with helm.Chart.load(str(CHART)) as chart:
         texts = chart.render(values, name="picker", namespace="default")
     return [
@@ -205,6 +206,8 @@ def test_discovery_has_an_account_that_may_read_pods_and_no_more():
 
 
 def test_helm_has_nothing_against_the_chart():
+    import helm_python.chart as helm
+
     report = helm.lint(str(CHART), strict=True, kube_version=f"v{KUBERNETES}.0")
     assert report["total_charts_linted"] == 1
     assert report["errors"] == []
