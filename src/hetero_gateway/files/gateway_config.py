@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hetero_gateway.files.batches_config import BatchesConfig
 from hetero_gateway.files.client_keys import ClientsConfig, read_clients
 from hetero_gateway.files.config_changes import fields_of
 from hetero_gateway.files.discovery_config import SourceConfig
@@ -123,6 +124,7 @@ class GatewayConfig(StrictModel):
     """Sources of instances besides this file."""
     clients: ClientsConfig = Field(default_factory=ClientsConfig)
     following: FollowingConfig = Field(default_factory=FollowingConfig)
+    batches: BatchesConfig = Field(default_factory=BatchesConfig)
     models: dict[ModelName, ModelConfig] = Field(default_factory=dict, max_length=1024)
     """Aliases, splits, fallbacks, by name."""
     instances: list[InstanceConfig] = Field(default_factory=list)
@@ -152,6 +154,13 @@ class GatewayConfig(StrictModel):
                 "allow_engine_headers, the client's"
             )
             raise Misfits([(("scheduler", "engine_priorities"), why)])
+        return self
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        if self.batches.directory is not None and self.scheduler.policy != "finish-time":
+            why = "batches follow what finish-time knows; with another policy there are none"
+            raise Misfits([(("batches", "directory"), why)])
         return self
 
     @model_validator(mode="after")

@@ -172,6 +172,10 @@ class Control:
     def __init__(self, gateway: Gateway, lifespan: Lifespan[Starlette]) -> None:
         self._gateway = gateway
         self.paths = [*public_paths(gateway), _metrics_path(gateway)]
+        if gateway.config.batches.directory is not None:
+            from hetero_gateway.serve.control.batches import batch_paths
+
+            self.paths += batch_paths(gateway)
         self._plain = plain_app(gateway, self.paths, lifespan)
         self._api: Starlette | None = None
         self._loading = asyncio.Lock()

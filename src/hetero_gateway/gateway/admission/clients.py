@@ -166,6 +166,10 @@ class Admission:
 
         return apply
 
+    def knows(self, name: str) -> bool:
+        """Whether a client has this name."""
+        return name in self._by_name
+
     def named(self, name: str) -> Client:
         """The client of that name; one that is not known (any more) may do nothing special."""
         return self._by_name.get(name) or (Client(name) if name else EVERYBODY)

@@ -83,10 +83,14 @@ def _unavailable(code: str, message: str) -> Refusal:
     return Refusal(503, code, message, kind="server_error", retry_after_s=_RETRY_AFTER_S)
 
 
+def no_instance(detail: str) -> Refusal:
+    """No instance can take it now."""
+    return _unavailable("no_healthy_instance", detail)
+
+
 def nobody_can() -> Refusal:
     """Neither an instance of the model nor any of its fallbacks takes the request."""
-    detail = "no instance of the model, and none of its fallbacks, can take requests now"
-    return _unavailable("no_healthy_instance", detail)
+    return no_instance("no instance of the model, and none of its fallbacks, can take requests now")
 
 
 def shutting_down() -> Refusal:

@@ -277,6 +277,16 @@ class Intake:
             self._name_in_query(parsed, inbound)
         return parsed
 
+    def look_at(self, path: str, body: bytes) -> tuple[ParsedRequest, int]:
+        """What a body in JSON says that is sent much later, and its prompts' tokens, as estimated.
+
+        For a thread: it changes nothing. Raises Refusal: 400, 404.
+        """
+        parsed = parse_body(body, b"application/json", path, self._names, self.readers)
+        if not parsed.model:
+            parsed.model = self._default_model()
+        return parsed, self._prompt_tokens(parsed.model, parsed, None)[0]
+
     def read_realtime(self, inbound: Inbound) -> ParsedRequest:
         """A session by WebSocket, of which nothing is known but its model. Raises Refusal."""
         parsed = ParsedRequest("", False, None, 1, 0, 0, None, 1)

@@ -148,6 +148,25 @@ def following_families(
     yield single("following_failures", failures)
 
 
+def batch_families(
+    running: int,
+    late: int,
+    paused: bool,
+    lines: Mapping[str, int],
+    out: Mapping[str, int],
+    answered: Mapping[str, int],
+) -> Iterator[Metric]:
+    """Of batches: how many run and will be late; lines that wait or are out, where those are, and
+    how many were answered, by what came of it."""
+    yield single("batches_running", running)
+    yield single("batches_late", late)
+    yield single("batches_paused", paused)
+    yield family("batch_lines", {(state,): lines.get(state, 0) for state in ("waiting", "out")})
+    yield family("batch_lines_out", {(each,): n for each, n in out.items()})
+    results = ("completed", "failed", "retried")
+    yield family("batch_lines_done", {(each,): answered.get(each, 0) for each in results})
+
+
 def sharing_families(sharing: SharedView) -> Iterator[Metric]:
     yield family(
         "sharing_mode", {(mode.value,): sharing.mode is mode for mode in type(sharing.mode)}

@@ -144,6 +144,8 @@ class Metrics:
         self.clients: Callable[[], Iterable[list[Metric]]] = lambda: ()
         # Those of the instances that the load needs.
         self.following: Callable[[], Iterable[Metric]] = lambda: ()
+        # Those of batches.
+        self.batches: Callable[[], Iterable[Metric]] = lambda: ()
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -289,6 +291,7 @@ class Metrics:
         yield _made(self._gateway_families())
         yield from _as_far_as(self.clients())
         yield _made(self.following())
+        yield _made(self.batches())
 
     def _begin_at_zero(self, every: Iterable[InstanceGauges]) -> Iterator[str]:
         """Have the series that there will be; the ids of the instances."""

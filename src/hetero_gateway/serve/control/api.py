@@ -39,12 +39,6 @@ _PAGE_FILES = {
     "docs.css": "text/css",
     "icon.svg": "image/svg+xml",
 }
-_MODEL = {
-    "name": "model",
-    "in": "path",
-    "required": True,
-    "schema": {"title": "Model", "type": "string"},
-}
 
 
 def make_api(gateway: Gateway, plain: Sequence[PlainPath]) -> FastAPI:
@@ -68,7 +62,7 @@ def make_api(gateway: Gateway, plain: Sequence[PlainPath]) -> FastAPI:
             tags=[each.tag] if each.tag else None,
             response_model=each.document,
             include_in_schema=each.tag is not None,
-            openapi_extra={"parameters": [_MODEL]} if "{model" in each.path else None,
+            openapi_extra=None if each.extra is None else dict(each.extra),
         )
     api.include_router(admin.router)
     _add_pages(api, gateway)

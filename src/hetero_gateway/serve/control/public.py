@@ -12,7 +12,7 @@ They are asked for every few seconds: plain starlette answers them. FastAPI, whi
 with the others (``api``), is not loaded for them.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -27,6 +27,16 @@ from hetero_gateway.gateway.dataplane.models import model_card, model_list, serv
 from hetero_gateway.serve.control.errors import HANDLERS
 from hetero_gateway.serve.wiring.gateway import Parts
 
+_MODEL = {
+    "parameters": [
+        {
+            "name": "model",
+            "in": "path",
+            "required": True,
+            "schema": {"title": "Model", "type": "string"},
+        }
+    ]
+}
 _PATHS = frozenset(("/health", "/livez", "/ping", "/readyz", "/version", "/v1/models"))
 
 
@@ -38,6 +48,7 @@ class PlainPath(NamedTuple):
     """A path that plain starlette answers, and what /openapi.json says of it.
 
     ``tag``: None: nothing. ``document``: the type of what it answers; None: it is not told.
+    ``extra``: what else is said, as OpenAPI has it.
     """
 
     path: str
@@ -45,6 +56,7 @@ class PlainPath(NamedTuple):
     tag: str | None
     document: Any = None
     methods: Sequence[str] = ("GET",)
+    extra: Mapping[str, Any] | None = None
 
 
 def plain_app(
@@ -98,5 +110,5 @@ def public_paths(gateway: Parts) -> list[PlainPath]:
         PlainPath("/readyz", ready, "health"),
         PlainPath("/version", version, "health", dict[str, str]),
         PlainPath("/v1/models", models, "openai", dict[str, Any]),
-        PlainPath("/v1/models/{model:path}", model, "openai", dict[str, Any]),
+        PlainPath("/v1/models/{model:path}", model, "openai", dict[str, Any], extra=_MODEL),
     ]

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hetero_gateway.scaleout.workers.hub import Hub
     from hetero_gateway.serve.autoscaling.following import Following
     from hetero_gateway.serve.autoscaling.roles import RoleSearch
+    from hetero_gateway.serve.batches.service import Batches
     from hetero_gateway.serve.handover.handover import Handover
 
 
@@ -215,6 +216,13 @@ class Gateway(Parts):
         self.board: Board
         self.following: Following | None = None  # None: it is off
         self.roles: RoleSearch | None = None  # the same
+        self.batches: Batches | None = None  # the same
+        if (directory := config.batches.directory) is not None:
+            # SQLite comes with it.
+            from hetero_gateway.serve.batches import service
+
+            self.batches = service.Batches(self, base_dir / directory)
+            self.metrics.batches = self.batches.families
         # Set before it starts; None: it cannot be taken over.
         self.handover: Handover | None = None
 
@@ -263,6 +271,9 @@ class Gateway(Parts):
         self._prepare_following(self.config).apply()
         self._stack.callback(self._stop_following)
         self._stack.callback(self.roster.close)
+        if self.batches is not None:
+            await self.batches.start(tasks)
+            self._stack.push_async_callback(self.batches.stop)
         self.reloader.start(tasks)
         self._stack.callback(self.reloader.stop)
         if self.handover is not None:
@@ -391,6 +402,8 @@ class Gateway(Parts):
     def drain(self) -> None:
         if self.handover is None or not self.handover.taken:
             super().drain()  # else the gateway is ready, in another process
+        if self.batches is not None:
+            self.batches.drain()
         self.board.let_go()
 
     def serves(self, clients: Sequence[socket.socket], admin: Sequence[socket.socket]) -> None:

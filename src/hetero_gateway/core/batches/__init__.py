@@ -1,0 +1,1 @@
+"""When lines of batches are sent, and when they will be done: what decides, pure."""

@@ -1,0 +1,86 @@
+"""What comes to each instance that is not of a batch, from counters that are looked at. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from hetero_gateway.core.batches.shares import Interactive
+from hetero_gateway.core.types import InstanceId
+
+# Rates: more is noticed soon, less late.
+_SOON_S, _LATE_S = 10.0, 60.0
+_LENGTHS_S: Final = 300.0
+# Who has not asked for so long does not ask.
+_QUIET_S: Final = 120.0
+_USUAL = (512.0, 256.0)
+
+
+class Counted(NamedTuple):
+    """Counters of one instance: requests sent and answered, and tokens of those answered.
+
+    ``there``: requests that are there now.
+    """
+
+    sent: int
+    answered: int
+    prompt_tokens: int
+    output_tokens: int
+    there: int
+
+
+class _Rates:
+    __slots__ = ("answered", "before", "late", "output", "prompt", "soon")
+
+    def __init__(self, before: Counted) -> None:
+        self.before = before
+        self.soon = self.late = 0.0
+        # Sums that forget.
+        self.answered = self.prompt = self.output = 0.0
+
+
+class Others:
+    """Rates and lengths of others' requests, by instance."""
+
+    def __init__(self) -> None:
+        self._rates: dict[InstanceId, _Rates] = {}
+        self._looked_s = math.nan
+        self._asked_s = -math.inf
+
+    def look(self, counts: Mapping[InstanceId, Counted], now_s: float) -> None:
+        """To be called about once a second, with all instances there are."""
+        for gone in [each for each in self._rates if each not in counts]:
+            del self._rates[gone]
+        passed_s = now_s - self._looked_s
+        self._looked_s = now_s
+        for each, now in counts.items():
+            rates = self._rates.get(each)
+            if rates is None or not passed_s > 0:
+                self._rates[each] = rates or _Rates(now)
+                continue
+            before, rates.before = rates.before, now
+            # Where they began anew, they say nothing.
+            sent = max(0, now.sent - before.sent)
+            if sent or now.there:
+                self._asked_s = now_s
+            for name, over_s in (("soon", _SOON_S), ("late", _LATE_S)):
+                weight = 1 - math.exp(-passed_s / over_s)
+                rate = getattr(rates, name)
+                setattr(rates, name, rate + weight * (sent / passed_s - rate))
+            kept = math.exp(-passed_s / _LENGTHS_S)
+            rates.answered = kept * rates.answered + max(0, now.answered - before.answered)
+            rates.prompt = kept * rates.prompt + max(0, now.prompt_tokens - before.prompt_tokens)
+            rates.output = kept * rates.output + max(0, now.output_tokens - before.output_tokens)
+
+    def on(self, instances: Iterable[InstanceId], now_s: float) -> Interactive:
+        """What comes to these together."""
+        if now_s - self._asked_s > _QUIET_S:
+            return Interactive(0.0, *_USUAL)
+        those = [self._rates[each] for each in instances if each in self._rates]
+        rate = max(sum(r.soon for r in those), sum(r.late for r in those))
+        answered = sum(r.answered for r in those)
+        if answered < 1:
+            return Interactive(rate, *_USUAL)
+        prompt, output = sum(r.prompt for r in those), sum(r.output for r in those)
+        return Interactive(rate, max(1.0, prompt / answered), output / answered)

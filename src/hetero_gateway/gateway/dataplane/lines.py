@@ -1,0 +1,172 @@
+"""A line of a batch: a request of the gateway's own, without a connection.
+
+It goes the way of all requests from ``Attempts`` on. Its client is known and its instance chosen,
+and it never waits in the queue. What it cannot have now its batch asks for later: there is no other
+attempt and no fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome, Reject, RejectReason
+from hetero_gateway.engines.vllm import work_of_path
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.dataplane.answers import no_instance
+from hetero_gateway.gateway.dataplane.attempts import Attempts
+from hetero_gateway.gateway.dataplane.dispatcher import Place
+from hetero_gateway.gateway.dataplane.relay import Exchange
+from hetero_gateway.gateway.dataplane.rooms import Rooms
+from hetero_gateway.gateway.dataplane.routes import Fallback, OutsidePlace
+from hetero_gateway.http.downstream import Flow
+from hetero_gateway.http.headers import Headers
+from hetero_gateway.http.heads import Inbound
+
+_HEADERS: Headers = [(b"content-type", b"application/json")]
+_MOST_RETRY_CHARACTERS = 6
+
+
+class LineAnswer:
+    """What a line is answered with: its ``Downstream``.
+
+    ``whole``: or else it broke off, or is not here yet. ``status``: 0 where there is none.
+    """
+
+    passes_framing = False
+    write_paused = False
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self.gone = False
+        self.started = False
+        self.whole = False
+        self.status = 0
+        self.retry_after_s: float | None = None
+
+    @property
+    def flow(self) -> Flow:
+        return self
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self._parts)
+
+    def start(self, status: int, fields: bytes, *, chunked: bool) -> bytes:
+        self.started, self.status = True, status
+        if status >= 400:
+            for line in fields.split(b"\r\n"):
+                name, _, value = line.partition(b":")
+                value = value.strip()
+                if name.lower() == b"retry-after" and value.isdigit():
+                    if len(value) <= _MOST_RETRY_CHARACTERS:
+                        self.retry_after_s = float(value)
+        return b""
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def finish(self) -> None:
+        self.whole = True
+
+    def cut(self) -> None:
+        pass
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class LineAttempts(Attempts):
+    """Its one attempt. ``usage``: (prompt, output) tokens as its answer stated them; ``placed_at``:
+    where it was sent; None: nowhere.
+
+    Args:
+        at: where it is to go.
+        known: the instances that there are.
+        on_end: called once, when it is over; that may be before ``begin`` returns.
+    """
+
+    answer: LineAnswer | None = None
+    at: InstanceId | None = None
+    known: Container[InstanceId] = ()
+    on_end: Callable[[LineAttempts], None] | None = None
+    usage: tuple[int, int] | None = None
+    placed_at: InstanceId | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rooms: Rooms,
+        path: str,
+        client: Client,
+        at: InstanceId,
+        known: Container[InstanceId],
+        on_end: Callable[[LineAttempts], None],
+    ) -> LineAttempts:
+        """A line that is about to ``begin``.
+
+        Args:
+            client: as whose request it counts; its class is the line's.
+        """
+        work = work_of_path(path)
+        assert work is not None
+        headers = _HEADERS
+        if client.name:
+            # Where keys have caches of their own, those of the same key; it goes no further.
+            headers = [*_HEADERS, (b"authorization", b"batch " + client.name.encode())]
+        inbound, answer = Inbound(path, path.encode(), work, headers), LineAnswer()
+        rooms.ids.name(inbound)
+        attempts = cls(rooms, inbound, answer)
+        attempts._client, attempts.answer, attempts.at = client, answer, at
+        attempts.known, attempts.on_end = known, on_end
+        rooms.open.add(attempts)
+        return attempts
+
+    @property
+    def request_id(self) -> str:
+        return self._inbound.request_id.decode()
+
+    # As ``super()`` does not find its way from a class with slots of a dataclass.
+
+    def _place(self) -> None:
+        job = self._job
+        assert job is not None
+        job.waits = False
+        if self.at is not None and job.request.only is None:
+            if self.at not in self.known:
+                self._turn_away(no_instance(f"instance {self.at} is gone"), "unavailable")
+                return
+            job.request = job.request.replace(only=self.at, whole=True)
+        Attempts._place(self)
+
+    def _take(self, place: Place | Reject) -> None:
+        job = self._job
+        assert job is not None
+        if (
+            isinstance(place, Reject)
+            and place.reason is RejectReason.FITS_NO_INSTANCE
+            and self.at is not None
+        ):
+            # It is longer than it was thought to be: another one may hold it.
+            self.at, job.request = None, job.request.replace(only=None)
+            Attempts._place(self)
+            return
+        Attempts._take(self, place)
+
+    def _send(self, placed: Place | OutsidePlace) -> None:
+        self.placed_at = placed.instance.id
+        Attempts._send(self, placed)
+
+    def _next_fallback(self) -> Fallback | None:
+        return None
+
+    def _settle(self, exchange: Exchange, outcome: Outcome, *, final: bool) -> None:
+        if outcome is COMPLETED:
+            prompt, output, _ = exchange.usage()
+            if prompt is not None:
+                self.usage = prompt, output or 0
+        Attempts._settle(self, exchange, outcome, final=final)
+
+    def _end(self) -> None:
+        Attempts._end(self)
+        told, self.on_end = self.on_end, None
+        if told is not None:
+            told(self)

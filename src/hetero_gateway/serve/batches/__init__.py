@@ -1,0 +1,1 @@
+"""Files of requests and of their answers, and what sends their lines."""

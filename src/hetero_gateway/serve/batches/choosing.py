@@ -1,0 +1,281 @@
+"""Which lines are sent where now: as many as others' requests leave room for."""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hetero_gateway.core.batches.others import Counted, Others
+from hetero_gateway.core.batches.outlook import Seen
+from hetero_gateway.core.batches.shares import Share, alone_s, done_in_s, most_there, shares
+from hetero_gateway.core.policies.estimates import LATE_S, PREFILL_TOKENS, room
+from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, drain_s
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.scheduling.pool import Pool
+from hetero_gateway.core.types import InstanceId, Reject
+from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.serve.batches.ledger import Batch, Line
+
+# Bodies that are out at a time, besides the first one.
+_MOST_BYTES = 16 << 20
+# Of a key's own limits.
+_OURS = 2
+_MODELS_LOOKED_AT = 64
+_USUAL = (512.0, 256.0)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A batch whose lines are sent.
+
+    ``held``: by model, the next ones that wait; ``out``: how many are out, by instance.
+    """
+
+    batch: Batch
+    seen: Seen = field(default_factory=Seen)
+    held: defaultdict[str, deque[Line]] = field(default_factory=lambda: defaultdict(deque))
+    out: Counter[InstanceId] = field(default_factory=Counter)
+
+    @property
+    def lines_out(self) -> int:
+        return sum(self.out.values())
+
+
+class Pick(NamedTuple):
+    """A line, and where it goes."""
+
+    line: Line
+    at: InstanceId
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is picked for an instance in this turn, and is not there yet."""
+
+    lines: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+
+class Choice:
+    """Chooses lines.
+
+    Args:
+        fleet: the instances.
+        metrics: counts all requests.
+        slowdown: how many times as long others' requests may take.
+        target: the model that a name stands for.
+
+    ``sent``, ``answered``, ``prompt_tokens``, ``output_tokens``: of lines, by instance; counted by
+    who sends them. ``out``: lines that are out. ``bytes_out``: of their bodies.
+    """
+
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, slowdown: float, target: Callable[[str], str]
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._slowdown = slowdown
+        self._target = target
+        self._others = Others()
+        self._shares: dict[str, tuple[Pool, list[Share]]] = {}
+        self.sent: Counter[InstanceId] = Counter()
+        self.answered: Counter[InstanceId] = Counter()
+        self.prompt_tokens: Counter[InstanceId] = Counter()
+        self.output_tokens: Counter[InstanceId] = Counter()
+        self.out: Counter[InstanceId] = Counter()
+        self.bytes_out = 0
+
+    def note(self, at: InstanceId, prompt_tokens: int, output_tokens: int) -> None:
+        """A line was answered there."""
+        self.answered[at] += 1
+        self.prompt_tokens[at] += prompt_tokens
+        self.output_tokens[at] += output_tokens
+
+    def look(self, now_s: float) -> None:
+        """See what others do; to be called about once a second."""
+        metrics, table = self._metrics, self._fleet.scheduler.members.table
+        metrics.catch_up()
+        sums: dict[str, list[int]] = {}
+        for (_, instance_id), series in metrics.every_series.items():
+            each = sums.setdefault(instance_id, [0, 0, 0])
+            each[0] += series.outcomes.get("completed", 0)
+            each[1] += series.input_tokens
+            each[2] += series.output_tokens
+        counts = {}
+        for instance_id in self._fleet.instances:
+            answered, prompt, output = sums.get(instance_id, (0, 0, 0))
+            counts[instance_id] = Counted(
+                metrics.decisions.get(instance_id, 0) - self.sent[instance_id],
+                answered - self.answered[instance_id],
+                prompt - self.prompt_tokens[instance_id],
+                output - self.output_tokens[instance_id],
+                max(0, table[instance_id].in_flight - self.out[instance_id]),
+            )
+        self._others.look(counts, now_s)
+        self._shares.clear()
+
+    def pool(self, model: str) -> Pool:
+        return self._fleet.scheduler.members.pool(self._target(model))
+
+    def shares(self, pool: Pool, model: str, now_s: float) -> list[Share]:
+        """What batches may have of each instance of a pool, in its order."""
+        known = self._shares.get(model)
+        if known is None or known[0] is not pool:
+            others = self._others.on(pool.ids, now_s)
+            known = pool, shares(pool.states, pool.members, others, self._slowdown)
+            self._shares[model] = known
+        return known[1]
+
+    def pick(
+        self,
+        running: Sequence[Running],
+        retries: Iterable[Line],
+        depth: int,
+        may_spend: Callable[[Batch, int], bool],
+        now_s: float,
+    ) -> list[Pick]:
+        """The lines that are to be sent now; they are taken out of what is held.
+
+        Args:
+            running: the batches, in the order in which they go.
+            retries: lines that go again, in front of all others of their batch.
+            depth: sequences without a first token that an instance may have.
+            may_spend: whether the batch's key has room for a line of so many tokens.
+        """
+        if self._fleet.scheduler.queued and self.out.total():
+            return []
+        turn = _Turn(depth, may_spend, now_s, self.bytes_out)
+        again: dict[tuple[int, str], deque[Line]] = {}
+        for line in retries:
+            again.setdefault((line.batch.seq, line.model), deque()).append(line)
+        models = dict.fromkeys(model for _, model in again)
+        for each in running:
+            models |= dict.fromkeys(model for model, lines in each.held.items() if lines)
+        for model in list(models)[:_MODELS_LOOKED_AT]:
+            pool = self.pool(model)
+            if not pool.ids:
+                continue
+            queues: list[deque[Line]] = []
+            waiting = 0
+            for each in running:
+                first = again.get((each.batch.seq, model), deque())
+                queues += (first, each.held[model])
+                waiting += len(first) + each.batch.waiting.get(model, 0)
+            told = self.shares(pool, model, now_s)
+            for i in self._order(pool, told):
+                self._fill(turn, pool, i, told, queues, waiting)
+        return turn.picks
+
+    def _order(self, pool: Pool, told: Sequence[Share]) -> list[int]:
+        """Slow machines first, those that are given ahead of the others."""
+        slow = [alone_s(s, m, *_USUAL) for s, m in zip(pool.states, pool.members, strict=True)]
+        return sorted(range(len(slow)), key=lambda i: (not told[i].given, -slow[i]))
+
+    def _fill(
+        self,
+        turn: "_Turn",
+        pool: Pool,
+        i: int,
+        told: Sequence[Share],
+        queues: Sequence[deque[Line]],
+        waiting: int,
+    ) -> None:
+        """Give an instance what it may have. ``waiting``: lines of the model, those out not."""
+        load = turn.loads.setdefault(pool.ids[i], _Load())
+        for queue in queues:
+            while queue:
+                line = queue[0]
+                alone = not (turn.picks or self.out.total())
+                if not alone and turn.bytes_out + line.size > _MOST_BYTES:
+                    return
+                if not _fits(pool, i, line):
+                    break
+                if not self._has_room(turn, pool, i, told[i], line, alone=alone):
+                    return
+                if _ends_late(pool, i, told, line, waiting - len(turn.picks)):
+                    return
+                tokens = line.prompt_tokens + line.output_tokens
+                if not turn.may_spend(line.batch, tokens):
+                    break
+                queue.popleft()
+                turn.picks.append(Pick(line, pool.ids[i]))
+                turn.bytes_out += line.size
+                load.lines += 1
+                load.prompt_tokens += line.prompt_tokens
+                load.tokens += tokens
+
+    def _has_room(
+        self, turn: "_Turn", pool: Pool, i: int, share: Share, line: Line, *, alone: bool
+    ) -> bool:
+        state, member, load = pool.states[i], pool.members[i], turn.loads[pool.ids[i]]
+        prompt, output = float(line.prompt_tokens), float(line.output_tokens)
+        waiting = state.waiting + state.peers.waiting + load.lines
+        there = waiting + state.streaming + state.peers.streaming
+        if there >= min(member.seats, state.seats):
+            return False
+        needed = prompt + load.prompt_tokens
+        grown = prompt + output + load.tokens
+        if not room(state, member, needed, grown, turn.depth, turn.now_s)[1]:
+            return False
+        tokens = state.waiting_prefill + load.prompt_tokens
+        short = tokens < PREFILL_TOKENS and state.speed * member.p1 * tokens < LATE_S
+        if waiting >= turn.depth and not short:
+            return False
+        ours = self.out[pool.ids[i]] + load.lines
+        return alone or ours + 1 <= most_there(share, state, member, prompt, output)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One look at all that may be sent."""
+
+    depth: int
+    may_spend: Callable[[Batch, int], bool]
+    now_s: float
+    bytes_out: int
+    picks: list[Pick] = field(default_factory=list)
+    loads: dict[InstanceId, _Load] = field(default_factory=dict)
+
+
+def _fits(pool: Pool, i: int, line: Line) -> bool:
+    """Whether an instance can hold it; where none can, it is for the engine to say so."""
+    prompt, output = line.prompt_tokens, line.output_tokens
+    if prompt < pool.shortest_context_tokens and prompt + output <= pool.smallest_capacity_tokens:
+        return True
+    eligible = pool.eligible(Request(line.model, prompt, float(output)))
+    return isinstance(eligible, Reject) or eligible.has(i)
+
+
+def _ends_late(pool: Pool, i: int, told: Sequence[Share], line: Line, waiting: int) -> bool:
+    """The drain rule: a fast machine would be done sooner, after all that wait."""
+    if waiting > sum(member.seats for member in pool.members):
+        return False
+    lengths = float(line.prompt_tokens), float(line.output_tokens)
+    given = [j for j, share in enumerate(told) if share.given]
+    if i not in given:
+        return False
+    states, members = [pool.states[j] for j in given], [pool.members[j] for j in given]
+    soonest_s = min(done_in_s(s, m, *lengths) for s, m in zip(states, members, strict=True))
+    takes_s = drain_s(states, members, lengths, waiting) / DRAIN_FACTOR["makespan"]
+    return done_in_s(pool.states[i], pool.members[i], *lengths) > soonest_s + takes_s
+
+
+def half_is_free(client: Client, tokens: int) -> bool:
+    """Whether a key has room for a line, and half of its limits is left for its other requests."""
+    second = int(time.monotonic())
+    for account in client.accounts:
+        for window, amount in ((account.requests, 1), (account.tokens, tokens)):
+            if window.limit is None:
+                continue
+            window.advance(second)
+            half = window.limit // _OURS
+            if window.used and window.free - amount < window.limit - half:
+                return False
+        if account.concurrency is not None:
+            if account.in_flight + account.others_in_flight >= max(1, account.concurrency // _OURS):
+                return False
+    return True

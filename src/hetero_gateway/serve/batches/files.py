@@ -1,0 +1,347 @@
+"""Files as clients see them: uploaded whole or in parts, listed, read, deleted; and their quotas.
+
+Everything here is for the thread that has the database.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.batches_config import BatchesConfig
+from hetero_gateway.serve.batches.database import Database
+
+_UPLOAD_S = 3600
+_COPIED_BYTES = 1 << 18
+_LISTED = "SELECT * FROM {} WHERE owner = ?{} ORDER BY seq {} LIMIT ?"
+
+Document = dict[str, Any]
+
+
+def new_id(prefix: str) -> str:
+    return prefix + os.urandom(12).hex()
+
+
+def not_found(kind: str, wanted: str) -> Refusal:
+    return Refusal(404, "not_found", f"There is no {kind} {wanted[:80]!r}.", param="id")
+
+
+def no_space() -> Refusal:
+    """The disk is full; nothing was taken."""
+    message = "The gateway's disk is full: nothing was stored."
+    return Refusal(507, "insufficient_storage", message, kind="server_error", retry_after_s=60)
+
+
+class Incoming:
+    """A file on its way in: written as it comes, and known once it is whole.
+
+    Args:
+        file_id: its name, of a file or a part.
+        most_bytes: how long it may be.
+    """
+
+    def __init__(self, database: Database, file_id: str, most_bytes: int) -> None:
+        self.file_id = file_id
+        self.size_bytes = 0
+        self._most_bytes = most_bytes
+        self._database = database
+        self._file: BinaryIO | None = database.path(file_id).open("xb", buffering=0)
+
+    def check(self, more_bytes: int) -> None:
+        """Raises Refusal: 413."""
+        if self.size_bytes + more_bytes > self._most_bytes:
+            message = f"The file is larger than {self._most_bytes} bytes."
+            raise Refusal(413, "file_too_large", message, param="file")
+
+    def write(self, data: bytes) -> None:
+        """Raises Refusal, OSError."""
+        self.check(len(data))
+        assert self._file is not None
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+        self.size_bytes += len(data)
+
+    def finish(self) -> None:
+        """It is all here, whatever happens from now on. Raises OSError."""
+        assert self._file is not None
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        self._database.sync_names()
+
+    def drop(self) -> None:
+        """It is not wanted."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._database.unlink(self.file_id)
+
+
+class Files:
+    """The files of all keys; ``owner`` is a key's name, "" of those without one.
+
+    Args:
+        database: whose rows they are.
+        config: quotas.
+    """
+
+    def __init__(self, database: Database, config: BatchesConfig) -> None:
+        self._db = database
+        self._config = config
+
+    # Whole
+
+    def begin(self, owner: str) -> Incoming:
+        """A file comes in. Raises Refusal: 429."""
+        return Incoming(self._db, new_id("file-"), self._room(owner, self._config.max_file_bytes))
+
+    def add(self, owner: str, incoming: Incoming, filename: str, keep_s: float | None) -> Document:
+        """It is here, under its id. Raises Refusal: 429."""
+        incoming.finish()
+        with self._db.transaction():
+            self._check_room(owner, incoming.size_bytes)
+            return self._insert(owner, incoming.file_id, filename, incoming.size_bytes, keep_s)
+
+    def _insert(
+        self, owner: str, file_id: str, filename: str, size: int, keep_s: float | None
+    ) -> Document:
+        self._db.run(
+            "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at)"
+            " VALUES (?, ?, ?, 'batch', ?, ?, ?)",
+            *(file_id, owner, filename, size, int(time.time())),
+            int(time.time() + min(keep_s or self._config.keep_s, self._config.keep_s)),
+        )
+        return self.document(owner, file_id)
+
+    def _used(self, owner: str) -> int:
+        """Bytes that the key has here; answers that are still written count."""
+        return (
+            self._db.number("SELECT SUM(bytes) FROM files WHERE owner = ?", owner)
+            + self._db.number(
+                "SELECT SUM(p.bytes) FROM parts p JOIN uploads u ON u.id = p.upload_id"
+                " WHERE u.owner = ?",
+                owner,
+            )
+            + self._db.number(
+                "SELECT SUM(output_bytes + error_bytes) FROM batches"
+                " WHERE owner = ? AND ended_at IS NULL",
+                owner,
+            )
+        )
+
+    def _room(self, owner: str, wanted_bytes: int) -> int:
+        self._check_room(owner, 1)
+        return min(wanted_bytes, self._config.max_key_bytes - self._used(owner))
+
+    def _check_room(self, owner: str, more_bytes: int) -> None:
+        most = self._config.max_key_bytes
+        if self._used(owner) + more_bytes > most:
+            message = f"The key's files would have more than {most} bytes; delete some first."
+            raise Refusal(429, "quota_exceeded", message, kind="rate_limit_error")
+
+    # What there is
+
+    def row(self, owner: str, file_id: str) -> Any:
+        """Raises Refusal: 404."""
+        row = self._db.row("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
+        if row is None:
+            raise not_found("file", file_id)
+        return row
+
+    def path(self, file_id: str) -> Path:
+        """Where a file is that has a row."""
+        return self._db.path(file_id)
+
+    def document(self, owner: str, file_id: str) -> Document:
+        return _document(self.row(owner, file_id))
+
+    def listed(
+        self, owner: str, after: str | None, limit: int, order: str, purpose: str | None
+    ) -> Document:
+        """A page of them. Raises Refusal: 404."""
+        where, values = "", list[Any]()
+        if purpose is not None:
+            where, values = " AND purpose = ?", [purpose]
+        if after is not None:
+            where += f" AND seq {'>' if order == 'asc' else '<'} ?"
+            values.append(self.row(owner, after)["seq"])
+        direction = "ASC" if order == "asc" else "DESC"
+        sql = _LISTED.format("files", where, direction)
+        rows = self._db.rows(sql, owner, *values, limit + 1)
+        return page([_document(row) for row in rows[:limit]], more=len(rows) > limit)
+
+    def delete(self, owner: str, file_id: str) -> Document:
+        """Raises Refusal: 404, or 409 where a batch reads it."""
+        self.row(owner, file_id)
+        with self._db.transaction():
+            if self._db.row(
+                "SELECT 1 FROM batches WHERE input_file_id = ? AND ended_at IS NULL", file_id
+            ):
+                message = "A batch that is not over reads this file; cancel it first."
+                raise Refusal(409, "file_in_use", message, param="id")
+            self._db.run("DELETE FROM files WHERE id = ?", file_id)
+        self._db.unlink(file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    def forget_old(self, now_s: float) -> None:
+        """Files and uploads whose time is over, and batches that were over long ago."""
+        old = self._db.rows(
+            "SELECT id FROM files WHERE expires_at <= ? AND id NOT IN"
+            " (SELECT input_file_id FROM batches WHERE ended_at IS NULL)",
+            int(now_s),
+        )
+        uploads = self._db.rows("SELECT id FROM uploads WHERE expires_at <= ?", int(now_s))
+        with self._db.transaction():
+            self._db.run_many("DELETE FROM files WHERE id = ?", [tuple(row) for row in old])
+            self._db.run(
+                "DELETE FROM batches WHERE ended_at <= ?", int(now_s - self._config.keep_s)
+            )
+        for row in old:
+            self._db.unlink(row["id"])
+        for row in uploads:
+            self._drop_parts(row["id"], "expired")
+        with self._db.transaction():
+            self._db.run(
+                "DELETE FROM uploads WHERE expires_at <= ?", int(now_s - self._config.keep_s)
+            )
+
+    # In parts
+
+    def begin_upload(self, owner: str, filename: str, size_bytes: int) -> Document:
+        """Raises Refusal: 413, 429."""
+        if size_bytes > self._config.max_file_bytes:
+            message = f"A file may have {self._config.max_file_bytes} bytes."
+            raise Refusal(413, "file_too_large", message, param="bytes")
+        upload_id, now = new_id("upload_"), int(time.time())
+        with self._db.transaction():
+            self._check_room(owner, size_bytes)
+            self._db.run(
+                "INSERT INTO uploads VALUES (?, ?, ?, ?, ?, ?, 'pending', NULL)",
+                *(upload_id, owner, filename, size_bytes, now, now + _UPLOAD_S),
+            )
+        return self.upload(owner, upload_id)
+
+    def _upload_row(self, owner: str, upload_id: str, *, pending: bool = False) -> Any:
+        row = self._db.row("SELECT * FROM uploads WHERE id = ? AND owner = ?", upload_id, owner)
+        if row is None:
+            raise not_found("upload", upload_id)
+        if pending and row["status"] != "pending":
+            raise Refusal(400, "upload_over", f"The upload is {row['status']}.", param="upload_id")
+        return row
+
+    def upload(self, owner: str, upload_id: str) -> Document:
+        row = self._upload_row(owner, upload_id)
+        file = None
+        if row["file_id"] is not None:
+            file = self.document(owner, row["file_id"])
+        return {
+            "id": row["id"],
+            "object": "upload",
+            "bytes": row["bytes"],
+            "created_at": row["created_at"],
+            "expires_at": row["expires_at"],
+            "filename": row["filename"],
+            "purpose": "batch",
+            "status": row["status"],
+            "file": file,
+        }
+
+    def begin_part(self, owner: str, upload_id: str) -> Incoming:
+        """Raises Refusal: 400, 404, 429."""
+        row = self._upload_row(owner, upload_id, pending=True)
+        there = self._db.number("SELECT SUM(bytes) FROM parts WHERE upload_id = ?", upload_id)
+        return Incoming(self._db, new_id("part_"), self._room(owner, row["bytes"] - there))
+
+    def add_part(self, owner: str, upload_id: str, incoming: Incoming) -> Document:
+        incoming.finish()
+        now = int(time.time())
+        with self._db.transaction():
+            self._upload_row(owner, upload_id, pending=True)
+            self._check_room(owner, incoming.size_bytes)
+            self._db.run(
+                "INSERT INTO parts VALUES (?, ?, ?, ?)",
+                *(incoming.file_id, upload_id, incoming.size_bytes, now),
+            )
+        return {
+            "id": incoming.file_id,
+            "object": "upload.part",
+            "created_at": now,
+            "upload_id": upload_id,
+        }
+
+    def complete_upload(self, owner: str, upload_id: str, part_ids: Sequence[str]) -> Document:
+        """Its parts become a file, in this order. Raises Refusal: 400, 404."""
+        row = self._upload_row(owner, upload_id, pending=True)
+        parts: Mapping[str, int] = {
+            each["id"]: each["bytes"]
+            for each in self._db.rows("SELECT id, bytes FROM parts WHERE upload_id = ?", upload_id)
+        }
+        if len(set(part_ids)) < len(part_ids) or not set(part_ids) <= set(parts):
+            message = "part_ids must name parts of this upload, each once."
+            raise Refusal(400, "invalid_part_ids", message, param="part_ids")
+        if sum(parts[each] for each in part_ids) != row["bytes"]:
+            message = f"The parts have {sum(parts[p] for p in part_ids)} bytes, not {row['bytes']}."
+            raise Refusal(400, "invalid_part_ids", message, param="part_ids")
+        whole = Incoming(self._db, new_id("file-"), row["bytes"])
+        try:
+            for each in part_ids:
+                with self._db.path(each).open("rb") as part:
+                    while data := part.read(_COPIED_BYTES):
+                        whole.write(data)
+            whole.finish()
+            with self._db.transaction():
+                self._insert(owner, whole.file_id, row["filename"], row["bytes"], None)
+                self._db.run(
+                    "UPDATE uploads SET status = 'completed', file_id = ? WHERE id = ?",
+                    *(whole.file_id, upload_id),
+                )
+        except BaseException:
+            whole.drop()
+            raise
+        self._drop_parts(upload_id, "completed")
+        return self.upload(owner, upload_id)
+
+    def cancel_upload(self, owner: str, upload_id: str) -> Document:
+        """Raises Refusal: 400, 404."""
+        self._upload_row(owner, upload_id, pending=True)
+        self._drop_parts(upload_id, "cancelled")
+        return self.upload(owner, upload_id)
+
+    def _drop_parts(self, upload_id: str, status: str) -> None:
+        parts = self._db.rows("SELECT id FROM parts WHERE upload_id = ?", upload_id)
+        with self._db.transaction():
+            self._db.run("DELETE FROM parts WHERE upload_id = ?", upload_id)
+            self._db.run(
+                "UPDATE uploads SET status = ? WHERE id = ? AND status = 'pending'",
+                *(status, upload_id),
+            )
+        for row in parts:
+            self._db.unlink(row["id"])
+
+
+def _document(row: Any) -> Document:
+    return {
+        "id": row["id"],
+        "object": "file",
+        "bytes": row["bytes"],
+        "created_at": row["created_at"],
+        "expires_at": row["expires_at"],
+        "filename": row["filename"],
+        "purpose": row["purpose"],
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def page(documents: Sequence[Document], *, more: bool) -> Document:
+    """A list as OpenAI has it."""
+    return {
+        "object": "list",
+        "data": documents,
+        "first_id": documents[0]["id"] if documents else None,
+        "last_id": documents[-1]["id"] if documents else None,
+        "has_more": more,
+    }

@@ -1,0 +1,596 @@
+"""Batches and their lines: what is to be done, what was sent, what was answered.
+
+    validating → in_progress → finalizing → completed
+        ↓             ↓ ↓                      failed, expired, cancelled
+      failed      cancelling, expired → finalizing
+
+A line waits, is out, or is done. The row says that it is out before it is sent; its answer is in a
+file of the batch, and synced, before the row says that it is done. So of a gateway that was killed,
+what stands in the files beyond the length that the batch's row has is done as well (``recover``),
+and what was out goes again.
+
+Everything here is for the thread that has the database.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hetero_gateway.core.batches.outlook import Kind, Sums, kind_of
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.batch_lines import BatchLine, answer_line, error_line
+from hetero_gateway.files.batches_config import BatchesConfig
+from hetero_gateway.serve.batches.database import Database
+from hetero_gateway.serve.batches.files import Document, new_id, not_found, page
+
+WAITS, OUT, DONE = 0, 1, 2
+_AT_ONCE = 500
+_OVER = ("completed", "failed", "expired", "cancelled")
+_REASONS = {
+    "expired": ("batch_expired", "The request was not done before the completion window was over."),
+    "cancelled": ("batch_cancelled", "The batch was cancelled before the request was done."),
+    "failed": ("batch_failed", "The batch ended before the request was done."),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One that is not over, as its row has it.
+
+    ``left``: of its lines that are not done, by model and length; ``out``: those that are out.
+    """
+
+    seq: int
+    id: str
+    owner: str
+    status: str
+    endpoint: str | None
+    expires_at: int
+    input_file_id: str
+    output_file_id: str
+    error_file_id: str
+    output_bytes: int
+    error_bytes: int
+    total: int
+    completed: int
+    failed: int
+    repeated: int
+    outcome: str | None = None  # while it is finalizing: what becomes of it
+    left: dict[Kind, Sums] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)  # lines by model
+
+    @property
+    def done(self) -> int:
+        return self.completed + self.failed
+
+
+class Line(NamedTuple):
+    """One that may be sent. ``prompt_tokens``, ``output_tokens``: as estimated, of all of it."""
+
+    batch: Batch
+    number: int
+    offset: int
+    size: int
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    repeats: int
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.model, self.prompt_tokens, self.output_tokens)
+
+
+class Answer(NamedTuple):
+    """What became of a line. ``tokens``: (prompt, output) that it took."""
+
+    line: Line
+    custom_id: str
+    status: int
+    request_id: str
+    body: bytes
+    tokens: tuple[int, int]
+
+
+class Estimate(NamedTuple):
+    """A line that may be served. ``prefix``: of its prompt's beginning; None: it has none."""
+
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    prefix: int | None
+
+
+class Row(NamedTuple):
+    """A line on its way into the database. ``custom``: of its custom_id."""
+
+    number: int
+    offset: int
+    size: int
+    estimate: Estimate
+    custom: bytes
+
+
+class Ledger:
+    """See above.
+
+    Args:
+        database: whose rows they are.
+        config: quotas.
+    """
+
+    def __init__(self, database: Database, config: BatchesConfig) -> None:
+        self._db = database
+        self._config = config
+        self._inputs: dict[str, int] = {}
+
+    def close(self) -> None:
+        for file in self._inputs.values():
+            os.close(file)
+        self._inputs.clear()
+
+    # As clients see them
+
+    def create(
+        self,
+        owner: str,
+        file_id: str,
+        endpoint: str | None,
+        window: tuple[str, float],
+        metadata: Mapping[str, str],
+    ) -> Document:
+        """Raises Refusal: 404, 429."""
+        batch_id, now_s = new_id("batch_"), time.time()
+        with self._db.transaction():
+            if not self._db.row("SELECT 1 FROM files WHERE id = ? AND owner = ?", file_id, owner):
+                raise not_found("file", file_id)
+            running = self._db.number(
+                "SELECT COUNT(*) FROM batches WHERE owner = ? AND ended_at IS NULL", owner
+            )
+            if running >= self._config.max_key_batches:
+                message = f"The key has {running} batches that are not over."
+                raise Refusal(429, "quota_exceeded", message, kind="rate_limit_error")
+            self._db.run(
+                "INSERT INTO batches (id, owner, status, input_file_id, endpoint, window, metadata,"
+                " created_at, expires_at, output_file_id, error_file_id)"
+                " VALUES (?, ?, 'validating', ?, ?, ?, ?, ?, ?, ?, ?)",
+                *(batch_id, owner, file_id, endpoint, window[0], json.dumps(dict(metadata))),
+                *(int(now_s), int(now_s + window[1]), new_id("file-"), new_id("file-")),
+            )
+        return self.document(owner, batch_id)
+
+    def _row(self, owner: str, batch_id: str) -> Any:
+        row = self._db.row("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
+        if row is None:
+            raise not_found("batch", batch_id)
+        return row
+
+    def document(self, owner: str, batch_id: str) -> Document:
+        """Raises Refusal: 404."""
+        return _document(self._row(owner, batch_id))
+
+    def listed(self, owner: str, after: str | None, limit: int) -> Document:
+        """A page of them, the newest first. Raises Refusal: 404."""
+        before = 2**62 if after is None else self._row(owner, after)["seq"]
+        rows = self._db.rows(
+            "SELECT * FROM batches WHERE owner = ? AND seq < ? ORDER BY seq DESC LIMIT ?",
+            *(owner, before, limit + 1),
+        )
+        return page([_document(row) for row in rows[:limit]], more=len(rows) > limit)
+
+    def cancel(self, owner: str, batch_id: str) -> Document:
+        """Raises Refusal: 404, or 409 where it is over."""
+        with self._db.transaction():
+            row = self._row(owner, batch_id)
+            if row["ended_at"] is not None or row["status"] == "finalizing":
+                message = f"The batch is {row['status']} already."
+                raise Refusal(409, "batch_over", message, param="batch_id")
+            if row["status"] != "cancelling":
+                self._db.run(
+                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE seq = ?",
+                    *(int(time.time()), row["seq"]),
+                )
+        return self.document(owner, batch_id)
+
+    # What runs
+
+    def unfinished(self) -> list[Batch]:
+        """All that are not over, the earliest deadline first."""
+        rows = self._db.rows(
+            "SELECT * FROM batches WHERE ended_at IS NULL ORDER BY expires_at, seq"
+        )
+        return [self._batch(row) for row in rows]
+
+    def unfinished_named(self, batch_id: str) -> list[Batch]:
+        """That one, or none where it is over."""
+        rows = self._db.rows("SELECT * FROM batches WHERE id = ? AND ended_at IS NULL", batch_id)
+        return [self._batch(row) for row in rows]
+
+    def _batch(self, row: Any) -> Batch:
+        batch = Batch(
+            *(row["seq"], row["id"], row["owner"], row["status"], row["endpoint"]),
+            *(row["expires_at"], row["input_file_id"], row["output_file_id"]),
+            *(row["error_file_id"], row["output_bytes"], row["error_bytes"], row["total"]),
+            *(row["completed"], row["failed"], row["repeated"], row["outcome"]),
+        )
+        if batch.status != "validating":
+            self._count_left(batch)
+        return batch
+
+    def _count_left(self, batch: Batch) -> None:
+        batch.left, batch.waiting = {}, {}
+        for model, prompt, output, state in self._db.run(
+            "SELECT model, prompt_tokens, output_tokens, state FROM lines"
+            " WHERE batch = ? AND state < ?",
+            *(batch.seq, DONE),
+        ):
+            kind = kind_of(model, prompt, output)
+            batch.left.setdefault(kind, Sums()).add(prompt, output)
+            if state == WAITS:
+                batch.waiting[model] = batch.waiting.get(model, 0) + 1
+
+    def next_lines(self, batch: Batch, model: str, most: int) -> list[Line]:
+        """The next ones of a model that wait."""
+        return [
+            Line(batch, *row)
+            for row in self._db.run(
+                "SELECT number, offset, size, model, prompt_tokens, output_tokens, repeats"
+                " FROM lines WHERE batch = ? AND state = ? AND model = ? ORDER BY position LIMIT ?",
+                *(batch.seq, WAITS, model, most),
+            )
+        ]
+
+    def turn(self, answers: Sequence[Answer], sends: Sequence[Line]) -> list[BatchLine]:
+        """Keep answers, and say that lines are out; returns what these have to say.
+
+        Raises:
+            OSError, sqlite3.Error: nothing of it is done, and it may be tried again.
+        """
+        by_batch: dict[int, list[Answer]] = {}
+        for answer in answers:
+            by_batch.setdefault(answer.line.batch.seq, []).append(answer)
+        told = [(each[0].line.batch, self._append(each)) for each in by_batch.values()]
+        with self._db.transaction():
+            for batch, (output_bytes, error_bytes) in told:
+                mine = by_batch[batch.seq]
+                good = sum(each.status < 400 for each in mine)
+                self._done(batch, [each.line.number for each in mine])
+                self._db.run(
+                    "UPDATE batches SET output_bytes = ?, error_bytes = ?,"
+                    " completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,"
+                    " output_tokens = output_tokens + ? WHERE seq = ?",
+                    *(output_bytes, error_bytes, good, len(mine) - good),
+                    sum(each.tokens[0] for each in mine),
+                    sum(each.tokens[1] for each in mine),
+                    batch.seq,
+                )
+            self._db.run_many(
+                f"UPDATE lines SET state = {OUT} WHERE batch = ? AND number = ?",
+                [(line.batch.seq, line.number) for line in sends],
+            )
+        for batch, (output_bytes, error_bytes) in told:
+            mine = by_batch[batch.seq]
+            good = sum(each.status < 400 for each in mine)
+            batch.output_bytes, batch.error_bytes = output_bytes, error_bytes
+            batch.completed += good
+            batch.failed += len(mine) - good
+        return [self.read(line.batch, line.offset, line.size) for line in sends]
+
+    def _done(self, batch: Batch, numbers: Iterable[int]) -> None:
+        self._db.run_many(
+            f"UPDATE lines SET state = {DONE} WHERE batch = ? AND number = ?",
+            [(batch.seq, number) for number in numbers],
+        )
+
+    def read(self, batch: Batch, offset: int, size: int) -> BatchLine:
+        """A line that was found good before. Raises OSError: its file is gone, or another one."""
+        file = self._inputs.get(batch.input_file_id)
+        if file is None:
+            if len(self._inputs) >= 32:
+                self.close()
+            file = os.open(self._db.path(batch.input_file_id), os.O_RDONLY | os.O_CLOEXEC)
+            self._inputs[batch.input_file_id] = file
+        try:
+            return msgspec.json.decode(os.pread(file, size, offset), type=BatchLine)
+        except msgspec.DecodeError as error:
+            raise OSError(f"{batch.input_file_id} is no longer what it was") from error
+
+    def put_back(self, lines: Iterable[Line]) -> None:
+        """They were said to be out, and were not sent."""
+        with self._db.transaction():
+            self._db.run_many(
+                f"UPDATE lines SET state = {WAITS} WHERE batch = ? AND number = ?",
+                [(line.batch.seq, line.number) for line in lines],
+            )
+
+    def _append(self, answers: Sequence[Answer]) -> tuple[int, int]:
+        """Write and sync answers of a batch; returns how long its files are with them."""
+        batch, good, bad = answers[0].line.batch, list[bytes](), list[bytes]()
+        for each in answers:
+            text = answer_line(
+                *(line_id(batch, each.line.number), each.custom_id, each.status, each.request_id),
+                each.body,
+                repeated=each.line.repeats > 0,
+            )
+            (good if each.status < 400 else bad).append(text)
+        return (
+            self._append_to(batch.output_file_id, batch.output_bytes, good),
+            self._append_to(batch.error_file_id, batch.error_bytes, bad),
+        )
+
+    def _append_to(self, file_id: str, at_bytes: int, lines: Sequence[bytes]) -> int:
+        if not lines:
+            return at_bytes
+        data = b"".join(lines)
+        file = os.open(self._db.path(file_id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # What was begun before and not finished is not there.
+            os.ftruncate(file, at_bytes)
+            view, end = memoryview(data), at_bytes
+            try:
+                while view:
+                    written = os.pwrite(file, view, end)
+                    view, end = view[written:], end + written
+                os.fdatasync(file)
+            except OSError:
+                os.ftruncate(file, at_bytes)
+                raise
+        finally:
+            os.close(file)
+        if at_bytes == 0:
+            self._db.sync_names()
+        return end
+
+    # Validation
+
+    def begin_lines(self, batch: Batch) -> None:
+        """There are no lines (of a try that came to no end)."""
+        with self._db.transaction():
+            self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
+        batch.error_bytes = 0
+
+    def add_lines(self, batch: Batch, rows: Sequence[Row]) -> None:
+        with self._db.transaction():
+            self._db.run_many(
+                "INSERT INTO lines (batch, number, offset, size, model, prompt_tokens,"
+                " output_tokens, prefix, custom) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(batch.seq, r.number, r.offset, r.size, *r.estimate, r.custom) for r in rows],
+            )
+
+    def twins(self, batch: Batch) -> Iterator[tuple[int, int]]:
+        """(number, number of the first) of lines whose custom_id another one has."""
+        for first, custom in self._db.rows(
+            "SELECT MIN(number), custom FROM lines WHERE batch = ? GROUP BY custom"
+            " HAVING COUNT(*) > 1 ORDER BY 1 LIMIT 100000",
+            batch.seq,
+        ):
+            for (number,) in self._db.rows(
+                "SELECT number FROM lines WHERE batch = ? AND custom = ? AND number > ?",
+                *(batch.seq, custom, first),
+            ):
+                yield number, first
+
+    def note_problems(self, batch: Batch, problems: Sequence[tuple[int, Any]]) -> None:
+        """Keep what is wrong with lines; the file of errors has all of it."""
+        lines = [
+            error_line(line_id(batch, number), None, p.code, p.message, line=number, param=p.param)
+            for number, p in problems
+        ]
+        batch.error_bytes = self._append_to(batch.error_file_id, batch.error_bytes, lines)
+
+    def lines_of(self, owner: str) -> int:
+        """How many lines a key's batches have that are not over."""
+        return self._db.number(
+            "SELECT SUM(total - completed - failed) FROM batches WHERE owner = ?"
+            " AND ended_at IS NULL",
+            owner,
+        )
+
+    def begin(self, batch: Batch, total: int) -> bool:
+        """All lines are good: put them in order. False: it was cancelled meanwhile."""
+        work = "prompt_tokens + 4 * output_tokens"
+        group = "COALESCE(prefix, -number)"
+        self._db.run("DROP TABLE IF EXISTS temp.places")
+        self._db.run(
+            "CREATE TEMP TABLE places AS SELECT number, ROW_NUMBER() OVER"
+            f" (ORDER BY mean, own, {work}, number) AS place FROM (SELECT *, {group} AS own,"
+            f" AVG({work}) OVER (PARTITION BY {group}) AS mean FROM lines WHERE batch = ?)",
+            batch.seq,
+        )
+        self._db.run("CREATE UNIQUE INDEX temp.place_of ON places (number)")
+        with self._db.transaction():
+            self._db.run(
+                "UPDATE lines SET position ="
+                " (SELECT place FROM temp.places p WHERE p.number = lines.number) WHERE batch = ?",
+                batch.seq,
+            )
+            begun = self._db.run(
+                "UPDATE batches SET status = 'in_progress', total = ?, in_progress_at = ?"
+                " WHERE seq = ? AND status = 'validating'",
+                *(total, int(time.time()), batch.seq),
+            ).rowcount
+            if not begun:
+                self._db.run("UPDATE batches SET total = ? WHERE seq = ?", total, batch.seq)
+        self._db.run("DROP TABLE temp.places")
+        return bool(begun)
+
+    def fail(self, batch: Batch, problems: Sequence[Document]) -> None:
+        """It does not begin: its lines, or the batch itself, are at fault."""
+        with self._db.transaction():
+            self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
+            self._keep_files(batch)
+            self._db.run(
+                "UPDATE batches SET status = 'failed', ended_at = ?, problems = ? WHERE seq = ?",
+                *(int(time.time()), json.dumps(list(problems)), batch.seq),
+            )
+
+    # Ends
+
+    def recover(self, batch: Batch) -> None:
+        """After a start: what was answered beyond what its row says, and what goes again."""
+        found: list[tuple[int, bool]] = []
+        ends = []
+        for file_id, at_bytes, good in (
+            (batch.output_file_id, batch.output_bytes, True),
+            (batch.error_file_id, batch.error_bytes, False),
+        ):
+            beyond = list(_answers_beyond(self._db.path(file_id), at_bytes))
+            found += [(number, good) for _, number in beyond]
+            ends.append(beyond[-1][0] if beyond else at_bytes)
+        with self._db.transaction():
+            new = [
+                (number, good)
+                for number, good in found
+                if self._db.row(
+                    "SELECT 1 FROM lines WHERE batch = ? AND number = ? AND state < ?",
+                    *(batch.seq, number, DONE),
+                )
+            ]
+            self._done(batch, [number for number, _ in new])
+            completed = sum(good for _, good in new)
+            repeated = self._db.run(
+                f"UPDATE lines SET state = {WAITS}, repeats = repeats + 1"
+                f" WHERE batch = ? AND state = {OUT}",
+                batch.seq,
+            ).rowcount
+            self._db.run(
+                "UPDATE batches SET output_bytes = ?, error_bytes = ?, completed = completed + ?,"
+                " failed = failed + ?, repeated = repeated + ? WHERE seq = ?",
+                *(*ends, completed, len(new) - completed, repeated, batch.seq),
+            )
+        batch.output_bytes, batch.error_bytes = ends
+        batch.completed += completed
+        batch.failed += len(new) - completed
+        batch.repeated += repeated
+        self._count_left(batch)
+
+    def finish(self, batch: Batch, status: str) -> None:
+        """It is over: what is not done gets an error, and its files are there for its key.
+
+        It may be called again after an end in between.
+        """
+        with self._db.transaction():
+            self._db.run(
+                "UPDATE batches SET status = 'finalizing', outcome = ?, finalizing_at = ?"
+                " WHERE seq = ?",
+                *(status, int(time.time()), batch.seq),
+            )
+        while rows := self._db.rows(
+            "SELECT number, offset, size FROM lines WHERE batch = ? AND state < ? LIMIT ?",
+            *(batch.seq, DONE, _AT_ONCE),
+        ):
+            code, message = _REASONS[status]
+            texts = [
+                error_line(line_id(batch, number), self._custom_id(batch, at, size), code, message)
+                for number, at, size in rows
+            ]
+            error_bytes = self._append_to(batch.error_file_id, batch.error_bytes, texts)
+            with self._db.transaction():
+                self._done(batch, [row["number"] for row in rows])
+                self._db.run(
+                    "UPDATE batches SET error_bytes = ?, failed = failed + ? WHERE seq = ?",
+                    *(error_bytes, len(rows), batch.seq),
+                )
+            batch.error_bytes = error_bytes
+            batch.failed += len(rows)
+        with self._db.transaction():
+            self._keep_files(batch)
+            self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
+            self._db.run(
+                "UPDATE batches SET status = ?, ended_at = ? WHERE seq = ?",
+                *(status, int(time.time()), batch.seq),
+            )
+        file = self._inputs.pop(batch.input_file_id, None)
+        if file is not None:
+            os.close(file)
+
+    def _custom_id(self, batch: Batch, offset: int, size: int) -> str | None:
+        try:
+            return self.read(batch, offset, size).custom_id
+        except OSError:
+            return None
+
+    def _keep_files(self, batch: Batch) -> None:
+        expires_at = int(time.time() + self._config.keep_s)
+        for file_id, size, kind in (
+            (batch.output_file_id, batch.output_bytes, "output"),
+            (batch.error_file_id, batch.error_bytes, "error"),
+        ):
+            if size:
+                self._db.run(
+                    "INSERT OR IGNORE INTO files (id, owner, filename, purpose, bytes, created_at,"
+                    " expires_at) VALUES (?, ?, ?, 'batch_output', ?, ?, ?)",
+                    *(file_id, batch.owner, f"{batch.id}_{kind}.jsonl", size),
+                    *(int(time.time()), expires_at),
+                )
+
+
+def line_id(batch: Batch, number: int) -> str:
+    """By which an answer names its line, besides by the client's custom_id."""
+    return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
+
+
+class _Answered(msgspec.Struct):
+    id: str
+
+
+def _answers_beyond(path: Any, at_bytes: int) -> Iterator[tuple[int, int]]:
+    """(where it ends, number of its line) of each whole answer that a file has from there on.
+
+    What follows the last whole one is cut off.
+    """
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(at_bytes)
+        end = at_bytes
+        while (text := file.readline()).endswith(b"\n"):
+            try:
+                number = int(msgspec.json.decode(text, type=_Answered).id.rpartition("_")[2])
+            except (msgspec.DecodeError, ValueError):
+                break
+            end += len(text)
+            yield end, number
+        file.truncate(end)
+
+
+def _document(row: Any) -> Document:
+    over, status = row["ended_at"], row["status"]
+    there = over is not None
+    problems = json.loads(row["problems"])
+    return {
+        "id": row["id"],
+        "object": "batch",
+        "endpoint": row["endpoint"] or "",
+        "errors": {"object": "list", "data": problems} if problems else None,
+        "input_file_id": row["input_file_id"],
+        "completion_window": row["window"],
+        "status": status,
+        "output_file_id": row["output_file_id"] if there and row["output_bytes"] else None,
+        "error_file_id": row["error_file_id"] if there and row["error_bytes"] else None,
+        "created_at": row["created_at"],
+        "in_progress_at": row["in_progress_at"],
+        "expires_at": row["expires_at"],
+        "finalizing_at": row["finalizing_at"],
+        **{f"{name}_at": over if status == name else None for name in _OVER},
+        "cancelling_at": row["cancelling_at"],
+        "request_counts": {
+            "total": row["total"],
+            "completed": row["completed"],
+            "failed": row["failed"],
+        },
+        "usage": {
+            "input_tokens": row["input_tokens"],
+            "output_tokens": row["output_tokens"],
+            "total_tokens": row["input_tokens"] + row["output_tokens"],
+        },
+        "metadata": json.loads(row["metadata"]),
+        "repeated_lines": row["repeated"],
+    }

@@ -1,0 +1,375 @@
+"""Sends the lines of batches, and keeps what they are answered with.
+
+One loop: what was answered since the last turn is written, what may be sent is chosen, and the
+database's thread does both in one transaction, which reads the bodies as well. Then they are sent
+(``dataplane/lines``). While that cannot be written nothing is sent, and answers are kept here.
+"""
+
+import asyncio
+import dataclasses
+import heapq
+import logging
+import math
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from hetero_gateway.core.batches.outlook import Pace, ends_in_s, work_of
+from hetero_gateway.core.types import BATCH_CLASS, InstanceId
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.batch_lines import BatchLine
+from hetero_gateway.files.batches_config import BatchesConfig
+from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.gateway.admission.clients import Admission, Client
+from hetero_gateway.gateway.dataplane.application import DataPlane
+from hetero_gateway.gateway.dataplane.lines import LineAttempts
+from hetero_gateway.gateway.fleet.instances import Fleet
+from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.http.errors import error_body
+from hetero_gateway.serve.batches.choosing import Choice, Pick, Running, half_is_free
+from hetero_gateway.serve.batches.ledger import Answer, Batch, Ledger, Line
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Between two turns, so that answers are synced together; and without news.
+_PAUSE_S, _IDLE_S = 0.01, 0.25
+_LOOK_S = 1.0
+# After what cannot be written.
+_AGAIN_S = 2.0
+_HELD = 256
+# An answer like this may be another one later; the second ones only so often.
+_BUSY = frozenset((429, 503))
+_FAILED = frozenset((0, 500, 502, 504))
+_MOST_TRIES = 3
+_MOST_BACKOFF_S = 60.0
+
+
+class RunnerParts(Protocol):
+    """Of a gateway, what its batches need."""
+
+    fleet: Fleet
+    metrics: Metrics
+    admission: Admission
+    dataplane: DataPlane
+
+    @property
+    def config(self) -> GatewayConfig: ...
+
+
+class Call(Protocol):
+    """Runs something in the database's thread."""
+
+    def __call__(self, function: Callable[..., _T], /, *args: Any) -> Awaitable[_T]: ...
+
+
+class _Out(NamedTuple):
+    """A line that is out."""
+
+    running: Running
+    line: Line
+    custom_id: str
+    at: InstanceId
+
+
+class Runner:
+    """See above. Needs a running event loop.
+
+    Args:
+        of: whose lines they are.
+        ledger: of the database's thread, where ``call`` runs things.
+        config: of batches.
+    """
+
+    def __init__(self, of: RunnerParts, ledger: Ledger, call: Call, config: BatchesConfig) -> None:
+        self._of = of
+        self._ledger = ledger
+        self._call = call
+        self.running: list[Running] = []
+        self._cancelled: set[str] = set()
+        self._out: dict[LineAttempts, _Out] = {}
+        self._answers: list[Answer] = []
+        # (when, tie-break, line): those that go again; and how often lines have failed.
+        self._again: list[tuple[float, int, Line]] = []
+        self._tries: dict[tuple[int, int], int] = {}
+        self._number = 0
+        self._wake = asyncio.Event()
+        self._pace = Pace()
+        self._looked_s = -math.inf
+        self._ends_s: dict[int, float] = {}  # by batch, monotonic
+        self.paused = ""
+        self.stops = False  # nothing more is sent
+        self.answered = {"completed": 0, "failed": 0, "retried": 0}
+        self.choice = Choice(of.fleet, of.metrics, config.slowdown, self.target)
+
+    def target(self, name: str) -> str:
+        """The model that a name stands for; of several, one of them."""
+        route = self._of.dataplane.intake.routes.by_name.get(name)
+        return route.targets[0][1] if route is not None and route.targets else name
+
+    # What others say
+
+    def add(self, batch: Batch) -> None:
+        """It is to be run from now on."""
+        if not self._out:
+            self._pace.begin(time.monotonic())
+        self.running.append(Running(batch))
+        self.running.sort(key=lambda each: (each.batch.expires_at, each.batch.seq))
+        self._wake.set()
+
+    def cancel(self, batch_id: str) -> bool:
+        """Its lines are not sent any more. False: it does not run (yet)."""
+        self._cancelled.add(batch_id)
+        self._wake.set()
+        return any(each.batch.id == batch_id for each in self.running)
+
+    def stop(self) -> None:
+        """Send nothing more; what is out is left, and goes again at the next start."""
+        self.stops = True
+        for attempts in list(self._out):
+            attempts.on_end = None
+            attempts.client_gone()
+        self._out.clear()
+
+    def drain(self) -> None:
+        """Send nothing more; what is out may be answered yet."""
+        self.stops = True
+        self._wake.set()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is out, and nothing is to be written."""
+        return not self._out and not self._answers
+
+    # The loop
+
+    async def run(self) -> None:
+        while True:
+            has_work = bool(self.running or self._answers)
+            try:
+                async with asyncio.timeout(_IDLE_S if has_work else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                await self._turn()
+            except (OSError, sqlite3.Error) as error:
+                await self._pause(error)
+            except Exception:
+                _log.exception("batches: a turn failed")
+                await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _pause(self, error: OSError | sqlite3.Error) -> None:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if not self.paused:
+            _log.error("batches are paused, and nothing is lost: %s", why)
+        self.paused = why
+        self._wake.set()
+        await asyncio.sleep(_AGAIN_S)
+
+    async def _turn(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self.choice.look(now_s)
+            self._foresee(now_s)
+        picks = [] if self.paused or self.stops else await self._pick(now_s)
+        answers, self._answers = self._answers, []
+        if answers or picks or self.paused:
+            try:
+                bodies = await self._call(self._ledger.turn, answers, [p.line for p in picks])
+            except BaseException:
+                self._answers[:0] = answers
+                self._take_back(picks)
+                raise
+            if self.paused:
+                _log.warning("batches go on")
+                self.paused = ""
+            self._send(picks, bodies)
+        for each in list(self.running):
+            await self._end_if_over(each)
+
+    async def _pick(self, now_s: float) -> list[Pick]:
+        """What is to be sent now; its lines are out as soon as that is kept."""
+        live = [each for each in self.running if self._outcome(each.batch) is None]
+        for each in live:
+            for model, waiting in list(each.batch.waiting.items()):
+                if waiting > 0 and not each.held[model]:
+                    lines = await self._call(self._ledger.next_lines, each.batch, model, _HELD)
+                    each.held[model].extend(lines)
+        due: list[Line] = []
+        while self._again and self._again[0][0] <= now_s:
+            due.append(heapq.heappop(self._again)[2])
+        depth = self._of.config.scheduler.prefill_depth
+        picks = self.choice.pick(live, due, depth, self._may_spend, now_s)
+        chosen = {_key(pick.line) for pick in picks}
+        for line in due:
+            if _key(line) not in chosen:
+                self._go_again(line, now_s + _IDLE_S)
+        return picks
+
+    def _may_spend(self, batch: Batch, tokens: int) -> bool:
+        client = self.client_of(batch.owner)
+        return client is not None and half_is_free(client, tokens)
+
+    def client_of(self, owner: str) -> Client | None:
+        """Whose lines they are, as a client of batches; None: its key is gone, or expired."""
+        admission = self._of.admission
+        client = admission.named(owner)
+        if owner and not admission.knows(owner):
+            return None
+        if client.expires_s is not None and client.expires_s <= time.time():
+            return None
+        return dataclasses.replace(client, request_class=BATCH_CLASS, classes=frozenset())
+
+    def _take_back(self, picks: Iterable[Pick]) -> None:
+        """They were not sent."""
+        for pick in reversed(list(picks)):
+            running = self._running(pick.line.batch)
+            if _key(pick.line) in self._tries:
+                self._go_again(pick.line, time.monotonic())
+            elif running is not None:
+                running.held[pick.line.model].appendleft(pick.line)
+
+    def _go_again(self, line: Line, at_s: float) -> None:
+        self._number += 1
+        heapq.heappush(self._again, (at_s, self._number, line))
+
+    def _running(self, batch: Batch) -> Running | None:
+        return next((each for each in self.running if each.batch is batch), None)
+
+    # Lines
+
+    def _send(self, picks: Sequence[Pick], bodies: Sequence[BatchLine]) -> None:
+        for (line, at), body in zip(picks, bodies, strict=True):
+            running, client = self._running(line.batch), self.client_of(line.batch.owner)
+            if _key(line) not in self._tries:
+                self._tries[_key(line)] = 0
+                line.batch.waiting[line.model] -= 1
+            if running is None or client is None or self.stops:
+                continue  # it is out in the database alone, and done with its batch, or again
+            known = self._of.fleet.instances
+            attempts = LineAttempts.of(
+                self._of.dataplane.rooms, body.url, client, at, known, self._ended
+            )
+            self._out[attempts] = _Out(running, line, body.custom_id, at)
+            running.out[at] += 1
+            choice = self.choice
+            choice.out[at] += 1
+            choice.bytes_out += line.size
+            try:
+                attempts.begin(bytes(body.body))
+            except Exception:
+                _log.exception("a line of %s cannot be sent", line.batch.id)
+                attempts.client_gone()
+
+    def _ended(self, attempts: LineAttempts) -> None:
+        """A line is over: its answer is kept, or it goes again."""
+        out = self._out.pop(attempts, None)
+        if out is None:
+            return
+        self._wake.set()
+        running, line, custom_id, at = out
+        choice, answer = self.choice, attempts.answer
+        assert answer is not None
+        choice.out[at] -= 1
+        running.out[at] -= 1
+        choice.bytes_out -= line.size
+        if attempts.placed_at is not None:
+            choice.sent[attempts.placed_at] += 1
+            if attempts.usage is not None:
+                choice.note(attempts.placed_at, *attempts.usage)
+        status = answer.status if answer.whole else 0
+        tries = self._tries[_key(line)] = self._tries[_key(line)] + 1
+        if status in _BUSY or (status in _FAILED and tries < _MOST_TRIES):
+            if self._outcome(line.batch) is None:
+                wait_s = answer.retry_after_s or min(_MOST_BACKOFF_S, 2.0 ** min(tries, 6) / 4)
+                self.answered["retried"] += 1
+                self._go_again(line, time.monotonic() + wait_s)
+            return
+        if status >= 400 and self._outcome(line.batch) is not None:
+            return  # it gets the batch's own error
+        del self._tries[_key(line)]
+        good, tokens = 0 < status < 400, attempts.usage or (0, 0)
+        self.answered["completed" if good else "failed"] += 1
+        self._learn(running, line, attempts.usage if good else None)
+        body = answer.body if status else _broke_off()
+        told = Answer(line, custom_id, status or 502, attempts.request_id, body, tokens)
+        self._answers.append(told)
+
+    def _learn(self, running: Running, line: Line, real: tuple[int, int] | None) -> None:
+        told = line.prompt_tokens, line.output_tokens
+        running.batch.left[line.kind].add(-told[0], -told[1], -1)
+        if real is not None:
+            running.seen.note(line.kind, told, real)
+            self._pace.note(self._work_s(line.model, *real))
+
+    def _work_s(self, model: str, prompt_tokens: float, output_tokens: float) -> float:
+        return self.choice.pool(model).work_s(prompt_tokens, output_tokens)
+
+    # Ends
+
+    def _outcome(self, batch: Batch) -> str | None:
+        """What it ends as although lines are left; None: it goes on."""
+        if batch.outcome is not None:
+            return batch.outcome
+        if batch.id in self._cancelled or batch.status == "cancelling":
+            return "cancelled"
+        if time.time() >= batch.expires_at:
+            return "expired"
+        return None if self.client_of(batch.owner) is not None else "failed"
+
+    async def _end_if_over(self, running: Running) -> None:
+        batch = running.batch
+        outcome = "completed" if batch.done >= batch.total else self._outcome(batch)
+        if outcome is None or self.stops:
+            return
+        if running.lines_out:
+            if outcome == "expired":
+                for attempts in [a for a, out in self._out.items() if out.running is running]:
+                    attempts.client_gone()
+            return
+        if any(answer.line.batch is batch for answer in self._answers):
+            self._wake.set()
+            return
+        await self._call(self._ledger.finish, batch, outcome)
+        self.running.remove(running)
+        self._cancelled.discard(batch.id)
+        self._ends_s.pop(batch.seq, None)
+        self._again = [each for each in self._again if each[2].batch is not batch]
+        heapq.heapify(self._again)
+        self._tries = {key: n for key, n in self._tries.items() if key[0] != batch.seq}
+        _log.info(
+            "%s is %s: %d lines, %d of them failed", batch.id, outcome, batch.total, batch.failed
+        )
+
+    # What is to be expected
+
+    def _foresee(self, now_s: float) -> None:
+        self._pace.look(now_s)
+        works = [work_of(each.batch.left, each.seen, self._work_s) for each in self.running]
+        told = ends_in_s(works, self._pace.per_s(now_s))
+        for each, in_s in zip(self.running, told, strict=True):
+            self._ends_s[each.batch.seq] = now_s + in_s
+
+    def predicted_end_unix_s(self, batch: Batch) -> float | None:
+        """When it will be done; None: that is not known yet."""
+        end_s = self._ends_s.get(batch.seq, math.inf)
+        return time.time() + end_s - time.monotonic() if end_s < math.inf else None
+
+    def is_late(self, batch: Batch) -> bool:
+        """Whether it will not be done in its window."""
+        end_s = self.predicted_end_unix_s(batch)
+        return end_s is not None and end_s > batch.expires_at
+
+
+def _key(line: Line) -> tuple[int, int]:
+    return line.batch.seq, line.number
+
+
+def _broke_off() -> bytes:
+    message = f"The answer broke off, {_MOST_TRIES} times."
+    return error_body(Refusal(502, "upstream_error", message, kind="server_error"))

@@ -1,0 +1,353 @@
+"""Batches of a running gateway: opened, validated, run, and let go.
+
+The folder is one gateway's. While another one has it, as during a takeover, this one answers 503 on
+these paths and waits.
+"""
+
+import asyncio
+import errno
+import functools
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prometheus_client.core import Metric
+
+from hetero_gateway.core.request import Request
+from hetero_gateway.core.types import Reject, RejectReason
+from hetero_gateway.engines.vllm import Work, work_of_path
+from hetero_gateway.errors import Refusal
+from hetero_gateway.files.batch_lines import BatchLine, LineProblem
+from hetero_gateway.gateway.records.families import batch_families
+from hetero_gateway.serve.batches.database import Database, FolderLock, make_folder
+from hetero_gateway.serve.batches.files import Document, Files, no_space
+from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger
+from hetero_gateway.serve.batches.runner import Runner, RunnerParts
+from hetero_gateway.serve.batches.validation import Validation
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_LOCK_S = 0.5
+_TIDY_S = 3600.0
+_AGAIN_S = 5.0
+# Beside a body's own bytes, those of a line.
+_AROUND_BYTES = 1 << 16
+
+
+class Batches:
+    """See above. ``start`` needs a running event loop.
+
+    Args:
+        of: the gateway.
+        directory: of the files.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+
+    def __init__(self, of: RunnerParts, directory: Path) -> None:
+        make_folder(directory)
+        self._of = of
+        self._directory = directory
+        self.config = of.config.batches
+        self._lock = FolderLock(directory)
+        # One thread has the database; the other one looks at lines, for as long as that takes.
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._reading = ThreadPoolExecutor(1, "batch-lines")
+        self._ends = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._to_validate: asyncio.Queue[Batch] = asyncio.Queue()
+        self._database: Database | None = None
+        self.files: Files
+        self.ledger: Ledger
+        self.runner: Runner | None = None
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Raises ConfigError."""
+        if self._lock.take():
+            await self._open(tasks)
+        else:
+            _log.warning("batches: another gateway has %s; waiting for it", self._directory)
+            self._tasks.append(tasks.create_task(self._wait_for_lock(tasks)))
+
+    async def _wait_for_lock(self, tasks: asyncio.TaskGroup) -> None:
+        while not self._lock.take():  # noqa: ASYNC110 - another process has it
+            await asyncio.sleep(_LOCK_S)
+        try:
+            await self._open(tasks)
+        except Exception:
+            _log.exception("batches cannot be opened")
+            self._lock.release()
+
+    async def _open(self, tasks: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        unfinished = await loop.run_in_executor(self._thread, self._read)
+        self.runner = Runner(self._of, self.ledger, self.call, self.config)
+        for batch in unfinished:
+            if batch.status == "validating":
+                self._to_validate.put_nowait(batch)
+            else:
+                self.runner.add(batch)
+        for work in (self.runner.run(), self._validate_all(), self._tidy()):
+            self._tasks.append(tasks.create_task(work))
+
+    def _read(self) -> list[Batch]:
+        """In the database's thread."""
+        self._database = database = Database(self._directory)
+        self.files, self.ledger = Files(database, self.config), Ledger(database, self.config)
+        stray = database.sweep()
+        batches = self.ledger.unfinished()
+        for batch in batches:
+            if batch.status == "validating":
+                continue
+            self.ledger.recover(batch)
+            if batch.repeated:
+                _log.warning("%s: %d lines go again", batch.id, batch.repeated)
+        if batches or stray:
+            _log.info("batches: %d to go on with, %d stray files", len(batches), stray)
+        return batches
+
+    def drain(self) -> None:
+        """The gateway is ending: nothing more is sent."""
+        if self.runner is not None:
+            self.runner.drain()
+
+    async def stop(self) -> None:
+        self._ends = True
+        if self.runner is not None:
+            self.runner.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._reading.shutdown()
+        if self._database is not None:
+            self._thread.submit(self.ledger.close).result()
+            self._thread.submit(self._database.close).result()
+        self._thread.shutdown()
+        self._lock.release()
+
+    # The database's thread
+
+    async def call(self, function: Callable[..., _T], /, *args: Any) -> _T:
+        """Run something there. Raises what it raises."""
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._thread, functools.partial(function, *args))
+        # What was begun comes to its end, whoever waits for it.
+        return await asyncio.shield(running)
+
+    async def ask(self, function: Callable[..., _T], /, *args: Any) -> _T:
+        """The same for a client. Raises Refusal: its own, or 507."""
+        try:
+            return await self.call(function, *args)
+        except (OSError, sqlite3.Error) as error:
+            if is_full(error):
+                raise no_space() from error
+            raise
+
+    def check_open(self) -> None:
+        """Raises Refusal: 503, another gateway has the folder yet."""
+        if self.runner is None or self._ends:
+            message = "Another gateway has the files and batches; ask again."
+            raise Refusal(503, "batches_not_ready", message, kind="server_error", retry_after_s=2)
+
+    # Batches
+
+    async def create(self, owner: str, *args: Any) -> Document:
+        """As ``Ledger.create``, and have it validated. Raises Refusal."""
+        document = await self.ask(self.ledger.create, owner, *args)
+        for batch in await self.call(self.ledger.unfinished_named, document["id"]):
+            self._to_validate.put_nowait(batch)
+        return document
+
+    async def cancel(self, owner: str, batch_id: str) -> Document:
+        """Raises Refusal: 404, 409."""
+        document = await self.ask(self.ledger.cancel, owner, batch_id)
+        assert self.runner is not None
+        self.runner.cancel(batch_id)
+        return self.with_outlook(document)
+
+    def with_outlook(self, document: Document) -> Document:
+        """With what is to be expected of a batch that runs."""
+        running = {} if self.runner is None else {e.batch.id: e for e in self.runner.running}
+        each = running.get(document["id"])
+        told: Document = {"predicted_end_at": None, "late": False, "paused": None}
+        if each is not None and self.runner is not None:
+            end_s = self.runner.predicted_end_unix_s(each.batch)
+            told["predicted_end_at"] = None if end_s is None else round(end_s)
+            told["late"] = self.runner.is_late(each.batch)
+            told["paused"] = self.runner.paused or None
+        return document | told
+
+    # Validation
+
+    async def _validate_all(self) -> None:
+        while True:
+            batch = await self._to_validate.get()
+            while True:
+                try:
+                    begun = await self._validate(batch)
+                except (OSError, sqlite3.Error) as error:
+                    _log.error("%s cannot be validated now: %s", batch.id, error)
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
+                except Exception:
+                    _log.exception("%s cannot be validated", batch.id)
+                    problem = {"code": "internal_error", "message": "The gateway failed."}
+                    await self.call(self.ledger.fail, batch, [problem])
+                    break
+                if begun is not None:
+                    for each in await self.call(self.ledger.unfinished_named, batch.id):
+                        assert self.runner is not None
+                        self.runner.add(each)
+                break
+
+    async def _validate(self, batch: Batch) -> bool | None:
+        loop = asyncio.get_running_loop()
+        known: dict[str, LineProblem | None] = {}
+
+        async def judge_model(model: str) -> LineProblem | None:
+            return self._judge_model(batch.owner, model)
+
+        def judge(line: BatchLine) -> Estimate | LineProblem:
+            try:
+                estimate = self._estimate(line)
+            except Refusal as refusal:
+                return LineProblem(refusal.code, refusal.message, refusal.param)
+            if isinstance(estimate, LineProblem):
+                return estimate
+            model = estimate.model
+            if model not in known:
+                asked = asyncio.run_coroutine_threadsafe(judge_model(model), loop)
+                known[model] = asked.result()
+            return known[model] or estimate
+
+        def look() -> bool | None:
+            database = Database(self._directory)
+            try:
+                validation = Validation(
+                    Ledger(database, self.config),
+                    batch,
+                    judge,
+                    self._of.config.server.max_body_bytes + _AROUND_BYTES,
+                    self.config.max_lines,
+                    self.config.max_key_lines,
+                    lambda: self._ends,
+                )
+                with database.path(batch.input_file_id).open("rb") as file:
+                    return validation.run(file)
+            finally:
+                database.close()
+
+        return await loop.run_in_executor(self._reading, look)
+
+    def _judge_model(self, owner: str, model: str) -> LineProblem | None:
+        """Why the key's lines may not ask for a model; None: they may."""
+        assert self.runner is not None
+        client = self.runner.client_of(owner)
+        if client is None:
+            return LineProblem("invalid_api_key", "The key is gone, or has expired.")
+        try:
+            client.check_model(model)
+        except Refusal as refusal:
+            return LineProblem(refusal.code, refusal.message, "model")
+        members = self._of.fleet.scheduler.members
+        judged = members.judge(Request(self.runner.target(model), 1, 0.0), ())
+        if isinstance(judged, Reject) and judged.reason is RejectReason.UNKNOWN_MODEL:
+            return LineProblem("model_not_found", judged.detail, "model")
+        return None
+
+    def _estimate(self, line: BatchLine) -> Estimate | LineProblem:
+        """Raises Refusal."""
+        body = bytes(line.body)
+        most_bytes = self._of.config.server.max_body_bytes
+        if len(body) > most_bytes:
+            message = f"The body is larger than {most_bytes} bytes."
+            return LineProblem("request_too_large", message, "body")
+        parsed, tokens = self._of.dataplane.intake.look_at(line.url, body)
+        if parsed.stream:
+            return LineProblem("stream_not_supported", "No line may stream.", "stream")
+        assert parsed.model
+        output, limit = 0, parsed.max_output_tokens
+        if work_of_path(line.url) is Work.GENERATE:
+            if limit is None:
+                limit = round(self._of.config.scheduler.predictor.mean_tokens)
+            output = parsed.sequences * limit
+        keys = parsed.prefix
+        prefix = keys.hashes[0] if keys is not None and keys.hashes else None
+        return Estimate(parsed.model, max(1, tokens), output, prefix)
+
+    # Now and then
+
+    async def _tidy(self) -> None:
+        while True:
+            try:
+                await self.call(self.files.forget_old, time.time())
+            except (OSError, sqlite3.Error) as error:
+                _log.error("batches: what is old stays: %s", error)
+            await asyncio.sleep(_TIDY_S)
+
+    # What is shown
+
+    def describe(self) -> list[Document]:
+        """The batches that run, as the dashboard shows them."""
+        runner = self.runner
+        if runner is None:
+            return []
+        return [
+            {
+                "id": each.batch.id,
+                "client": each.batch.owner,
+                "lines": each.batch.total,
+                "done": each.batch.done,
+                "failed": each.batch.failed,
+                "repeated": each.batch.repeated,
+                "out": {name: n for name, n in sorted(each.out.items()) if n},
+                "predicted_end": runner.predicted_end_unix_s(each.batch),
+                "expires": each.batch.expires_at,
+                "late": runner.is_late(each.batch),
+            }
+            for each in runner.running
+        ]
+
+    def alarms(self) -> Iterator[tuple[str, str]]:
+        """(severity, text)."""
+        runner = self.runner
+        if runner is None:
+            yield "warning", "Batches wait: another gateway has their folder."
+            return
+        if runner.paused:
+            yield "bad", f"Batches are paused, nothing can be written: {runner.paused}."
+        if late := [each.batch.id for each in runner.running if runner.is_late(each.batch)]:
+            more = f" and {len(late) - 1} more" if len(late) > 1 else ""
+            yield "warning", f"{late[0]}{more} will not be done in time."
+
+    def families(self) -> Iterator[Metric]:
+        runner = self.runner
+        lines: Counter[str] = Counter()
+        out: Counter[str] = Counter()
+        late = 0
+        for each in () if runner is None else runner.running:
+            lines["waiting"] += each.batch.total - each.batch.done - each.lines_out
+            lines["out"] += each.lines_out
+            out.update(each.out)
+            late += runner is not None and runner.is_late(each.batch)
+        answered = {} if runner is None else runner.answered
+        running = 0 if runner is None else len(runner.running)
+        paused = runner is None or bool(runner.paused)
+        yield from batch_families(running, late, paused, lines, out, answered)
+
+
+def is_full(error: OSError | sqlite3.Error) -> bool:
+    """Whether it says that the disk is."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
