@@ -101,6 +101,8 @@ def shares(
     capacities = [per_s(s, m, *lengths) for s, m in zip(states, members, strict=True)]
     order = sorted(range(len(states)), key=lambda i: (alone[i], -capacities[i]))
     _, least_s = spread(alone, capacities, others.rate_per_s)
+    if least_s == math.inf:
+        return [Share(False, 0.0, 1.0)] * len(states)
     kept, used, rest = order, [1.0] * len(order), 1.0
     for count in range(len(order), 0, -1):
         fastest = order[:count]

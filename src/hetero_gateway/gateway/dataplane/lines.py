@@ -75,21 +75,21 @@ class LineAnswer:
 
 @dataclass(slots=True, eq=False, repr=False)
 class LineAttempts(Attempts):
-    """Its one attempt. ``usage``: (prompt, output) tokens as its answer stated them; ``placed_at``:
-    where it was sent; None: nowhere.
+    """Its one attempt. ``usage``: (prompt, output) tokens as its answer stated them.
 
     Args:
         at: where it is to go.
         known: the instances that there are.
-        on_end: called once, when it is over; that may be before ``begin`` returns.
+        on_place: called with the instance that it is sent to.
+        on_end: called once, when it is over. Both may be before ``begin`` returns.
     """
 
     answer: LineAnswer | None = None
     at: InstanceId | None = None
     known: Container[InstanceId] = ()
+    on_place: Callable[[InstanceId], None] = lambda _: None
     on_end: Callable[[LineAttempts], None] | None = None
     usage: tuple[int, int] | None = None
-    placed_at: InstanceId | None = None
 
     @classmethod
     def of(
@@ -99,6 +99,7 @@ class LineAttempts(Attempts):
         client: Client,
         at: InstanceId,
         known: Container[InstanceId],
+        on_place: Callable[[InstanceId], None],
         on_end: Callable[[LineAttempts], None],
     ) -> LineAttempts:
         """A line that is about to ``begin``.
@@ -116,7 +117,7 @@ class LineAttempts(Attempts):
         rooms.ids.name(inbound)
         attempts = cls(rooms, inbound, answer)
         attempts._client, attempts.answer, attempts.at = client, answer, at
-        attempts.known, attempts.on_end = known, on_end
+        attempts.known, attempts.on_place, attempts.on_end = known, on_place, on_end
         rooms.open.add(attempts)
         return attempts
 
@@ -152,7 +153,7 @@ class LineAttempts(Attempts):
         Attempts._take(self, place)
 
     def _send(self, placed: Place | OutsidePlace) -> None:
-        self.placed_at = placed.instance.id
+        self.on_place(placed.instance.id)
         Attempts._send(self, placed)
 
     def _next_fallback(self) -> Fallback | None:

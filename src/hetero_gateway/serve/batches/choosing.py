@@ -89,6 +89,10 @@ class Choice:
         self.out: Counter[InstanceId] = Counter()
         self.bytes_out = 0
 
+    def placed(self, at: InstanceId) -> None:
+        """A line is sent there."""
+        self.sent[at] += 1
+
     def note(self, at: InstanceId, prompt_tokens: int, output_tokens: int) -> None:
         """A line was answered there."""
         self.answered[at] += 1
@@ -146,7 +150,9 @@ class Choice:
             depth: sequences without a first token that an instance may have.
             may_spend: whether the batch's key has room for a line of so many tokens.
         """
-        if self._fleet.scheduler.queued and self.out.total():
+        scheduler = self._fleet.scheduler
+        scheduler.pass_unseen(now_s)
+        if scheduler.queued and self.out.total():
             return []
         turn = _Turn(depth, may_spend, now_s, self.bytes_out)
         again: dict[tuple[int, str], deque[Line]] = {}

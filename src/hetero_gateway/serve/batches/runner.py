@@ -251,13 +251,12 @@ class Runner:
                 line.batch.waiting[line.model] -= 1
             if running is None or client is None or self.stops:
                 continue  # it is out in the database alone, and done with its batch, or again
-            known = self._of.fleet.instances
+            known, choice = self._of.fleet.instances, self.choice
             attempts = LineAttempts.of(
-                self._of.dataplane.rooms, body.url, client, at, known, self._ended
+                self._of.dataplane.rooms, body.url, client, at, known, choice.placed, self._ended
             )
             self._out[attempts] = _Out(running, line, body.custom_id, at)
             running.out[at] += 1
-            choice = self.choice
             choice.out[at] += 1
             choice.bytes_out += line.size
             try:
@@ -278,10 +277,8 @@ class Runner:
         choice.out[at] -= 1
         running.out[at] -= 1
         choice.bytes_out -= line.size
-        if attempts.placed_at is not None:
-            choice.sent[attempts.placed_at] += 1
-            if attempts.usage is not None:
-                choice.note(attempts.placed_at, *attempts.usage)
+        if attempts.usage is not None:
+            choice.note(at, *attempts.usage)
         status = answer.status if answer.whole else 0
         tries = self._tries[_key(line)] = self._tries[_key(line)] + 1
         if status in _BUSY or (status in _FAILED and tries < _MOST_TRIES):

@@ -1,0 +1,244 @@
+"""A batch beside requests that clients wait for: what these lose, what it gets, when it says it ends.
+
+Four unequal emulated instances, the gateway and its clients share one event loop in virtual time
+(``tests/fakes/clock``): what else the machine does matters little. Every answer's length is asked for
+as ``min_tokens``, at which no gateway looks; all have a limit of 1024.
+
+    alone      interactive requests at a share of what the instances can do
+    beside     the same requests with a batch that lasts longer than they do
+    night      a batch alone, beside what ``simulate`` says of all at once
+    memory     a whole gateway's memory for short and long files, in processes and real time
+"""
+
+import argparse
+import asyncio
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.clusters import PROFILES
+from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace
+from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs
+from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
+from hetero_gateway.lab.load.replay import replay
+from hetero_gateway.lab.load.result import RequestRecord
+from tests.fakes.clock import VirtualClock
+from tests.fakes.emulated import emulated
+from tests.fakes.running import config_for, eventually, running_gateway
+
+MODEL = "Llama-3-8B"
+LIMIT = 1024
+# What the four do together in the long run, requests per second (`simulate`, "bound").
+_BOUND_PER_S = 48.8
+
+
+@dataclass
+class Told:
+    """What a batch said, second by second: (when, done, predicted end)."""
+
+    total: int
+    seen: list[tuple[float, int, float | None]]
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+
+@asynccontextmanager
+async def rig(directory: Path, **batches: Any) -> AsyncIterator[Any]:
+    async with AsyncExitStack() as stack:
+        urls = []
+        for number, name in enumerate(PROFILES):
+            profile = load_profile(name, Path())
+            settings = EmulatorSettings(
+                profile, (MODEL,), lengths=LogNormalOutputs(1, 0), seed=number
+            )
+            url, _ = await stack.enter_async_context(emulated(settings))
+            urls.append(url)
+        config = config_for(
+            [_Addressed(url) for url in urls],
+            profiles=PROFILES,
+            batches={"directory": str(directory), "max_lines": 1_000_000} | batches,
+        )
+        running = await stack.enter_async_context(running_gateway(config))
+        await eventually(lambda: MODEL in running.gateway.fleet.models())
+        yield running
+
+
+@dataclass
+class _Addressed:
+    url: str
+
+
+def maker(*, stream: bool) -> BodyMaker:
+    return BodyMaker(MODEL, PromptKind.CHAT, stream, 4.0, filler_pool(1), max_tokens=LIMIT)
+
+
+def lines(count: int, seed: int) -> Sequence[bytes]:
+    rows, made = synthetic_trace(count, seed), maker(stream=False)
+    return [
+        b'{"custom_id":"c%d","method":"POST","url":"/v1/chat/completions","body":%b}\n'
+        % (i, made.body(100_000_000 + i, row.input_tokens, row.output_tokens))
+        for i, row in enumerate(rows)
+    ]
+
+
+async def start_batch(url: str, file: bytes) -> str:
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        form = {"purpose": "batch"}
+        up = await client.post("/v1/files", data=form, files={"file": ("in.jsonl", file)})
+        batch = await client.post(
+            "/v1/batches",
+            json={
+                "input_file_id": up.json()["id"],
+                "endpoint": "/v1/chat/completions",
+                "completion_window": "24h",
+            },
+        )
+        return str(batch.json()["id"])
+
+
+async def follow(running: Any, batch_id: str, until: asyncio.Event | None = None) -> Told:
+    told, runner = Told(0, []), running.gateway.batches.runner
+    while not (mine := [e for e in runner.running if e.batch.id == batch_id]):
+        await asyncio.sleep(0.1)
+    batch = mine[0].batch
+    told.total, told.began_s = batch.total, time.monotonic()
+    while any(e.batch is batch for e in runner.running):
+        if until is not None and until.is_set():
+            break
+        end = runner.predicted_end_unix_s(batch)
+        at_s = time.monotonic()
+        told.seen.append((at_s, batch.done, None if end is None else end - time.time() + at_s))
+        await asyncio.sleep(1.0)
+    told.ended_s = time.monotonic()
+    return told
+
+
+async def interactive(url: str, requests: Sequence[LoadRequest]) -> list[RequestRecord]:
+    return await replay(parse_target(url), requests, maker(stream=True), timeout_s=3600)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))]
+
+
+def figures(records: Sequence[RequestRecord], after_s: float) -> dict[str, float]:
+    good = [r for r in records if r.error is None and r.sent_s >= after_s]
+    ttfts, latencies = [r.ttft_s or 0.0 for r in good], [r.latency_s for r in good]
+    return {
+        "requests": len(good),
+        "errors": sum(r.error is not None for r in records),
+        "ttft_mean_s": sum(ttfts) / len(ttfts),
+        "ttft_p99_s": quantile(ttfts, 0.99),
+        "latency_mean_s": sum(latencies) / len(latencies),
+        "latency_p99_s": quantile(latencies, 0.99),
+    }
+
+
+async def day(args: argparse.Namespace, directory: Path, *, beside: bool) -> dict[str, Any]:
+    """Interactive requests, alone or beside a batch that was there before them."""
+    rate = args.load * _BOUND_PER_S
+    rows = synthetic_trace(round(rate * (args.warm_s + args.seconds)), 7)
+    requests = schedule(rows, rate_per_s=rate, seed=7)
+    async with rig(directory) as running:
+        over = asyncio.Event()
+        following = None
+        if beside:
+            batch_id = await start_batch(running.url, b"".join(lines(args.lines, 3)))
+            following = asyncio.create_task(follow(running, batch_id, over))
+        began_s = time.monotonic()
+        records = await interactive(running.url, requests)
+        over.set()
+        told = figures(records, args.warm_s)
+        last_s = max(r.sent_s for r in records)
+        if following is not None:
+            batch = await following
+            at = [(t - began_s, done) for t, done, _ in batch.seen]
+            done = [d for t, d in at if args.warm_s <= t <= last_s]
+            told["batch_lines_per_s"] = (done[-1] - done[0]) / (last_s - args.warm_s)
+            told["all_per_s"] = told["batch_lines_per_s"] + rate
+            told["lasted"] = float(done[-1] < batch.total)
+        return told
+
+
+async def night(args: argparse.Namespace, directory: Path) -> tuple[Told, Path]:
+    made = lines(args.lines, 5)
+    async with rig(directory) as running:
+        batch_id = await start_batch(running.url, b"".join(made))
+        return await follow(running, batch_id), directory
+
+
+def in_virtual_time(work: Any) -> Any:
+    with closing(VirtualClock()) as clock, pytest.MonkeyPatch.context() as patch:
+        clock.install(patch)
+        with asyncio.Runner(loop_factory=clock.new_loop) as runner:
+            return runner.run(work)
+
+
+def simulated_s(count: int, seed: int, directory: Path) -> float:
+    """How long `simulate` takes for the same lines, all at once."""
+    cluster, trace = directory / "cluster.yaml", directory / "trace.csv"
+    with trace.open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(("arrival_s", "input_tokens", "output_tokens"))
+        rows = synthetic_trace(count, seed)
+        writer.writerows((0, row.input_tokens, row.output_tokens) for row in rows)
+    entries = "".join(f"  - {{id: i{i}, profile: {p}}}\n" for i, p in enumerate(PROFILES))
+    cluster.write_text(f"instances:\n{entries}")
+    command = (
+        *(sys.executable, "-m", "hetero_gateway", "simulate", "-c", cluster, "--requests", trace),
+        *("--policy", "finish-time", "--rate", "inf", "--seeds", "1", "--count", str(count)),
+        *("--in-order", "--objective", "makespan", "--json"),
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    per_s = json.loads(done.stdout)["results"][0]["throughput_tokens_per_s"]["mean"]
+    return float(sum(row.output_tokens for row in rows) / per_s)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="*", default=["alone", "beside", "night"])
+    parser.add_argument("--load", type=float, default=0.5)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--warm-s", type=float, default=120.0)
+    parser.add_argument("--lines", type=int, default=5000)
+    args = parser.parse_args()
+    document: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in args.parts:
+            directory = Path(folder, part)
+            directory.mkdir()
+            began_s = time.perf_counter()
+            if part in ("alone", "beside"):
+                document[part] = in_virtual_time(day(args, directory, beside=part == "beside"))
+            elif part == "night":
+                told, _ = in_virtual_time(night(args, directory))
+                took_s = told.ended_s - told.began_s
+                errors = [
+                    (done / told.total, (end - told.began_s) / took_s - 1)
+                    for _, done, end in told.seen
+                    if end is not None and done >= told.total / 10
+                ]
+                document[part] = {
+                    "took_s": took_s,
+                    "simulated_s": simulated_s(args.lines, 5, directory),
+                    "worst_error": max(errors, key=lambda e: abs(e[1])),
+                }
+            print(part, json.dumps(document[part]), f"({time.perf_counter() - began_s:.0f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
