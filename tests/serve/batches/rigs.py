@@ -1,5 +1,6 @@
 """A gateway with batches over fakes, and a client of it that is OpenAI's."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterable
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import openai
 
+from hetero_gateway.serve.batches.runner import Runner
 from tests.fakes.running import CHAT, Rig, chat, eventually, rig
 from tests.fakes.vllm import FakeInstance
 
@@ -17,6 +19,13 @@ Line = dict[str, Any]
 class BatchRig(NamedTuple):
     rig: Rig
     openai: openai.AsyncOpenAI
+
+    @property
+    def runner(self) -> Runner:
+        batches = self.rig.running.gateway.batches
+        assert batches is not None
+        assert batches.runner is not None
+        return batches.runner
 
     async def upload(self, lines: Iterable[Line]) -> str:
         file = await self.openai.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
@@ -31,8 +40,6 @@ class BatchRig(NamedTuple):
 
     async def ended(self, batch_id: str) -> Any:
         """The batch, once it is over."""
-        import asyncio
-
         async with asyncio.timeout(120):
             while True:
                 batch = await self.openai.batches.retrieve(batch_id)
@@ -52,7 +59,7 @@ def jsonl(lines: Iterable[Line]) -> bytes:
 
 
 def line(number: int, text: str = "", url: str = CHAT, **body: Any) -> Line:
-    content = chat(text or f"question {number}", max_tokens=16, **body)
+    content = chat(text or f"question {number}", **{"max_tokens": 16, **body})
     return {"custom_id": f"c{number}", "method": "POST", "url": url, "body": content}
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 # Lines of a kind that are done, from which on they speak for the others.
 _FEW: Final = 8
-# The work of so long says how fast it goes, or of a third of the time so far where that is more.
+# The work of so long says how fast it goes, or of half of the time so far where that is more.
 _WINDOW_S: Final = 60.0
-_SAMPLE_S: Final = 1.0
 _MOST_SAMPLES: Final = 4096
+# Where few are done beside those that are out, little is known of either.
+_LEAST_DONE, _MOST_VARIATION = 0.5, 4.0
 
 # (prompt tokens, output tokens) of a line on the fastest instance, in seconds.
 Work = Callable[[str, float, float], float]
@@ -57,44 +58,83 @@ class Seen:
     """What lines were estimated to be, and what they were."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Kind, tuple[Sums, Sums]] = {}
-        self._all = Sums(), Sums()
+        self._kinds: dict[Kind, _Known] = {}
+        self._all = _Known()
 
     def note(self, kind: Kind, told: tuple[int, int], real: tuple[int, int]) -> None:
         """A line is done. ``told``, ``real``: its (prompt, output) tokens, estimated and so."""
-        for estimated, actual in (self._kinds.setdefault(kind, (Sums(), Sums())), self._all):
-            estimated.add(*told)
-            actual.add(*real)
+        for known in (self._kinds.setdefault(kind, _Known()), self._all):
+            known.estimated.add(*told)
+            known.actual.add(*real)
+            known.squares += real[1] ** 2
 
-    def mean(self, kind: Kind, sums: Sums) -> tuple[float, float]:
-        """(prompt, output) tokens of a line of a kind; ``sums``: of some, as estimated."""
+    def mean(self, kind: Kind, sums: Sums, out: int = 0) -> tuple[float, float, float]:
+        """(prompt, output) tokens of a line of a kind, and the square of the output's variation.
+
+        Those that are out are longer than those that are done: of what is cut off at a time, it is
+        the long ones that are there yet, by as much as lengths vary (length-biased sampling).
+
+        Args:
+            sums: of some of them, as estimated.
+            out: how many lines of the kind are out.
+        """
         prompt, output = sums.prompt_tokens / sums.lines, sums.output_tokens / sums.lines
         known = self._kinds.get(kind)
-        if known is not None and known[0].lines >= _FEW:
-            estimated, actual = known
-        else:
-            estimated, actual = self._all
+        if known is None or known.actual.lines < _FEW:
+            known = self._all
+        estimated, actual = known.estimated, known.actual
+        varies = known.variation()
+        if actual.lines:
+            output /= max(_LEAST_DONE, 1 - out * varies / (actual.lines + out))
         return (
             prompt * _ratio(actual.prompt_tokens, estimated.prompt_tokens),
             output * _ratio(actual.output_tokens, estimated.output_tokens),
+            varies,
         )
+
+
+class _Known:
+    """Lines that are done: as estimated, and as they were; the sum of their outputs' squares."""
+
+    __slots__ = ("actual", "estimated", "squares")
+
+    def __init__(self) -> None:
+        self.estimated, self.actual, self.squares = Sums(), Sums(), 0
+
+    def variation(self) -> float:
+        """The square of the outputs' coefficient of variation."""
+        lines, tokens = self.actual.lines, self.actual.output_tokens
+        if not tokens:
+            return 0.0
+        return min(_MOST_VARIATION, max(0.0, self.squares * lines / tokens**2 - 1))
 
 
 def _ratio(actual: int, estimated: int) -> float:
     return actual / estimated if actual and estimated else 1.0
 
 
-def work_of(left: Mapping[Kind, Sums], seen: Seen, work_s: Work) -> float:
-    """What these lines take of the fastest instance, s."""
-    return sum(
-        sums.lines * work_s(kind.model, *seen.mean(kind, sums))
-        for kind, sums in left.items()
-        if sums.lines > 0
-    )
+def work_of(
+    left: Mapping[Kind, Sums], out: Mapping[Kind, int], seen: Seen, work_s: Work
+) -> tuple[float, float]:
+    """What lines that are not done take yet of the fastest instance, and what they took, s.
+
+    ``out``: how many of them are out. One that is found out at some time has half of its length
+    before it, and is longer than others: (1 + cv²)/2 of the mean.
+    """
+    todo_s = begun_s = 0.0
+    for kind, sums in left.items():
+        if sums.lines <= 0:
+            continue
+        running = min(sums.lines, out.get(kind, 0))
+        prompt, output, varies = seen.mean(kind, sums, running)
+        one_s, half = work_s(kind.model, prompt, output), (1 + varies) / 2
+        todo_s += (sums.lines - running + running * half) * one_s
+        begun_s += running * half * one_s
+    return todo_s, begun_s
 
 
 class Pace:
-    """How much work is done in a second."""
+    """How much work is done in a second. ``done_s``: of lines that are done."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_MOST_SAMPLES)
@@ -109,28 +149,27 @@ class Pace:
         """A line is done that took so much of the fastest instance."""
         self.done_s += work_s
 
-    def look(self, now_s: float) -> None:
-        """To be called often."""
-        if not self._samples or now_s - self._samples[-1][0] >= _SAMPLE_S:
-            self._samples.append((now_s, self.done_s))
+    def look(self, now_s: float, begun_s: float) -> float | None:
+        """Work per second lately; None: that is not known yet. To be called about once a second.
 
-    def per_s(self, now_s: float) -> float | None:
-        """Work per second; None: nothing is known yet."""
-        if not self._samples:
+        Args:
+            begun_s: what lines that are out have taken so far.
+        """
+        done_s, samples = self.done_s + begun_s, self._samples
+        if not samples:
+            samples.append((now_s, done_s))
+        first_s = samples[0][0]
+        since_s = now_s - max(_WINDOW_S, (now_s - first_s) / 2)
+        at_s, before_s = next(
+            (each for each in reversed(samples) if each[0] <= since_s), samples[0]
+        )
+        samples.append((now_s, done_s))
+        if now_s <= at_s or done_s <= before_s:
             return None
-        first_s = self._samples[0][0]
-        since_s = now_s - max(_WINDOW_S, (now_s - first_s) / 3)
-        at_s, done_s = self._samples[0]
-        for sample_s, sample_done_s in self._samples:
-            if sample_s > since_s:
-                break
-            at_s, done_s = sample_s, sample_done_s
-        if now_s <= at_s or self.done_s <= done_s:
-            return None
-        return (self.done_s - done_s) / (now_s - at_s)
+        return (done_s - before_s) / (now_s - at_s)
 
 
-def ends_in_s(works_s: list[float], per_s: float | None) -> list[float]:
+def ends_in_s(works_s: Sequence[float], per_s: float | None) -> list[float]:
     """In how many seconds each of these is done, one after the other; inf: not known."""
     told, before_s = [], 0.0
     for work in works_s:

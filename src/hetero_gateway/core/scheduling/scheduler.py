@@ -494,7 +494,7 @@ class Scheduler:
         return self.restraints.strictly(among, ticket.request, now_s)
 
     def pass_unseen(self, now_s: float) -> None:
-        """First tokens that nobody sees are there, as predicted; for who does not ask for places."""
+        """First tokens that nobody sees are there, as predicted; for who asks for no place."""
         while self._unseen and self._unseen[0][0] <= now_s:
             due_s, _, dispatch = heapq.heappop(self._unseen)
             if dispatch.outcome is None:  # most are over by then

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_gateway.core.batches.others import Counted, Others
-from hetero_gateway.core.batches.outlook import Seen
+from hetero_gateway.core.batches.outlook import Kind, Seen
 from hetero_gateway.core.batches.shares import Share, alone_s, done_in_s, most_there, shares
 from hetero_gateway.core.policies.estimates import LATE_S, PREFILL_TOKENS, room
 from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, drain_s
@@ -31,13 +31,15 @@ _USUAL = (512.0, 256.0)
 class Running:
     """A batch whose lines are sent.
 
-    ``held``: by model, the next ones that wait; ``out``: how many are out, by instance.
+    ``held``: by model, the next ones that wait; ``out``, ``kinds_out``: how many are out, by
+    instance and by kind.
     """
 
     batch: Batch
     seen: Seen = field(default_factory=Seen)
     held: defaultdict[str, deque[Line]] = field(default_factory=lambda: defaultdict(deque))
     out: Counter[InstanceId] = field(default_factory=Counter)
+    kinds_out: Counter[Kind] = field(default_factory=Counter)
 
     @property
     def lines_out(self) -> int:
@@ -270,18 +272,36 @@ def _ends_late(pool: Pool, i: int, told: Sequence[Share], line: Line, waiting: i
     return done_in_s(pool.states[i], pool.members[i], *lengths) > soonest_s + takes_s
 
 
-def half_is_free(client: Client, tokens: int) -> bool:
-    """Whether a key has room for a line, and half of its limits is left for its other requests."""
-    second = int(time.monotonic())
-    for account in client.accounts:
-        for window, amount in ((account.requests, 1), (account.tokens, tokens)):
-            if window.limit is None:
-                continue
-            window.advance(second)
-            half = window.limit // _OURS
-            if window.used and window.free - amount < window.limit - half:
-                return False
-        if account.concurrency is not None:
-            if account.in_flight + account.others_in_flight >= max(1, account.concurrency // _OURS):
-                return False
-    return True
+class Spending:
+    """How much lines may use of their keys' limits: half of each, in one turn.
+
+    Args:
+        client_of: a key's client; None: it is gone.
+    """
+
+    def __init__(self, client_of: Callable[[str], Client | None]) -> None:
+        self._client_of = client_of
+        # Lines and tokens of this turn, which are not charged yet.
+        self._spent: dict[str, tuple[int, int]] = {}
+
+    def may(self, batch: Batch, tokens: int) -> bool:
+        """Whether a line of so many tokens may be sent; it is, then."""
+        client = self._client_of(batch.owner)
+        if client is None:
+            return False
+        lines, before = self._spent.get(batch.owner, (0, 0))
+        second = int(time.monotonic())
+        for account in client.accounts:
+            requests, used = account.requests, account.tokens
+            for window, amount in ((requests, lines + 1), (used, before + tokens)):
+                window.advance(second)
+                # A line that is longer than that goes when nothing else was used.
+                if window.limit is not None and (window.used or lines):
+                    if window.free - amount < window.limit - window.limit // _OURS:
+                        return False
+            if account.concurrency is not None:
+                there = account.in_flight + account.others_in_flight + lines
+                if there >= max(1, account.concurrency // _OURS):
+                    return False
+        self._spent[batch.owner] = lines + 1, before + tokens
+        return True

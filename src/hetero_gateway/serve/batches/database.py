@@ -39,8 +39,8 @@ CREATE INDEX IF NOT EXISTS parts_of ON parts (upload_id);
 CREATE TABLE IF NOT EXISTS batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
     status TEXT NOT NULL, outcome TEXT, input_file_id TEXT NOT NULL, endpoint TEXT,
-    window TEXT NOT NULL, metadata TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL,
-    in_progress_at INTEGER, finalizing_at INTEGER, cancelling_at INTEGER, ended_at INTEGER,
+    window TEXT NOT NULL, metadata TEXT NOT NULL, created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER, cancelling_at INTEGER, ended_at INTEGER,
     output_file_id TEXT NOT NULL, error_file_id TEXT NOT NULL,
     output_bytes INTEGER NOT NULL DEFAULT 0, error_bytes INTEGER NOT NULL DEFAULT 0,
     total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,

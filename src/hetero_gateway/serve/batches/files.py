@@ -28,6 +28,11 @@ def not_found(kind: str, wanted: str) -> Refusal:
     return Refusal(404, "not_found", f"There is no {kind} {wanted[:80]!r}.", param="id")
 
 
+def file_too_large(most_bytes: int) -> Refusal:
+    message = f"The file is larger than {most_bytes} bytes."
+    return Refusal(413, "file_too_large", message, param="file")
+
+
 def no_space() -> Refusal:
     """The disk is full; nothing was taken."""
     message = "The gateway's disk is full: nothing was stored."
@@ -40,20 +45,23 @@ class Incoming:
     Args:
         file_id: its name, of a file or a part.
         most_bytes: how long it may be.
+        too_long: what is said of more.
     """
 
-    def __init__(self, database: Database, file_id: str, most_bytes: int) -> None:
+    def __init__(
+        self, database: Database, file_id: str, most_bytes: int, too_long: Refusal | None = None
+    ) -> None:
         self.file_id = file_id
         self.size_bytes = 0
         self._most_bytes = most_bytes
+        self._too_long = too_long or file_too_large(most_bytes)
         self._database = database
         self._file: BinaryIO | None = database.path(file_id).open("xb", buffering=0)
 
     def check(self, more_bytes: int) -> None:
-        """Raises Refusal: 413."""
+        """Raises Refusal: 413, 429."""
         if self.size_bytes + more_bytes > self._most_bytes:
-            message = f"The file is larger than {self._most_bytes} bytes."
-            raise Refusal(413, "file_too_large", message, param="file")
+            raise self._too_long
 
     def write(self, data: bytes) -> None:
         """Raises Refusal, OSError."""
@@ -96,7 +104,16 @@ class Files:
 
     def begin(self, owner: str) -> Incoming:
         """A file comes in. Raises Refusal: 429."""
-        return Incoming(self._db, new_id("file-"), self._room(owner, self._config.max_file_bytes))
+        most_bytes = self._config.max_file_bytes
+        return self._incoming(owner, "file-", most_bytes, file_too_large(most_bytes))
+
+    def _incoming(self, owner: str, prefix: str, most_bytes: int, too_long: Refusal) -> Incoming:
+        """Raises Refusal: 429."""
+        self._check_room(owner, 1)
+        left = self._config.max_key_bytes - self._used(owner)
+        if left < most_bytes:
+            most_bytes, too_long = left, self._no_room()
+        return Incoming(self._db, new_id(prefix), most_bytes, too_long)
 
     def add(self, owner: str, incoming: Incoming, filename: str, keep_s: float | None) -> Document:
         """It is here, under its id. Raises Refusal: 429."""
@@ -132,15 +149,14 @@ class Files:
             )
         )
 
-    def _room(self, owner: str, wanted_bytes: int) -> int:
-        self._check_room(owner, 1)
-        return min(wanted_bytes, self._config.max_key_bytes - self._used(owner))
-
     def _check_room(self, owner: str, more_bytes: int) -> None:
+        if self._used(owner) + more_bytes > self._config.max_key_bytes:
+            raise self._no_room()
+
+    def _no_room(self) -> Refusal:
         most = self._config.max_key_bytes
-        if self._used(owner) + more_bytes > most:
-            message = f"The key's files would have more than {most} bytes; delete some first."
-            raise Refusal(429, "quota_exceeded", message, kind="rate_limit_error")
+        message = f"The key's files would have more than {most} bytes; delete some first."
+        return Refusal(429, "quota_exceeded", message, kind="rate_limit_error")
 
     # What there is
 
@@ -213,8 +229,7 @@ class Files:
     def begin_upload(self, owner: str, filename: str, size_bytes: int) -> Document:
         """Raises Refusal: 413, 429."""
         if size_bytes > self._config.max_file_bytes:
-            message = f"A file may have {self._config.max_file_bytes} bytes."
-            raise Refusal(413, "file_too_large", message, param="bytes")
+            raise file_too_large(self._config.max_file_bytes)
         upload_id, now = new_id("upload_"), int(time.time())
         with self._db.transaction():
             self._check_room(owner, size_bytes)
@@ -253,7 +268,8 @@ class Files:
         """Raises Refusal: 400, 404, 429."""
         row = self._upload_row(owner, upload_id, pending=True)
         there = self._db.number("SELECT SUM(bytes) FROM parts WHERE upload_id = ?", upload_id)
-        return Incoming(self._db, new_id("part_"), self._room(owner, row["bytes"] - there))
+        left = row["bytes"] - there
+        return self._incoming(owner, "part_", left, file_too_large(row["bytes"]))
 
     def add_part(self, owner: str, upload_id: str, incoming: Incoming) -> Document:
         incoming.finish()

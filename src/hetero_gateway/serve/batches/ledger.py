@@ -262,8 +262,9 @@ class Ledger:
                 self._done(batch, [each.line.number for each in mine])
                 self._db.run(
                     "UPDATE batches SET output_bytes = ?, error_bytes = ?,"
-                    " completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,"
-                    " output_tokens = output_tokens + ? WHERE seq = ?",
+                    " completed = completed + ?, failed = failed + ?,"
+                    " input_tokens = input_tokens + ?, output_tokens = output_tokens + ?"
+                    " WHERE seq = ?",
                     *(output_bytes, error_bytes, good, len(mine) - good),
                     sum(each.tokens[0] for each in mine),
                     sum(each.tokens[1] for each in mine),
@@ -425,8 +426,9 @@ class Ledger:
             self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
             self._keep_files(batch)
             self._db.run(
-                "UPDATE batches SET status = 'failed', ended_at = ?, problems = ? WHERE seq = ?",
-                *(int(time.time()), json.dumps(list(problems)), batch.seq),
+                "UPDATE batches SET status = 'failed', ended_at = ?, problems = ?, error_bytes = ?"
+                " WHERE seq = ?",
+                *(int(time.time()), json.dumps(list(problems)), batch.error_bytes, batch.seq),
             )
 
     # Ends

@@ -27,7 +27,7 @@ from hetero_gateway.gateway.dataplane.lines import LineAttempts
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.http.errors import error_body
-from hetero_gateway.serve.batches.choosing import Choice, Pick, Running, half_is_free
+from hetero_gateway.serve.batches.choosing import Choice, Pick, Running, Spending
 from hetero_gateway.serve.batches.ledger import Answer, Batch, Ledger, Line
 
 _log = logging.getLogger(__name__)
@@ -132,6 +132,11 @@ class Runner:
             attempts.client_gone()
         self._out.clear()
 
+    async def keep_answers(self) -> None:
+        """Write what was answered and is not written. Raises OSError, sqlite3.Error."""
+        answers, self._answers = self._answers, []
+        await self._call(self._ledger.turn, answers, [])
+
     def drain(self) -> None:
         """Send nothing more; what is out may be answered yet."""
         self.stops = True
@@ -181,7 +186,8 @@ class Runner:
         if answers or picks or self.paused:
             try:
                 bodies = await self._call(self._ledger.turn, answers, [p.line for p in picks])
-            except BaseException:
+            except Exception:
+                # Not where this is cancelled: then what was begun comes to its end.
                 self._answers[:0] = answers
                 self._take_back(picks)
                 raise
@@ -204,16 +210,12 @@ class Runner:
         while self._again and self._again[0][0] <= now_s:
             due.append(heapq.heappop(self._again)[2])
         depth = self._of.config.scheduler.prefill_depth
-        picks = self.choice.pick(live, due, depth, self._may_spend, now_s)
+        picks = self.choice.pick(live, due, depth, Spending(self.client_of).may, now_s)
         chosen = {_key(pick.line) for pick in picks}
         for line in due:
             if _key(line) not in chosen:
                 self._go_again(line, now_s + _IDLE_S)
         return picks
-
-    def _may_spend(self, batch: Batch, tokens: int) -> bool:
-        client = self.client_of(batch.owner)
-        return client is not None and half_is_free(client, tokens)
 
     def client_of(self, owner: str) -> Client | None:
         """Whose lines they are, as a client of batches; None: its key is gone, or expired."""
@@ -257,6 +259,7 @@ class Runner:
             )
             self._out[attempts] = _Out(running, line, body.custom_id, at)
             running.out[at] += 1
+            running.kinds_out[line.kind] += 1
             choice.out[at] += 1
             choice.bytes_out += line.size
             try:
@@ -276,6 +279,7 @@ class Runner:
         assert answer is not None
         choice.out[at] -= 1
         running.out[at] -= 1
+        running.kinds_out[line.kind] -= 1
         choice.bytes_out -= line.size
         if attempts.usage is not None:
             choice.note(at, *attempts.usage)
@@ -346,9 +350,12 @@ class Runner:
     # What is to be expected
 
     def _foresee(self, now_s: float) -> None:
-        self._pace.look(now_s)
-        works = [work_of(each.batch.left, each.seen, self._work_s) for each in self.running]
-        told = ends_in_s(works, self._pace.per_s(now_s))
+        works = [
+            work_of(each.batch.left, each.kinds_out, each.seen, self._work_s)
+            for each in self.running
+        ]
+        pace = self._pace.look(now_s, sum(begun_s for _, begun_s in works))
+        told = ends_in_s([todo_s for todo_s, _ in works], pace)
         for each, in_s in zip(self.running, told, strict=True):
             self._ends_s[each.batch.seq] = now_s + in_s
 

@@ -119,13 +119,20 @@ class Batches:
             self.runner.drain()
 
     async def stop(self) -> None:
+        if self._ends:
+            return
         self._ends = True
         if self.runner is not None:
             self.runner.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._close)
+        if self.runner is not None:
+            try:
+                await self.runner.keep_answers()
+            except (OSError, sqlite3.Error) as error:
+                _log.error("batches: the last answers are lost, and asked for again: %s", error)
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
         self._reading.shutdown()
