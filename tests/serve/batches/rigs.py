@@ -71,6 +71,6 @@ async def batch_rig(
     async with rig(fakes, batches=batches, **sections) as there:
         await eventually(lambda: "m" in there.running.gateway.fleet.models())
         async with openai.AsyncOpenAI(
-            base_url=f"{there.running.url}/v1", api_key=key, max_retries=0
+            base_url=f"{there.client.base_url}/v1", api_key=key, max_retries=0
         ) as client:
             yield BatchRig(there, client)

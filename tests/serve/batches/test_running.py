@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.running import eventually
 from tests.fakes.vllm import FakeInstance
-from tests.serve.batches.rigs import batch_rig, line
+from tests.serve.batches.rigs import batch_rig, jsonl, line
 
 
 async def test_a_gateway_that_ends_goes_on_where_it_was(tmp_path):
@@ -136,3 +136,18 @@ async def test_lines_give_way_to_requests(tmp_path):
         assert out.total() > 2 * beside
         await there.openai.batches.cancel(batch.id)
         await there.ended(batch.id)
+
+
+async def test_with_workers_the_scheduler_process_has_the_files(tmp_path):
+    """What a worker is asked goes there piece by piece, and back."""
+    async with batch_rig(tmp_path / "batches", workers=2) as there:
+        text = "x" * 3000
+        lines = [line(i, text) for i in range(1000)]
+        batch = await there.start(lines)
+        content = await there.openai.files.content(batch.input_file_id)
+        assert content.content == jsonl(lines)
+        ended = await there.ended(batch.id)
+        assert ended.request_counts.completed == 1000
+        assert len(await there.lines_of(ended.output_file_id)) == 1000
+        with pytest.raises(openai.NotFoundError):
+            await there.openai.files.content("file-none")

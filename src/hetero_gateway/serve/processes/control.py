@@ -2,8 +2,10 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+
+from starlette.requests import ClientDisconnect
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.fleet.engine_calls import TIMEOUT_S as ENGINE_CALL_S
@@ -19,6 +21,8 @@ _TRIES, _PAUSE_S = 40, 0.05
 _AWAY_S, _LOOK_S = 5.0, 0.25
 _TIMEOUT_S = 60.0
 _ENGINE_CALL = re.compile(rb"/admin/(?:instances|models)/.*/engine/")
+# Files of batches, which may be of any length in either direction.
+_FILES = re.compile(rb"/v1/(?:files|uploads)(?:/|\?|\Z)")
 _ENGINE_CALL_S = 10.0 + ENGINE_CALL_S
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length"))
 
@@ -49,11 +53,12 @@ class ControlRelay:
         await self._client.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _body(receive)
-        if body is None:
-            return
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
+        is_file = _FILES.match(target) is not None
+        body = None if is_file and scope["method"] == "POST" else await _body(receive)
+        if body is None and not is_file:
+            return
         headers = [
             pair for pair in scope["headers"] if pair[0] not in _HOP_BY_HOP and pair[0] != _PEER
         ]
@@ -63,16 +68,21 @@ class ControlRelay:
         if not any(name == b"host" for name, _ in headers):
             headers.append((b"host", b""))
         try:
-            answer = await self._ask_in_time(scope["method"], target, headers, body)
+            if body is None:
+                answer = await self._upload(target, headers, receive)
+            else:
+                answer = await self._ask_in_time(scope["method"], target, headers, body)
             fields = [
                 (name.lower(), value)
                 for name, value in answer.headers.raw
                 if name.lower() not in _HOP_BY_HOP
             ]
-            if _is_stream(answer):
+            if not answer.is_stream_consumed:
                 await _pass_on(answer, fields, receive, send)
                 return
             status, content = answer.status_code, answer.content
+        except ClientDisconnect:
+            return
         except (httpx.HTTPError, TimeoutError):
             message = "The gateway's scheduler process does not answer."
             refusal = Refusal(503, "scheduler_unavailable", message, kind="server_error")
@@ -81,6 +91,24 @@ class ControlRelay:
         fields.append((b"content-length", b"%d" % len(content)))
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": content})
+
+    async def _upload(
+        self, target: bytes, headers: list[tuple[bytes, bytes]], receive: Receive
+    ) -> httpx.Response:
+        """Pass a body on as it comes. Raises httpx.HTTPError, ClientDisconnect."""
+
+        async def body() -> AsyncIterator[bytes]:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                more = message.get("more_body", False)
+                yield message.get("body", b"")
+
+        url = httpx.URL("http://gateway").copy_with(raw_path=target)
+        request = self._client.build_request("POST", url, headers=headers, content=body())
+        return await self._client.send(request, stream=True)
 
     async def _ask_in_time(
         self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
@@ -117,7 +145,7 @@ class ControlRelay:
                     method, url, headers=headers, content=body, timeout=timeout_s
                 )
                 answer = await self._client.send(request, stream=True)
-                if not _is_stream(answer):
+                if not _is_stream(answer) and not _FILES.match(target):
                     await answer.aread()
                 return answer
             except httpx.TransportError as error:
