@@ -9,6 +9,7 @@ import argparse
 import inspect
 import re
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from hetero_gateway.files.client_keys import KeyConfig, KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.records.client_metrics import client_families
-from hetero_gateway.gateway.records.families import following_families
+from hetero_gateway.gateway.records.families import batch_families, following_families
 from hetero_gateway.gateway.records.metrics import DECISION_BOUNDS_S, Metrics
 from hetero_gateway.serve.app import create_app
 
@@ -140,7 +141,9 @@ def _epilog(text: str) -> list[str]:
 def paths_of_the_gateway() -> list[str]:
     """The rows of what the gateway answers itself: control paths and /admin."""
     instance = {"id": "a", "base_url": "http://127.0.0.1:8001"}
-    control = create_app(GatewayConfig.model_validate({"instances": [instance]})).control
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"instances": [instance], "batches": {"directory": folder}}
+        control = create_app(GatewayConfig.model_validate(told)).control
     found: dict[tuple[str, str], list[str]] = {}
     routes = [(each.path, each.methods, each.answer) for each in control.paths]
     of_api = control.make_api().state.routes
@@ -218,6 +221,7 @@ def metric_families() -> list[Metric]:
     admission = Admission(None, KeysFile(keys=[key]))
     metrics.clients = lambda: client_families(admission, 1, metrics.models)
     metrics.following = lambda: following_families((), 0)
+    metrics.batches = lambda: batch_families(0, 0, False, {}, {}, {})
     found = {family.name: family for part in metrics.parts() for family in part}
     return sorted(found.values(), key=lambda family: family.name)
 

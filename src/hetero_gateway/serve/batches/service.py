@@ -188,8 +188,7 @@ class Batches:
         each = running.get(document["id"])
         told: Document = {"predicted_end_at": None, "late": False, "paused": None}
         if each is not None and self.runner is not None:
-            end_s = self.runner.predicted_end_unix_s(each.batch)
-            told["predicted_end_at"] = None if end_s is None else round(end_s)
+            told["predicted_end_at"] = _whole(self.runner.predicted_end_unix_s(each.batch))
             told["late"] = self.runner.is_late(each.batch)
             told["paused"] = self.runner.paused or None
         return document | told
@@ -318,7 +317,7 @@ class Batches:
                 "failed": each.batch.failed,
                 "repeated": each.batch.repeated,
                 "out": {name: n for name, n in sorted(each.out.items()) if n},
-                "predicted_end": runner.predicted_end_unix_s(each.batch),
+                "predicted_end": _whole(runner.predicted_end_unix_s(each.batch)),
                 "expires": each.batch.expires_at,
                 "late": runner.is_late(each.batch),
             }
@@ -351,6 +350,10 @@ class Batches:
         running = 0 if runner is None else len(runner.running)
         paused = runner is None or bool(runner.paused)
         yield from batch_families(running, late, paused, lines, out, answered)
+
+
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds)
 
 
 def is_full(error: OSError | sqlite3.Error) -> bool:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -67,6 +67,14 @@ _FULL = 0.95
 _NAMED = 3
 
 
+class ShownBatches(Protocol):
+    """What the dashboard shows of batches."""
+
+    def describe(self) -> list[dict[str, Any]]: ...
+    def alarms(self) -> Iterable[tuple[str, str]]:
+        """(severity, text)."""
+
+
 class Shown(Protocol):
     """What the dashboard shows of a gateway."""
 
@@ -76,6 +84,10 @@ class Shown(Protocol):
     placement: Placement
     sharing: "Sharing | None"
     draining: bool
+
+    @property
+    def batches(self) -> ShownBatches | None:
+        """None: there are none."""
 
     @property
     def config(self) -> GatewayConfig: ...
@@ -244,6 +256,7 @@ class Board:
             "oldest_wait_s": None if queue is None else short(queue["oldest_wait_s"], 2),
             "in_flight": sum(fleet.scheduler.members.table[i].in_flight for i in fleet.instances),
             "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
+            "batches": None if gateway.batches is None else gateway.batches.describe(),
             "alarms": alarms(gateway, self.trend),
         }
 
@@ -377,6 +390,8 @@ def alarms(gateway: Shown, trend: Trend) -> list[dict[str, Any]]:
         warnings.append(f"{decode} cannot fetch prompts that {prefill} has computed.")
     if failing := [each.config.name for each in gateway.discovery.followers() if each.problem]:
         warnings.append(f"The source {_listed(failing)} cannot be asked.")
+    for severity, text in () if gateway.batches is None else gateway.batches.alarms():
+        (bad if severity == "bad" else warnings).append(text)
     by_severity = (("bad", bad), ("warning", warnings))
     return [{"severity": name, "text": text} for name, texts in by_severity for text in texts]
 

@@ -224,6 +224,25 @@ function showSummary() {
   }
 }
 
+// Batches
+
+function time(unixSeconds) {
+  return unixSeconds === null ? "–" : new Date(unixSeconds * 1000).toLocaleString();
+}
+
+function showBatches() {
+  const { batches } = board.head;
+  byId("batches-panel").hidden = !batches?.length;
+  byId("batches").replaceChildren(...(batches ?? []).slice(0, 50).map((batch) => make("tr", {},
+    make("th", { scope: "row" }, batch.id),
+    make("td", {}, batch.client || "–"),
+    make("td", {}, `${grouped.format(batch.done)} of ${grouped.format(batch.lines)}, ${percent(batch.done / batch.lines)}`),
+    make("td", {}, grouped.format(batch.failed)),
+    make("td", {}, Object.entries(batch.out).map(([id, count]) => `${id}: ${count}`).join(", ") || "–"),
+    make("td", { className: batch.late ? "late" : "" }, time(batch.predicted_end)),
+    make("td", {}, time(batch.expires)))));
+}
+
 // Models
 
 let wantedModel = "";
@@ -692,6 +711,7 @@ function showBoard(names) {
   setLive("live", board.head.draining ? "live, the gateway is draining" : "live");
   const all = began || names.has("all");
   if (all || names.has("trend") || names.has("head")) showFigures();
+  if (all || names.has("head")) showBatches();
   if (all || names.has("trend") || names.has("rows")) showModels();
   if (all || names.has("rows") || names.has("capacities")) showInstances();
   showSummary();
