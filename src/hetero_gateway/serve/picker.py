@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_gateway.errors import Refusal
+from hetero_gateway.files.batches_config import BatchesConfig
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.answers import answer
 from hetero_gateway.http.downstream import Downstream, Listener
@@ -57,6 +58,8 @@ class PickerServer(GatewayServer):
         on_ready: Callable[[str, str], None],
         flags: Mapping[str, Any] | None = None,
     ) -> None:
+        # Nothing of a client goes through it, and so no line of a batch does.
+        config = config.model_copy(update={"batches": BatchesConfig()})
         app = create_app(config, config_path, flags=flags)
         service = ControlApp(app.gateway, lambda _: app.control)
         super().__init__(service, app.gateway, lambda _: None)
