@@ -1,4 +1,4 @@
-"""A batch beside requests that clients wait for: what these lose, what it gets, when it says it ends.
+"""A batch beside requests that clients wait for: what these lose, what it gets, when it ends.
 
 Four unequal emulated instances, the gateway and its clients share one event loop in virtual time
 (``tests/fakes/clock``): what else the machine does matters little. Every answer's length is asked for
@@ -35,9 +35,11 @@ from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord
+from tests.chaos.gateway import GatewayProcess
 from tests.fakes.clock import VirtualClock
 from tests.fakes.emulated import emulated
 from tests.fakes.running import config_for, eventually, running_gateway
+from tests.fakes.vllm import fake_instances
 
 MODEL = "Llama-3-8B"
 LIMIT = 1024
@@ -111,8 +113,10 @@ async def start_batch(url: str, file: bytes) -> str:
 
 async def follow(running: Any, batch_id: str, until: asyncio.Event | None = None) -> Told:
     told, runner = Told(0, []), running.gateway.batches.runner
-    while not (mine := [e for e in runner.running if e.batch.id == batch_id]):
+    mine: list[Any] = []
+    while not mine:
         await asyncio.sleep(0.1)
+        mine = [each for each in runner.running if each.batch.id == batch_id]
     batch = mine[0].batch
     told.total, told.began_s = batch.total, time.monotonic()
     while any(e.batch is batch for e in runner.running):
@@ -207,6 +211,56 @@ def simulated_s(count: int, seed: int, directory: Path) -> float:
     return float(sum(row.output_tokens for row in rows) / per_s)
 
 
+def memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """The most that a whole gateway's process ever had, by lines of its one batch, MB."""
+    told = {}
+    for count in (1000, args.memory_lines):
+        (directory / f"{count}").mkdir()
+        done = subprocess.run(
+            (sys.executable, "-m", "benchmarks.scheduling.batches", "_one", str(directory / f"{count}"),
+             "--lines", str(count)),
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        told[str(count)] = float(done.stdout.split()[-1])
+    return {"most_mb": told, "more_mb": told[str(args.memory_lines)] - told["1000"]}
+
+
+def peak_mb(pid: int) -> float:
+    rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(row.split()[1]) for row in rows if row.startswith("VmHWM")) / 1024
+
+
+async def one(directory: Path, count: int) -> float:
+    """Serve a batch of so many short lines in a process of its own; returns its peak in MB.
+
+    A line of it is 600 bytes; the instance, a few bytes at once, is in this process.
+    """
+    async with fake_instances(1, models=(MODEL,)) as fakes:
+        config = {
+            "server": {"port": 0},
+            "batches": {"directory": str(directory / "batches"), "max_lines": 1_000_000},
+            "instances": [{"id": "a", "base_url": fakes[0].url, "profile": PROFILES[0]}],
+            "log": {"access": False},
+        }
+        path, log = directory / "gateway.yaml", directory / "gateway.log"
+        path.write_text(json.dumps(config))  # noqa: ASYNC240 - nothing else runs
+        gateway = await GatewayProcess.start(path, log)
+        try:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 500}]}
+            line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+            file = b"".join(
+                json.dumps({"custom_id": f"c{i}"} | line).encode() + b"\n" for i in range(count)
+            )
+            batch_id = await start_batch(gateway.url, file)
+            status = ""
+            while status != "completed":
+                await asyncio.sleep(1)
+                status = (await gateway.get(f"/v1/batches/{batch_id}"))["status"]
+            return peak_mb(gateway.pid)
+        finally:
+            await gateway.aclose()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts", nargs="*", default=["alone", "beside", "night"])
@@ -214,7 +268,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--warm-s", type=float, default=120.0)
     parser.add_argument("--lines", type=int, default=5000)
+    parser.add_argument("--memory-lines", type=int, default=50_000)
     args = parser.parse_args()
+    if args.parts[0] == "_one":
+        print(asyncio.run(one(Path(args.parts[1]), args.lines)))
+        return 0
     document: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
@@ -223,6 +281,8 @@ def main() -> int:
             began_s = time.perf_counter()
             if part in ("alone", "beside"):
                 document[part] = in_virtual_time(day(args, directory, beside=part == "beside"))
+            elif part == "memory":
+                document[part] = memory(args, directory)
             elif part == "night":
                 told, _ = in_virtual_time(night(args, directory))
                 took_s = told.ended_s - told.began_s
@@ -237,6 +297,9 @@ def main() -> int:
                     "worst_error": max(errors, key=lambda e: abs(e[1])),
                 }
             print(part, json.dumps(document[part]), f"({time.perf_counter() - began_s:.0f} s)")
+    if {"alone", "beside"} <= set(document):
+        for name in ("ttft_mean_s", "ttft_p99_s", "latency_mean_s", "latency_p99_s"):
+            print(f"{name}: {document['beside'][name] / document['alone'][name]:.3f} times")
     return 0
 
 

@@ -113,7 +113,8 @@ async def test_the_control_paths_never_fail_by_their_own_openapi_document(
     settings = tmp_path / "schemathesis.toml"
     settings.write_text(f"[phases.coverage]\nunexpected-methods = {methods}\n")
     async with sink() as instance:
-        config = config_for([instance], profiles=(None,))  # type: ignore[list-item]
+        batches = {"directory": str(tmp_path / "batches")}
+        config = config_for([instance], profiles=(None,), batches=batches)  # type: ignore[list-item]
         async with running_gateway(config) as running:
             await eventually(lambda: "m" in running.gateway.fleet.models())
             command = (
