@@ -44,12 +44,17 @@ async def test_another_gateway_waits_for_the_folder(tmp_path):
             answer = await second.rig.client.get("/v1/batches")
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "batches_not_ready"
-            batch = await first.start([line(0)])
-            await first.ended(batch.id)
-            await first.rig.running.gateway.batches.stop()
+            batch = await first.start([line(i, fake={"first_delay_s": 3}) for i in range(300)])
+            await eventually(lambda: first.runner.choice.out.total() > 5)
+            out = first.runner.choice.out.total()
+            # As a takeover has it: what is out is answered, and the other one goes on.
+            first.rig.running.gateway.batches.drain()
             await eventually(lambda: second.rig.running.gateway.batches.runner is not None)
-            told = await second.openai.batches.retrieve(batch.id)
-            assert told.status == "completed"
+            answered = first.runner.answered["completed"]
+            assert out <= answered < 300
+            told = await second.ended(batch.id)
+            assert (told.request_counts.completed, told.repeated_lines) == (300, 0)
+            assert second.runner.answered["completed"] == 300 - answered
 
 
 async def test_a_full_disk_pauses_and_loses_nothing(tmp_path, monkeypatch):

@@ -88,8 +88,8 @@ class FolderLock:
 def make_folder(directory: Path) -> None:
     """Raises ConfigError: it cannot be used."""
     try:
-        (directory / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
         for each in (directory, directory / "files"):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(each, os.R_OK | os.W_OK | os.X_OK):
                 raise ConfigError(f"batches.directory: {each} cannot be written")
     except OSError as error:

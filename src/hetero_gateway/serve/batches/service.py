@@ -62,6 +62,9 @@ class Batches:
         self._reading = ThreadPoolExecutor(1, "batch-lines")
         self._ends = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._to_validate: asyncio.Queue[Batch] = asyncio.Queue()
         self._database: Database | None = None
         self.files: Files
@@ -70,6 +73,7 @@ class Batches:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Raises ConfigError."""
+        self._loop = asyncio.get_running_loop()
         if self._lock.take():
             await self._open(tasks)
         else:
@@ -114,16 +118,34 @@ class Batches:
         return batches
 
     def drain(self) -> None:
-        """The gateway is ending: nothing more is sent."""
-        if self.runner is not None:
+        """The gateway is ending, or another one takes over: nothing more is sent, and when what is
+        out was answered, the folder is free. May come from a signal.
+        """
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_leaving)
+
+    def _begin_leaving(self) -> None:
+        if self.runner is not None and self._leaving is None:
             self.runner.drain()
+            self._leaving = asyncio.get_running_loop().create_task(self._leave(self.runner))
+
+    async def _leave(self, runner: Runner) -> None:
+        while not runner.idle:  # noqa: ASYNC110 - for moments, once
+            await asyncio.sleep(_LOCK_S)
+        await self.stop()
 
     async def stop(self) -> None:
-        if self._ends:
-            return
-        self._ends = True
+        """Write what was answered, and let the folder go."""
+        if self._stopping is None:
+            self._ends = True
+            self._stopping = asyncio.get_running_loop().create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         if self.runner is not None:
             self.runner.stop()
+        if self._leaving is not None and self._leaving is not asyncio.current_task():
+            self._leaving.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
