@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hetero_gateway.core.batches.outlook import Pace, Seen, Sums, ends_in_s, kind_of, work_of
+from hetero_gateway.core.batches.outlook import LineLengths, Pace, Sums, ends_in_s, kind_of, work_of
 
 
 def work(model, prompt, output):
@@ -16,7 +16,7 @@ def work(model, prompt, output):
 def test_what_lines_were_is_what_others_like_them_will_be():
     short, long = kind_of("m", 100, 1000), kind_of("m", 4000, 1000)
     left = {short: Sums(10, 1000, 10_000), long: Sums(2, 8000, 2000)}
-    seen = Seen()
+    seen = LineLengths()
     assert work_of(left, {}, seen, work)[0] == pytest.approx(
         10 * work("m", 100, 1000) + 2 * work("m", 4000, 1000)
     )
@@ -33,7 +33,7 @@ def test_what_lines_were_is_what_others_like_them_will_be():
 def test_the_end_is_right_where_lines_get_longer():
     """Sorted by length, and each takes as long as it says: at any time the end is known."""
     lengths = [10 + i for i in range(2000)]
-    left, seen, pace = {}, Seen(), Pace()
+    left, seen, pace = {}, LineLengths(), Pace()
     for length in lengths:
         left.setdefault(kind_of("m", length, 0), Sums()).add(length, 0)
     pace.begin(0.0)
@@ -58,7 +58,7 @@ def test_what_is_out_is_longer_than_what_is_done():
     rng, seats, lines = random.Random(1), 50, 2500
     lengths = [1 + int(rng.expovariate(1 / 200)) for _ in range(lines)]
     kind = kind_of("m", 100, 1000)
-    left, seen, pace = {kind: Sums(lines, 100 * lines, 1000 * lines)}, Seen(), Pace()
+    left, seen, pace = {kind: Sums(lines, 100 * lines, 1000 * lines)}, LineLengths(), Pace()
     pace.begin(0.0)
     out = [(length, length) for length in lengths[:seats]]
     heapq.heapify(out)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from hetero_gateway.core.batches.others import Counted, Others
-from hetero_gateway.core.batches.shares import Interactive, Share, most_there, shares, spread
+from hetero_gateway.core.batches.others import InstanceCounts, Others
+from hetero_gateway.core.batches.shares import BatchShare, Interactive, most_there, shares, spread
 from hetero_gateway.core.types import InstanceId
 from tests.core.builders import FAST, SLOW, scheduler, spec
 
@@ -42,7 +42,9 @@ def pool(*profiles):
 
 def test_where_nobody_asks_all_are_given():
     both = pool(FAST, SLOW)
-    assert shares(both.states, both.members, Interactive(0.0, 500, 200), 1.1) == [Share(True)] * 2
+    assert (
+        shares(both.states, both.members, Interactive(0.0, 500, 200), 1.1) == [BatchShare(True)] * 2
+    )
 
 
 def test_the_slow_ones_are_given_as_far_as_the_others_bear_it():
@@ -64,8 +66,8 @@ def test_what_is_left_of_the_margin_is_for_batches():
     )
     counts = [most_there(each, two.states[0], two.members[0], 500, 200) for each in (low, high)]
     assert 0 < counts[0] < counts[1] < 60
-    assert most_there(Share(True), two.states[0], two.members[0], 500, 200) == math.inf
-    assert most_there(Share(False, 0.0, 0.9), two.states[0], two.members[0], 500, 200) == 0
+    assert most_there(BatchShare(True), two.states[0], two.members[0], 500, 200) == math.inf
+    assert most_there(BatchShare(False, 0.0, 0.9), two.states[0], two.members[0], 500, 200) == 0
 
 
 def test_overload_leaves_nothing():
@@ -78,8 +80,8 @@ def test_others_are_counted_by_what_is_new():
     others, a, b = Others(), InstanceId("a"), InstanceId("b")
     for second in range(200):
         counts = {
-            a: Counted(5 * second, 5 * second, 500 * second, 50 * second, 1),
-            b: Counted(second, second, 400 * second, 20 * second, 0),
+            a: InstanceCounts(5 * second, 5 * second, 500 * second, 50 * second, 1),
+            b: InstanceCounts(second, second, 400 * second, 20 * second, 0),
         }
         others.look(counts, float(second))
     rate, prompt, output = others.on([a, b], 199.0)
@@ -87,6 +89,6 @@ def test_others_are_counted_by_what_is_new():
     assert (prompt, output) == (pytest.approx(150), pytest.approx(70 / 6))
     assert others.on([b], 199.0).rate_per_s == pytest.approx(1, rel=0.05)
     # An instance that begins anew counts from 0 again.
-    others.look({a: Counted(0, 0, 0, 0, 0)}, 200.0)
+    others.look({a: InstanceCounts(0, 0, 0, 0, 0)}, 200.0)
     assert others.on([a], 200.0).rate_per_s >= 0
     assert others.on([a, b], 330.0).rate_per_s == 0

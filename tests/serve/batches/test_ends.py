@@ -12,7 +12,7 @@ from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.batches_config import BatchesConfig
 from hetero_gateway.serve.batches.database import Database, FolderLock, make_folder
 from hetero_gateway.serve.batches.files import Files
-from hetero_gateway.serve.batches.ledger import Answer, Estimate, Ledger, Row
+from hetero_gateway.serve.batches.ledger import Answer, Estimate, Ledger, NewLine
 from hetero_gateway.serve.batches.validation import Validation
 from tests.serve.batches.rigs import jsonl, line
 
@@ -249,7 +249,7 @@ def test_lines_go_by_their_beginnings_and_then_by_their_work(tmp_path):
     (batch,) = folder.ledger.unfinished_named(made["id"])
     kinds = [(100, None), (10, 7), (300, 7), (20, None), (150, 8), (140, 8)]
     rows = [
-        Row(n, 0, 0, Estimate("m", tokens, 0, prefix), bytes([n]))
+        NewLine(n, 0, 0, Estimate("m", tokens, 0, prefix), bytes([n]))
         for n, (tokens, prefix) in enumerate(kinds, 1)
     ]
     folder.ledger.add_lines(batch, rows)

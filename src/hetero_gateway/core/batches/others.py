@@ -17,7 +17,7 @@ _QUIET_S: Final = 120.0
 _USUAL = (512.0, 256.0)
 
 
-class Counted(NamedTuple):
+class InstanceCounts(NamedTuple):
     """Counters of one instance: requests sent and answered, and tokens of those answered.
 
     ``there``: requests that are there now.
@@ -33,7 +33,7 @@ class Counted(NamedTuple):
 class _Rates:
     __slots__ = ("answered", "before", "late", "output", "prompt", "soon")
 
-    def __init__(self, before: Counted) -> None:
+    def __init__(self, before: InstanceCounts) -> None:
         self.before = before
         self.soon = self.late = 0.0
         # Sums that forget.
@@ -48,7 +48,7 @@ class Others:
         self._looked_s = math.nan
         self._asked_s = -math.inf
 
-    def look(self, counts: Mapping[InstanceId, Counted], now_s: float) -> None:
+    def look(self, counts: Mapping[InstanceId, InstanceCounts], now_s: float) -> None:
         """To be called about once a second, with all instances there are."""
         for gone in [each for each in self._rates if each not in counts]:
             del self._rates[gone]

@@ -54,7 +54,7 @@ class Sums:
         self.output_tokens += output_tokens
 
 
-class Seen:
+class LineLengths:
     """What lines were estimated to be, and what they were."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def _ratio(actual: int, estimated: int) -> float:
 
 
 def work_of(
-    left: Mapping[Kind, Sums], out: Mapping[Kind, int], seen: Seen, work_s: Work
+    left: Mapping[Kind, Sums], out: Mapping[Kind, int], seen: LineLengths, work_s: Work
 ) -> tuple[float, float]:
     """What lines that are not done take yet of the fastest instance, and what they took, s.
 

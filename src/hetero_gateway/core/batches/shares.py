@@ -31,7 +31,7 @@ class Interactive(NamedTuple):
     output_tokens: float
 
 
-class Share(NamedTuple):
+class BatchShare(NamedTuple):
     """What of an instance batches may have.
 
     ``given``: all of it. ``part``: of its capacity, 0 to 1; ``busy``: what others have of it.
@@ -88,21 +88,21 @@ def shares(
     members: Sequence[Member],
     others: Interactive,
     slowdown: float,
-) -> list[Share]:
+) -> list[BatchShare]:
     """What batches may have of each instance.
 
     Args:
         slowdown: how many times as long others' requests may take, above 1.
     """
     if others.rate_per_s <= 0:
-        return [Share(True)] * len(states)
+        return [BatchShare(True)] * len(states)
     lengths = others.prompt_tokens, others.output_tokens
     alone = [alone_s(s, m, *lengths) for s, m in zip(states, members, strict=True)]
     capacities = [per_s(s, m, *lengths) for s, m in zip(states, members, strict=True)]
     order = sorted(range(len(states)), key=lambda i: (alone[i], -capacities[i]))
     _, least_s = spread(alone, capacities, others.rate_per_s)
     if least_s == math.inf:
-        return [Share(False, 0.0, 1.0)] * len(states)
+        return [BatchShare(False, 0.0, 1.0)] * len(states)
     kept, used, rest = order, [1.0] * len(order), 1.0
     for count in range(len(order), 0, -1):
         fastest = order[:count]
@@ -111,14 +111,14 @@ def shares(
         if not latency_s <= slowdown * least_s:
             break
         kept, used, rest = fastest, their, slowdown * least_s / latency_s
-    told = [Share(True)] * len(states)
+    told = [BatchShare(True)] * len(states)
     for i, u in zip(kept, used, strict=True):
-        told[i] = Share(False, max(0.0, (1 - u) * (1 - 1 / rest)), u)
+        told[i] = BatchShare(False, max(0.0, (1 - u) * (1 - 1 / rest)), u)
     return told
 
 
 def most_there(
-    share: Share, state: InstanceState, member: Member, prompt_tokens: float, output: float
+    share: BatchShare, state: InstanceState, member: Member, prompt_tokens: float, output: float
 ) -> float:
     """How many such lines may be on an instance at a time; the room that it has is another matter.
 

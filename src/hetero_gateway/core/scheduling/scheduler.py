@@ -288,7 +288,7 @@ class Scheduler:
             return ticket
         self._pumped_s = now_s
         if self._unseen and self._unseen[0][0] <= now_s:
-            self.pass_unseen(now_s)
+            self._pass_unseen(now_s)
         if self._place(ticket, queue, now_s):
             queue.passed(ticket, now_s)
             self.queued = 0
@@ -313,7 +313,7 @@ class Scheduler:
         """
         self._pumped_s = now_s
         if self._unseen and self._unseen[0][0] <= now_s:
-            self.pass_unseen(now_s)
+            self._pass_unseen(now_s)
         if not self.queued:
             return []
         done: list[Ticket] = []
@@ -493,8 +493,7 @@ class Scheduler:
         # The others are only kept free: no reason to have one that fails.
         return self.restraints.strictly(among, ticket.request, now_s)
 
-    def pass_unseen(self, now_s: float) -> None:
-        """First tokens that nobody sees are there, as predicted; for who asks for no place."""
+    def _pass_unseen(self, now_s: float) -> None:
         while self._unseen and self._unseen[0][0] <= now_s:
             due_s, _, dispatch = heapq.heappop(self._unseen)
             if dispatch.outcome is None:  # most are over by then

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hetero_gateway.core.batches.others import Counted, Others
-from hetero_gateway.core.batches.outlook import Kind, Seen
-from hetero_gateway.core.batches.shares import Share, alone_s, done_in_s, most_there, shares
+from hetero_gateway.core.batches.others import InstanceCounts, Others
+from hetero_gateway.core.batches.outlook import Kind, LineLengths
+from hetero_gateway.core.batches.shares import BatchShare, alone_s, done_in_s, most_there, shares
 from hetero_gateway.core.policies.estimates import LATE_S, PREFILL_TOKENS, room
 from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, drain_s
 from hetero_gateway.core.request import Request
@@ -17,7 +17,7 @@ from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
-from hetero_gateway.serve.batches.ledger import Batch, Line
+from hetero_gateway.serve.batches.ledger import Batch, WaitingLine
 
 # Bodies that are out at a time, besides the first one.
 _MOST_BYTES = 16 << 20
@@ -28,7 +28,7 @@ _USUAL = (512.0, 256.0)
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningBatch:
     """A batch whose lines are sent.
 
     ``held``: by model, the next ones that wait; ``out``, ``kinds_out``: how many are out, by
@@ -36,8 +36,8 @@ class Running:
     """
 
     batch: Batch
-    seen: Seen = field(default_factory=Seen)
-    held: defaultdict[str, deque[Line]] = field(default_factory=lambda: defaultdict(deque))
+    seen: LineLengths = field(default_factory=LineLengths)
+    held: defaultdict[str, deque[WaitingLine]] = field(default_factory=lambda: defaultdict(deque))
     out: Counter[InstanceId] = field(default_factory=Counter)
     kinds_out: Counter[Kind] = field(default_factory=Counter)
 
@@ -49,7 +49,7 @@ class Running:
 class Pick(NamedTuple):
     """A line, and where it goes."""
 
-    line: Line
+    line: WaitingLine
     at: InstanceId
 
 
@@ -62,7 +62,7 @@ class _Load:
     tokens: int = 0
 
 
-class Choice:
+class LineChoice:
     """Chooses lines.
 
     Args:
@@ -83,7 +83,7 @@ class Choice:
         self._slowdown = slowdown
         self._target = target
         self._others = Others()
-        self._shares: dict[str, tuple[Pool, list[Share]]] = {}
+        self._shares: dict[str, tuple[Pool, list[BatchShare]]] = {}
         self.sent: Counter[InstanceId] = Counter()
         self.answered: Counter[InstanceId] = Counter()
         self.prompt_tokens: Counter[InstanceId] = Counter()
@@ -114,7 +114,7 @@ class Choice:
         counts = {}
         for instance_id in self._fleet.instances:
             answered, prompt, output = sums.get(instance_id, (0, 0, 0))
-            counts[instance_id] = Counted(
+            counts[instance_id] = InstanceCounts(
                 metrics.decisions.get(instance_id, 0) - self.sent[instance_id],
                 answered - self.answered[instance_id],
                 prompt - self.prompt_tokens[instance_id],
@@ -127,7 +127,7 @@ class Choice:
     def pool(self, model: str) -> Pool:
         return self._fleet.scheduler.members.pool(self._target(model))
 
-    def shares(self, pool: Pool, model: str, now_s: float) -> list[Share]:
+    def shares(self, pool: Pool, model: str, now_s: float) -> list[BatchShare]:
         """What batches may have of each instance of a pool, in its order."""
         known = self._shares.get(model)
         if known is None or known[0] is not pool:
@@ -138,8 +138,8 @@ class Choice:
 
     def pick(
         self,
-        running: Sequence[Running],
-        retries: Iterable[Line],
+        running: Sequence[RunningBatch],
+        retries: Iterable[WaitingLine],
         depth: int,
         may_spend: Callable[[Batch, int], bool],
         now_s: float,
@@ -153,11 +153,12 @@ class Choice:
             may_spend: whether the batch's key has room for a line of so many tokens.
         """
         scheduler = self._fleet.scheduler
-        scheduler.pass_unseen(now_s)
-        if scheduler.queued and self.out.total():
+        if not scheduler.queued:
+            scheduler.pump(now_s)  # first tokens that nobody sees are there, as predicted
+        elif self.out.total():
             return []
         turn = _Turn(depth, may_spend, now_s, self.bytes_out)
-        again: dict[tuple[int, str], deque[Line]] = {}
+        again: dict[tuple[int, str], deque[WaitingLine]] = {}
         for line in retries:
             again.setdefault((line.batch.seq, line.model), deque()).append(line)
         models = dict.fromkeys(model for _, model in again)
@@ -167,7 +168,7 @@ class Choice:
             pool = self.pool(model)
             if not pool.ids:
                 continue
-            queues: list[deque[Line]] = []
+            queues: list[deque[WaitingLine]] = []
             waiting = 0
             for each in running:
                 first = again.get((each.batch.seq, model), deque())
@@ -178,7 +179,7 @@ class Choice:
                 self._fill(turn, pool, i, told, queues, waiting)
         return turn.picks
 
-    def _order(self, pool: Pool, told: Sequence[Share]) -> list[int]:
+    def _order(self, pool: Pool, told: Sequence[BatchShare]) -> list[int]:
         """Slow machines first, those that are given ahead of the others."""
         slow = [alone_s(s, m, *_USUAL) for s, m in zip(pool.states, pool.members, strict=True)]
         return sorted(range(len(slow)), key=lambda i: (not told[i].given, -slow[i]))
@@ -188,8 +189,8 @@ class Choice:
         turn: "_Turn",
         pool: Pool,
         i: int,
-        told: Sequence[Share],
-        queues: Sequence[deque[Line]],
+        told: Sequence[BatchShare],
+        queues: Sequence[deque[WaitingLine]],
         waiting: int,
     ) -> None:
         """Give an instance what it may have. ``waiting``: lines of the model, those out not."""
@@ -217,7 +218,14 @@ class Choice:
                 load.tokens += tokens
 
     def _has_room(
-        self, turn: "_Turn", pool: Pool, i: int, share: Share, line: Line, *, alone: bool
+        self,
+        turn: "_Turn",
+        pool: Pool,
+        i: int,
+        share: BatchShare,
+        line: WaitingLine,
+        *,
+        alone: bool,
     ) -> bool:
         state, member, load = pool.states[i], pool.members[i], turn.loads[pool.ids[i]]
         prompt, output = float(line.prompt_tokens), float(line.output_tokens)
@@ -249,7 +257,7 @@ class _Turn:
     loads: dict[InstanceId, _Load] = field(default_factory=dict)
 
 
-def _fits(pool: Pool, i: int, line: Line) -> bool:
+def _fits(pool: Pool, i: int, line: WaitingLine) -> bool:
     """Whether an instance can hold it; where none can, it is for the engine to say so."""
     prompt, output = line.prompt_tokens, line.output_tokens
     if prompt < pool.shortest_context_tokens and prompt + output <= pool.smallest_capacity_tokens:
@@ -258,7 +266,9 @@ def _fits(pool: Pool, i: int, line: Line) -> bool:
     return isinstance(eligible, Reject) or eligible.has(i)
 
 
-def _ends_late(pool: Pool, i: int, told: Sequence[Share], line: Line, waiting: int) -> bool:
+def _ends_late(
+    pool: Pool, i: int, told: Sequence[BatchShare], line: WaitingLine, waiting: int
+) -> bool:
     """The drain rule: a fast machine would be done sooner, after all that wait."""
     if waiting > sum(member.seats for member in pool.members):
         return False

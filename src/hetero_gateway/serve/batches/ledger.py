@@ -69,7 +69,7 @@ class Batch:
         return self.completed + self.failed
 
 
-class Line(NamedTuple):
+class WaitingLine(NamedTuple):
     """One that may be sent. ``prompt_tokens``, ``output_tokens``: as estimated, of all of it."""
 
     batch: Batch
@@ -89,7 +89,7 @@ class Line(NamedTuple):
 class Answer(NamedTuple):
     """What became of a line. ``tokens``: (prompt, output) that it took."""
 
-    line: Line
+    line: WaitingLine
     custom_id: str
     status: int
     request_id: str
@@ -106,7 +106,7 @@ class Estimate(NamedTuple):
     prefix: int | None
 
 
-class Row(NamedTuple):
+class NewLine(NamedTuple):
     """A line on its way into the database. ``custom``: of its custom_id."""
 
     number: int
@@ -234,10 +234,10 @@ class Ledger:
             if state == WAITS:
                 batch.waiting[model] = batch.waiting.get(model, 0) + 1
 
-    def next_lines(self, batch: Batch, model: str, most: int) -> list[Line]:
+    def next_lines(self, batch: Batch, model: str, most: int) -> list[WaitingLine]:
         """The next ones of a model that wait."""
         return [
-            Line(batch, *row)
+            WaitingLine(batch, *row)
             for row in self._db.run(
                 "SELECT number, offset, size, model, prompt_tokens, output_tokens, repeats"
                 " FROM lines WHERE batch = ? AND state = ? AND model = ? ORDER BY position LIMIT ?",
@@ -245,7 +245,7 @@ class Ledger:
             )
         ]
 
-    def turn(self, answers: Sequence[Answer], sends: Sequence[Line]) -> list[BatchLine]:
+    def turn(self, answers: Sequence[Answer], sends: Sequence[WaitingLine]) -> list[BatchLine]:
         """Keep answers, and say that lines are out; returns what these have to say.
 
         Raises:
@@ -301,7 +301,7 @@ class Ledger:
         except msgspec.DecodeError as error:
             raise OSError(f"{batch.input_file_id} is no longer what it was") from error
 
-    def put_back(self, lines: Iterable[Line]) -> None:
+    def put_back(self, lines: Iterable[WaitingLine]) -> None:
         """They were said to be out, and were not sent."""
         with self._db.transaction():
             self._db.run_many(
@@ -355,7 +355,7 @@ class Ledger:
             self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
         batch.error_bytes = 0
 
-    def add_lines(self, batch: Batch, rows: Sequence[Row]) -> None:
+    def add_lines(self, batch: Batch, rows: Sequence[NewLine]) -> None:
         with self._db.transaction():
             self._db.run_many(
                 "INSERT INTO lines (batch, number, offset, size, model, prompt_tokens,"

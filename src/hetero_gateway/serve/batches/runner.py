@@ -27,8 +27,8 @@ from hetero_gateway.gateway.dataplane.lines import LineAttempts
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.http.errors import error_body
-from hetero_gateway.serve.batches.choosing import Choice, Pick, Running, Spending
-from hetero_gateway.serve.batches.ledger import Answer, Batch, Ledger, Line
+from hetero_gateway.serve.batches.choosing import LineChoice, Pick, RunningBatch, Spending
+from hetero_gateway.serve.batches.ledger import Answer, Batch, Ledger, WaitingLine
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class RunnerParts(Protocol):
     def config(self) -> GatewayConfig: ...
 
 
-class Call(Protocol):
+class InThread(Protocol):
     """Runs something in the database's thread."""
 
     def __call__(self, function: Callable[..., _T], /, *args: Any) -> Awaitable[_T]: ...
@@ -67,8 +67,8 @@ class Call(Protocol):
 class _Out(NamedTuple):
     """A line that is out."""
 
-    running: Running
-    line: Line
+    running: RunningBatch
+    line: WaitingLine
     custom_id: str
     at: InstanceId
 
@@ -82,16 +82,18 @@ class Runner:
         config: of batches.
     """
 
-    def __init__(self, of: RunnerParts, ledger: Ledger, call: Call, config: BatchesConfig) -> None:
+    def __init__(
+        self, of: RunnerParts, ledger: Ledger, call: InThread, config: BatchesConfig
+    ) -> None:
         self._of = of
         self._ledger = ledger
         self._call = call
-        self.running: list[Running] = []
+        self.running: list[RunningBatch] = []
         self._cancelled: set[str] = set()
         self._out: dict[LineAttempts, _Out] = {}
         self._answers: list[Answer] = []
         # (when, tie-break, line): those that go again; and how often lines have failed.
-        self._again: list[tuple[float, int, Line]] = []
+        self._again: list[tuple[float, int, WaitingLine]] = []
         self._tries: dict[tuple[int, int], int] = {}
         self._number = 0
         self._wake = asyncio.Event()
@@ -101,7 +103,7 @@ class Runner:
         self.paused = ""
         self.stops = False  # nothing more is sent
         self.answered = {"completed": 0, "failed": 0, "retried": 0}
-        self.choice = Choice(of.fleet, of.metrics, config.slowdown, self.target)
+        self.choice = LineChoice(of.fleet, of.metrics, config.slowdown, self.target)
 
     def target(self, name: str) -> str:
         """The model that a name stands for; of several, one of them."""
@@ -114,7 +116,7 @@ class Runner:
         """It is to be run from now on."""
         if not self._out:
             self._pace.begin(time.monotonic())
-        self.running.append(Running(batch))
+        self.running.append(RunningBatch(batch))
         self.running.sort(key=lambda each: (each.batch.expires_at, each.batch.seq))
         self._wake.set()
 
@@ -206,7 +208,7 @@ class Runner:
                 if waiting > 0 and not each.held[model]:
                     lines = await self._call(self._ledger.next_lines, each.batch, model, _HELD)
                     each.held[model].extend(lines)
-        due: list[Line] = []
+        due: list[WaitingLine] = []
         while self._again and self._again[0][0] <= now_s:
             due.append(heapq.heappop(self._again)[2])
         depth = self._of.config.scheduler.prefill_depth
@@ -236,11 +238,11 @@ class Runner:
             elif running is not None:
                 running.held[pick.line.model].appendleft(pick.line)
 
-    def _go_again(self, line: Line, at_s: float) -> None:
+    def _go_again(self, line: WaitingLine, at_s: float) -> None:
         self._number += 1
         heapq.heappush(self._again, (at_s, self._number, line))
 
-    def _running(self, batch: Batch) -> Running | None:
+    def _running(self, batch: Batch) -> RunningBatch | None:
         return next((each for each in self.running if each.batch is batch), None)
 
     # Lines
@@ -301,7 +303,9 @@ class Runner:
         told = Answer(line, custom_id, status or 502, attempts.request_id, body, tokens)
         self._answers.append(told)
 
-    def _learn(self, running: Running, line: Line, real: tuple[int, int] | None) -> None:
+    def _learn(
+        self, running: RunningBatch, line: WaitingLine, real: tuple[int, int] | None
+    ) -> None:
         told = line.prompt_tokens, line.output_tokens
         running.batch.left[line.kind].add(-told[0], -told[1], -1)
         if real is not None:
@@ -323,7 +327,7 @@ class Runner:
             return "expired"
         return None if self.client_of(batch.owner) is not None else "failed"
 
-    async def _end_if_over(self, running: Running) -> None:
+    async def _end_if_over(self, running: RunningBatch) -> None:
         batch = running.batch
         outcome = "completed" if batch.done >= batch.total else self._outcome(batch)
         if outcome is None or self.stops:
@@ -370,7 +374,7 @@ class Runner:
         return end_s is not None and end_s > batch.expires_at
 
 
-def _key(line: Line) -> tuple[int, int]:
+def _key(line: WaitingLine) -> tuple[int, int]:
     return line.batch.seq, line.number
 
 

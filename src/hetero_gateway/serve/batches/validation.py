@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from hetero_gateway.files.batch_lines import BatchLine, LineProblem, read_line
-from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger, Row
+from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger, NewLine
 
 # A slice of work between two pauses, in which the event loop has its turn: lines are long or short.
 _SLICE_S, _PAUSE_S = 0.001, 0.001
@@ -59,7 +59,7 @@ class Validation:
         """
         ledger, batch = self._ledger, self._batch
         ledger.begin_lines(batch)
-        rows: list[Row] = []
+        rows: list[NewLine] = []
         total, slice_began_s = 0, time.monotonic()
         for number, offset, text in self._lines(file):
             if time.monotonic() - slice_began_s >= _SLICE_S:
@@ -116,7 +116,7 @@ class Validation:
                 yield number, offset, None
             offset += size
 
-    def _look_at(self, offset: int, number: int, text: bytes | None) -> Row | LineProblem:
+    def _look_at(self, offset: int, number: int, text: bytes | None) -> NewLine | LineProblem:
         if text is None:
             message = f"The line is longer than {self._most_line_bytes} bytes."
             return LineProblem("line_too_long", message)
@@ -127,7 +127,7 @@ class Validation:
         if isinstance(estimate, LineProblem):
             return estimate
         custom = hashlib.blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16)
-        return Row(number, offset, len(text), estimate, custom.digest())
+        return NewLine(number, offset, len(text), estimate, custom.digest())
 
     def _note(self, number: int, problem: LineProblem) -> None:
         self._bad += 1
