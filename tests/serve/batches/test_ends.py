@@ -12,7 +12,7 @@ from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.batches_config import BatchesConfig
 from hetero_gateway.serve.batches.database import Database, FolderLock, make_folder
 from hetero_gateway.serve.batches.files import Files
-from hetero_gateway.serve.batches.ledger import Answer, Estimate, Ledger, NewLine
+from hetero_gateway.serve.batches.ledger import Answer, Estimate, InputLost, Ledger, NewLine
 from hetero_gateway.serve.batches.validation import Validation
 from tests.serve.batches.rigs import jsonl, line
 
@@ -239,6 +239,24 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch):
     folder.ledger.turn(answers, [])
     assert batch.completed == 4
     check_whole(folder, journal(tmp_path / "a"))
+    folder.close()
+
+
+def test_a_file_that_is_spoilt_ends_its_batch_and_loses_no_answer(tmp_path):
+    folder = Folder(tmp_path / "a")
+    batch = folder.begin()
+    lines = folder.ledger.next_lines(batch, "m", 2)
+    folder.ledger.turn([], lines[:1])
+    path = folder.database.path(batch.input_file_id)
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(InputLost):
+        folder.ledger.turn([answer(lines[0])], lines[1:])
+    assert batch.completed == 0
+    folder.ledger.turn([answer(lines[0])], [])
+    folder.ledger.finish(batch, "failed")
+    ended = folder.ledger.document("", batch.id)
+    assert ended["request_counts"] == {"total": LINES, "completed": 1, "failed": LINES - 1}
+    assert len(told(folder, ended["output_file_id"])) == 1
     folder.close()
 
 

@@ -174,5 +174,5 @@ def ends_in_s(works_s: Sequence[float], per_s: float | None) -> list[float]:
     told, before_s = [], 0.0
     for work in works_s:
         before_s += work
-        told.append(before_s / per_s if per_s else math.inf)
+        told.append(before_s / per_s if per_s and before_s else math.inf)
     return told

@@ -30,6 +30,7 @@ from hetero_gateway.serve.batches.files import Document, new_id, not_found, page
 
 WAITS, OUT, DONE = 0, 1, 2
 _AT_ONCE = 500
+_MOST_OPEN = 32
 _OVER = ("completed", "failed", "expired", "cancelled")
 _REASONS = {
     "expired": ("batch_expired", "The request was not done before the completion window was over."),
@@ -67,6 +68,14 @@ class Batch:
     @property
     def done(self) -> int:
         return self.completed + self.failed
+
+
+class InputLost(Exception):
+    """The file of a batch's lines is gone, or another one, by no doing of the gateway."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(f"{batch.input_file_id} is no longer what it was")
+        self.batch = batch
 
 
 class WaitingLine(NamedTuple):
@@ -249,8 +258,10 @@ class Ledger:
         """Keep answers, and say that lines are out; returns what these have to say.
 
         Raises:
+            InputLost: what a line says is no longer there.
             OSError, sqlite3.Error: nothing of it is done, and it may be tried again.
         """
+        bodies = [self.read(line.batch, line.offset, line.size) for line in sends]
         by_batch: dict[int, list[Answer]] = {}
         for answer in answers:
             by_batch.setdefault(answer.line.batch.seq, []).append(answer)
@@ -280,7 +291,7 @@ class Ledger:
             batch.output_bytes, batch.error_bytes = output_bytes, error_bytes
             batch.completed += good
             batch.failed += len(mine) - good
-        return [self.read(line.batch, line.offset, line.size) for line in sends]
+        return bodies
 
     def _done(self, batch: Batch, numbers: Iterable[int]) -> None:
         self._db.run_many(
@@ -289,17 +300,17 @@ class Ledger:
         )
 
     def read(self, batch: Batch, offset: int, size: int) -> BatchLine:
-        """A line that was found good before. Raises OSError: its file is gone, or another one."""
+        """A line that was found good before. Raises InputLost."""
         file = self._inputs.get(batch.input_file_id)
-        if file is None:
-            if len(self._inputs) >= 32:
-                self.close()
-            file = os.open(self._db.path(batch.input_file_id), os.O_RDONLY | os.O_CLOEXEC)
-            self._inputs[batch.input_file_id] = file
         try:
+            if file is None:
+                if len(self._inputs) >= _MOST_OPEN:
+                    self.close()
+                file = os.open(self._db.path(batch.input_file_id), os.O_RDONLY | os.O_CLOEXEC)
+                self._inputs[batch.input_file_id] = file
             return msgspec.json.decode(os.pread(file, size, offset), type=BatchLine)
-        except msgspec.DecodeError as error:
-            raise OSError(f"{batch.input_file_id} is no longer what it was") from error
+        except (msgspec.DecodeError, OSError) as error:
+            raise InputLost(batch) from error
 
     def put_back(self, lines: Iterable[WaitingLine]) -> None:
         """They were said to be out, and were not sent."""
@@ -514,7 +525,7 @@ class Ledger:
     def _custom_id(self, batch: Batch, offset: int, size: int) -> str | None:
         try:
             return self.read(batch, offset, size).custom_id
-        except OSError:
+        except InputLost:
             return None
 
     def _keep_files(self, batch: Batch) -> None:

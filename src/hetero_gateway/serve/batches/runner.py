@@ -28,7 +28,7 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.serve.batches.choosing import LineChoice, Pick, RunningBatch, Spending
-from hetero_gateway.serve.batches.ledger import Answer, Batch, Ledger, WaitingLine
+from hetero_gateway.serve.batches.ledger import Answer, Batch, InputLost, Ledger, WaitingLine
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -164,6 +164,9 @@ class Runner:
                 await self._turn()
             except (OSError, sqlite3.Error) as error:
                 await self._pause(error)
+            except InputLost as error:
+                _log.error("%s cannot go on: %s", error.batch.id, error)
+                error.batch.outcome = "failed"
             except Exception:
                 _log.exception("batches: a turn failed")
                 await asyncio.sleep(_AGAIN_S)
@@ -183,9 +186,10 @@ class Runner:
             self._looked_s = now_s
             self.choice.look(now_s)
             self._foresee(now_s)
-        picks = [] if self.paused or self.stops else await self._pick(now_s)
+        # With nothing to write, whether that goes again shows as a line is said to be out.
+        picks = [] if self.stops or (self.paused and self._answers) else await self._pick(now_s)
         answers, self._answers = self._answers, []
-        if answers or picks or self.paused:
+        if answers or picks:
             try:
                 bodies = await self._call(self._ledger.turn, answers, [p.line for p in picks])
             except Exception:
