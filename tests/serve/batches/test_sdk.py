@@ -96,6 +96,16 @@ async def test_what_engines_refuse_is_in_the_file_of_errors(tmp_path):
         assert len(await there.lines_of(ended.output_file_id)) == 2
 
 
+async def test_an_answer_without_end_is_left(tmp_path):
+    async with batch_rig(tmp_path / "batches", 1, server={"max_body_bytes": 100_000}) as there:
+        endless = {"event_bytes": 300_000, "framing": "close"}
+        ended = await there.ended((await there.start([line(0), line(1, fake=endless)])).id)
+        assert counts(ended) == (2, 1, 1)
+        (error,) = await there.lines_of(ended.error_file_id)
+        assert error["response"]["body"]["error"]["message"] == "The answer broke off, 3 times."
+        assert there.rig.fakes[0].requests == 4
+
+
 async def test_a_busy_engine_and_one_that_dies_cost_no_line(tmp_path):
     fakes = [FakeInstance(), FakeInstance()]
     async with batch_rig(tmp_path / "batches", fakes) as there:

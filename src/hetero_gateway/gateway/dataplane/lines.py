@@ -7,6 +7,7 @@ attempt and no fallback.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
@@ -31,13 +32,19 @@ class LineAnswer:
     """What a line is answered with: its ``Downstream``.
 
     ``whole``: or else it broke off, or is not here yet. ``status``: 0 where there is none.
+
+    Args:
+        most_bytes: how long it may be.
+        too_long: called once, soon after it is longer.
     """
 
     passes_framing = False
     write_paused = False
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int, too_long: Callable[[], None]) -> None:
         self._parts: list[bytes] = []
+        self._left_bytes = most_bytes
+        self._too_long = too_long
         self.gone = False
         self.started = False
         self.whole = False
@@ -64,7 +71,13 @@ class LineAnswer:
         return b""
 
     def write(self, data: bytes) -> None:
+        if self._left_bytes < 0:
+            return
+        self._left_bytes -= len(data)
         self._parts.append(data)
+        if self._left_bytes < 0:
+            self._parts.clear()
+            asyncio.get_running_loop().call_soon(self._too_long)
 
     def finish(self) -> None:
         self.whole = True
@@ -113,8 +126,11 @@ class LineAttempts(Attempts):
         if client.name:
             # Where keys have caches of their own, those of the same key; it goes no further.
             headers = [*_HEADERS, (b"authorization", b"batch " + client.name.encode())]
-        inbound, answer = Inbound(path, path.encode(), work, headers), LineAnswer()
+        inbound = Inbound(path, path.encode(), work, headers)
         rooms.ids.name(inbound)
+        # As much of an answer is held as of a body.
+        limits = rooms.intake.limits
+        answer = LineAnswer(limits.max_body_bytes, lambda: attempts.client_gone())
         attempts = cls(rooms, inbound, answer)
         attempts._client, attempts.answer, attempts.at = client, answer, at
         attempts.known, attempts.on_place, attempts.on_end = known, on_place, on_end
