@@ -1,6 +1,8 @@
-"""openai: chat and stream, completions, responses, embeddings' error, models, an unknown model."""
+"""openai: chat, stream, completions, responses, models, an unknown model, a batch and its files."""
 
+import json
 import sys
+import time
 
 import openai
 
@@ -27,4 +29,27 @@ try:
 except openai.NotFoundError as error:
     code = error.code
 assert code == "model_not_found"
-print(openai.__version__, "models, chat, stream with usage, completions, responses, 404", sep="|")
+
+lines = [
+    {
+        "custom_id": f"q{number}",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": model, "messages": hello, "max_tokens": 4},
+    }
+    for number in range(3)
+]
+text = "\n".join(map(json.dumps, lines)).encode()
+file = client.files.create(file=("in.jsonl", text), purpose="batch")
+batch = client.batches.create(
+    input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+)
+open_states = ("validating", "in_progress", "finalizing")
+while (batch := client.batches.retrieve(batch.id)).status in open_states:
+    time.sleep(0.1)
+answers = client.files.content(batch.output_file_id).text.splitlines()
+assert {json.loads(answer)["custom_id"] for answer in answers} == {"q0", "q1", "q2"}
+assert client.batches.list().data[0].id == batch.id
+assert client.files.delete(file.id).deleted
+what = "models, chat, stream with usage, completions, responses, 404, files, a batch"
+print(openai.__version__, what, sep="|")

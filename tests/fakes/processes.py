@@ -105,6 +105,7 @@ def emulated_cluster(
     try:
         document = {
             "health": {"probe_interval_s": 0.2, "probe_timeout_s": 60},
+            "batches": {"directory": "batches"},
             "instances": [
                 {"id": name, "base_url": instances[name].wait_ready(), "profile": profile}
                 for name, profile in profiles.items()
