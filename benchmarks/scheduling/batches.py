@@ -1,8 +1,8 @@
 """A batch beside requests that clients wait for: what these lose, what it gets, when it ends.
 
 Four unequal emulated instances, the gateway and its clients share one event loop in virtual time
-(``tests/fakes/clock``): what else the machine does matters little. Every answer's length is asked for
-as ``min_tokens``, at which no gateway looks; all have a limit of 1024.
+(``tests/fakes/clock``): what else the machine does matters little. Every answer's length is asked
+for as ``min_tokens``, at which no gateway looks; all have a limit of 1024.
 
     alone      interactive requests at a share of what the instances can do
     beside     the same requests with a batch that lasts longer than they do
@@ -216,11 +216,11 @@ def memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     told = {}
     for count in (1000, args.memory_lines):
         (directory / f"{count}").mkdir()
+        place = str(directory / f"{count}")
+        command = (sys.executable, "-m", "benchmarks.scheduling.batches", "_one", place)
         done = subprocess.run(
-            (sys.executable, "-m", "benchmarks.scheduling.batches", "_one", str(directory / f"{count}"),
-             "--lines", str(count)),
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            (*command, "--lines", str(count)), capture_output=True, text=True, check=True
+        )
         told[str(count)] = float(done.stdout.split()[-1])
     return {"most_mb": told, "more_mb": told[str(args.memory_lines)] - told["1000"]}
 
@@ -243,7 +243,7 @@ async def one(directory: Path, count: int) -> float:
             "log": {"access": False},
         }
         path, log = directory / "gateway.yaml", directory / "gateway.log"
-        path.write_text(json.dumps(config))  # noqa: ASYNC240 - nothing else runs
+        path.write_text(json.dumps(config))
         gateway = await GatewayProcess.start(path, log)
         try:
             body = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 500}]}
@@ -295,6 +295,10 @@ def main() -> int:
                     "took_s": took_s,
                     "simulated_s": simulated_s(args.lines, 5, directory),
                     "worst_error": max(errors, key=lambda e: abs(e[1])),
+                    "errors": {
+                        share: next(error for done, error in errors if done >= share)
+                        for share in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+                    },
                 }
             print(part, json.dumps(document[part]), f"({time.perf_counter() - began_s:.0f} s)")
     if {"alone", "beside"} <= set(document):
