@@ -26,11 +26,16 @@ VLLM_METRICS = {
 # What Prometheus adds to each series: which target it was scraped from.
 PROMETHEUS_LABELS = {"instance", "job"}
 PROMETHEUS_METRICS = {"up": PROMETHEUS_LABELS}
+# Of a gateway with batches alone (tests/serve/batches/test_shown.py).
+BATCH_METRICS = {
+    "hetero_gateway_batches_late": PROMETHEUS_LABELS,
+    "hetero_gateway_batches_paused": PROMETHEUS_LABELS,
+}
 
 
 def known_series(metrics: dict[str, tuple[str, set[str]]]) -> dict[str, set[str]]:
     """Series name to label names, histograms expanded."""
-    series = dict(VLLM_METRICS) | PROMETHEUS_METRICS
+    series = dict(VLLM_METRICS) | PROMETHEUS_METRICS | BATCH_METRICS
     for name, (kind, labels) in metrics.items():
         labels = labels | PROMETHEUS_LABELS
         if kind == "histogram":
