@@ -2,8 +2,8 @@
 
 A line's *kind* is its model, and the powers of two of its prompt and of its limit. What lines of a
 kind took, so far as any are done, is what the others of it will take; before that, their estimates
-are taken times what estimates were worth so far. Work is in seconds of the fastest instance, so
-that long lines, which go last, count for more.
+are taken times what estimates were worth so far. Work is in seconds of all instances together, so
+that long lines, which go last and fill caches, count for more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_SAMPLES: Final = 4096
 # Where few are done beside those that are out, little is known of either.
 _LEAST_DONE, _MOST_VARIATION = 0.5, 4.0
 
-# (prompt tokens, output tokens) of a line on the fastest instance, in seconds.
+# (model, prompt tokens, output tokens) of a line: the seconds that it takes.
 Work = Callable[[str, float, float], float]
 
 
@@ -116,7 +116,7 @@ def _ratio(actual: int, estimated: int) -> float:
 def work_of(
     left: Mapping[Kind, Sums], out: Mapping[Kind, int], seen: LineLengths, work_s: Work
 ) -> tuple[float, float]:
-    """What lines that are not done take yet of the fastest instance, and what they took, s.
+    """What lines that are not done take yet, and what those that are out took, s.
 
     ``out``: how many of them are out. One that is found out at some time has half of its length
     before it, and is longer than others: (1 + cv²)/2 of the mean.
@@ -146,7 +146,7 @@ class Pace:
         self._samples.append((now_s, self.done_s))
 
     def note(self, work_s: float) -> None:
-        """A line is done that took so much of the fastest instance."""
+        """A line is done that took so much."""
         self.done_s += work_s
 
     def look(self, now_s: float, begun_s: float) -> float | None:

@@ -317,7 +317,9 @@ class Runner:
             self._pace.note(self._work_s(line.model, *real))
 
     def _work_s(self, model: str, prompt_tokens: float, output_tokens: float) -> float:
-        return self.choice.pool(model).work_s(prompt_tokens, output_tokens)
+        """How long all instances together take for such a line, each as full as it can be, s."""
+        times_s = self.choice.pool(model).request_times_s(prompt_tokens, max(1.0, output_tokens))
+        return 1 / sum(1 / max(1e-9, time_s) for time_s in times_s) if times_s else 0.0
 
     # Ends
 
