@@ -45,7 +45,7 @@ class BatchRig(NamedTuple):
                 batch = await self.openai.batches.retrieve(batch_id)
                 if batch.status in ("completed", "failed", "expired", "cancelled"):
                     return batch
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.5)
 
     async def lines_of(self, file_id: str | None) -> list[Line]:
         if file_id is None:

@@ -256,7 +256,7 @@ async def test_quotas(tmp_path):
             await there.upload([line(0, "x" * 4600)])
         many = await there.ended((await there.start([line(i) for i in range(11)])).id)
         assert [each.code for each in many.errors.data] == ["too_many_lines"]
-        held = await there.start([line(0, fake={"first_delay_s": 30})])
+        held = await there.start([line(0, fake={"first_delay_s": 3})])
         with pytest.raises(openai.RateLimitError, match="batches"):
             await there.openai.batches.create(
                 input_file_id=held.input_file_id, endpoint=CHAT, completion_window="24h"

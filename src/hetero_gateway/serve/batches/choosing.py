@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_gateway.core.batches.others import InstanceCounts, Others
-from hetero_gateway.core.batches.outlook import Kind, LineLengths
+from hetero_gateway.core.batches.outlook import Kind, LineLengths, Sums
 from hetero_gateway.core.batches.shares import BatchShare, alone_s, done_in_s, most_there, shares
 from hetero_gateway.core.policies.estimates import LATE_S, PREFILL_TOKENS, room
 from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, drain_s
@@ -157,7 +157,8 @@ class LineChoice:
             scheduler.pump(now_s)  # first tokens that nobody sees are there, as predicted
         elif self.out.total():
             return []
-        turn = _Turn(depth, may_spend, now_s, self.bytes_out)
+        lengths = {each.batch.seq: each.seen for each in running}
+        turn = _Turn(depth, may_spend, now_s, self.bytes_out, lengths)
         again: dict[tuple[int, str], deque[WaitingLine]] = {}
         for line in retries:
             again.setdefault((line.batch.seq, line.model), deque()).append(line)
@@ -203,11 +204,12 @@ class LineChoice:
                     return
                 if not _fits(pool, i, line):
                     break
-                if not self._has_room(turn, pool, i, told[i], line, alone=alone):
+                output = turn.output_of(line)
+                if not self._has_room(turn, pool, i, told[i], line, output, alone=alone):
                     return
-                if _ends_late(pool, i, told, line, waiting - len(turn.picks)):
+                if _ends_late(pool, i, told, line, output, waiting - len(turn.picks)):
                     return
-                tokens = line.prompt_tokens + line.output_tokens
+                tokens = line.prompt_tokens + round(output)
                 if not turn.may_spend(line.batch, tokens):
                     break
                 queue.popleft()
@@ -224,11 +226,12 @@ class LineChoice:
         i: int,
         share: BatchShare,
         line: WaitingLine,
+        output: float,
         *,
         alone: bool,
     ) -> bool:
         state, member, load = pool.states[i], pool.members[i], turn.loads[pool.ids[i]]
-        prompt, output = float(line.prompt_tokens), float(line.output_tokens)
+        prompt = float(line.prompt_tokens)
         waiting = state.waiting + state.peers.waiting + load.lines
         there = waiting + state.streaming + state.peers.streaming
         if there >= min(member.seats, state.seats):
@@ -253,8 +256,14 @@ class _Turn:
     may_spend: Callable[[Batch, int], bool]
     now_s: float
     bytes_out: int
+    lengths: dict[int, LineLengths]  # by batch
     picks: list[Pick] = field(default_factory=list)
     loads: dict[InstanceId, _Load] = field(default_factory=dict)
+
+    def output_of(self, line: WaitingLine) -> float:
+        """Tokens of an answer, by those of lines like it."""
+        sums = Sums(1, line.prompt_tokens, line.output_tokens)
+        return self.lengths[line.batch.seq].mean(line.kind, sums)[1]
 
 
 def _fits(pool: Pool, i: int, line: WaitingLine) -> bool:
@@ -267,12 +276,12 @@ def _fits(pool: Pool, i: int, line: WaitingLine) -> bool:
 
 
 def _ends_late(
-    pool: Pool, i: int, told: Sequence[BatchShare], line: WaitingLine, waiting: int
+    pool: Pool, i: int, told: Sequence[BatchShare], line: WaitingLine, output: float, waiting: int
 ) -> bool:
     """The drain rule: a fast machine would be done sooner, after all that wait."""
     if waiting > sum(member.seats for member in pool.members):
         return False
-    lengths = float(line.prompt_tokens), float(line.output_tokens)
+    lengths = float(line.prompt_tokens), output
     given = [j for j, share in enumerate(told) if share.given]
     if i not in given:
         return False
