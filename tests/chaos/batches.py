@@ -55,7 +55,15 @@ class Gateway:
         self._starts += 1
         log = self._directory / f"gateway-{self._starts}.log"
         port = [] if self.process is None else ["--port", str(self.process.port)]
-        self.process = await GatewayProcess.start(self._config, log, self._workers, *port)
+        for tries_left in range(20, -1, -1):
+            try:
+                self.process = await GatewayProcess.start(self._config, log, self._workers, *port)
+                return
+            except RuntimeError:
+                # While it was away somebody's connection may have had its port.
+                if not tries_left:
+                    raise
+                await asyncio.sleep(1)
 
     def kill(self, rng: random.Random, seen: Seen) -> bool:
         """The whole of it, or one of its processes, as it falls. False: it comes back itself."""

@@ -50,6 +50,14 @@ def test_workers_and_their_scheduler_are_killed_too() -> None:
 
 @pytest.mark.system
 @pytest.mark.slow
+def test_a_batch_survives_its_gateway_and_its_instances() -> None:
+    document = run("tests.chaos.batches", "--lines", "2500", "--every", "5")
+    assert sum(document["kills"].values()) > 0
+    assert document["counts"] == {"total": 2500, "completed": 2500, "failed": 0}
+
+
+@pytest.mark.system
+@pytest.mark.slow
 def test_requests_of_two_instances_survive_either_of_them() -> None:
     words = ("--legs", "--seconds", "9", "--streams", "30", "--every", "1.5", "--lease", "6")
     document = run("tests.chaos.kills", *words)
