@@ -27,6 +27,9 @@ from typing import Any
 import httpx
 import pytest
 
+# As a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from benchmarks.clusters import PROFILES
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace

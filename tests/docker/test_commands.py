@@ -321,8 +321,8 @@ def test_prometheus_scrapes_the_gateway_and_the_instances(files, stack, promethe
 
 @pytest.mark.system
 def test_every_query_of_the_dashboard_has_data_under_load(files, stack, prometheus):
-    # These stay empty while nothing goes wrong, and nothing is split. Drift takes more traffic than this, and the age of
-    # a profile a date, which the built-in ones do not have.
+    # These stay empty while nothing goes wrong, and nothing is split. Drift takes more traffic than
+    # this, and the age of a profile a date, which the built-in ones do not have.
     later = (
         *("retries_total", "upstream_errors_total", "queue_rejections_total"),
         *("client_timeouts_total", "client_refusals_total", "ejections_total"),

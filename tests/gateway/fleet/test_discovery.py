@@ -144,7 +144,7 @@ async def test_two_hundred_by_dns_come_move_and_go_under_load() -> None:
             await changes_under_load(running, made, show)
 
 
-@pytest.mark.system
+@pytest.mark.system(virtual=True)
 @pytest.mark.slow
 async def test_two_hundred_by_kubernetes_come_move_and_go_under_load() -> None:
     async with machines(200) as made, FakeApiServer() as api:

@@ -55,7 +55,7 @@ async def test_it_is_off_unless_types_are_configured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system(virtual=True))])
 async def test_more_load_wants_more_instances_and_less_wants_fewer_after_a_while(
     workers: int,
 ) -> None:
