@@ -23,6 +23,17 @@ def answers(path):
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
+async def interrupted(monkeypatch, *words):
+    """What it ends with, by Ctrl-C once all is sent."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "_wait", interrupt)
+        return await run(*words)
+
+
 async def test_a_file_is_answered(tmp_path, capsys):
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     # As vllm's own example has them: two paths in one file.
@@ -44,14 +55,9 @@ async def test_what_was_begun_is_gone_on_with(tmp_path, capsys, monkeypatch):
     requests, out = tmp_path / "in.jsonl", tmp_path / "in.out.jsonl"
     requests.write_bytes(jsonl(line(i) for i in range(8)))
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     async with batch_rig(tmp_path / "batches") as there:
         url = there.rig.running.url
-        with monkeypatch.context() as patch:
-            patch.setattr(batch, "_wait", interrupted)
-            assert await run(requests, "--url", url) == 130
+        assert await interrupted(monkeypatch, requests, "--url", url) == 130
         assert "goes on" in capsys.readouterr().err
         await eventually(lambda: there.runner.answered["completed"] == 8)
         assert await run(requests, "--url", url) == 0
@@ -74,14 +80,9 @@ async def test_a_batch_is_cancelled(tmp_path, monkeypatch, capsys):
     requests = tmp_path / "in.jsonl"
     requests.write_bytes(jsonl(line(i, fake={"first_delay_s": 3}) for i in range(2000)))
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     async with batch_rig(tmp_path / "batches") as there:
         url = there.rig.running.url
-        with monkeypatch.context() as patch:
-            patch.setattr(batch, "_wait", interrupted)
-            await run(requests, "--url", url)
+        await interrupted(monkeypatch, requests, "--url", url)
         assert await run(requests, "--url", url, "--cancel") == 0
         assert await run(requests, "--url", url) == 1
         assert "cancelled" in capsys.readouterr().err

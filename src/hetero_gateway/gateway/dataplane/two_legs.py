@@ -90,17 +90,12 @@ class TwoLegs(FurtherAttempts):
             return
         handovers.legs.prefilled(leg)
         prefilled_s = time.monotonic()
-        pool = exchange.place.instance.pool
-        try:
-            connection = pool.take_idle() or await pool.connect()
-        except InstanceError as error:
-            if self._exchange is exchange:
-                exchange.on_error(error)
+        connection = await self._connected(exchange)
+        if connection is None:
             return
-        if self._exchange is not exchange or not is_fresh(leg, prefilled_s):
-            pool.release(connection)
-            if self._exchange is exchange:
-                self._go_whole(exchange, "its lease is nearly over")
+        if not is_fresh(leg, prefilled_s):
+            exchange.place.instance.pool.release(connection)
+            self._go_whole(exchange, "its lease is nearly over")
             return
         self._other_body = body
         place = exchange.place
@@ -119,7 +114,7 @@ class TwoLegs(FurtherAttempts):
         self, exchange: HandoverExchange, request_of: Callable[[bytes], bytes]
     ) -> None:
         """Have the prompt computed, and the other instance asked meanwhile: it waits for it."""
-        leg, handovers, pool = exchange.leg, exchange.handovers, exchange.place.instance.pool
+        leg, handovers = exchange.leg, exchange.handovers
         try:
             body = await handovers.named(self._inbound, exchange)
         except NoHandover as reason:
@@ -130,14 +125,8 @@ class TwoLegs(FurtherAttempts):
             return
         prompt = asyncio.ensure_future(handovers.prefill(self._inbound, exchange, request_of))
         try:
-            try:
-                connection = pool.take_idle() or await pool.connect()
-            except InstanceError as error:
-                if self._exchange is exchange:
-                    exchange.on_error(error)
-                return
-            if self._exchange is not exchange:
-                pool.release(connection)
+            connection = await self._connected(exchange)
+            if connection is None:
                 return
             self._other_body, exchange.active = body, True
             handovers.results["handed_over"] += 1
@@ -165,6 +154,20 @@ class TwoLegs(FurtherAttempts):
             prompt.cancel()
             with contextlib.suppress(asyncio.CancelledError, InstanceError, NoHandover):
                 await prompt
+
+    async def _connected(self, exchange: HandoverExchange) -> UpstreamConnection | None:
+        """To who answers; None: that failed, or the request has gone another way meanwhile."""
+        pool = exchange.place.instance.pool
+        try:
+            connection = pool.take_idle() or await pool.connect()
+        except InstanceError as error:
+            if self._exchange is exchange:
+                exchange.on_error(error)
+            return None
+        if self._exchange is not exchange:
+            pool.release(connection)
+            return None
+        return connection
 
     async def _see_fetched(self, exchange: HandoverExchange) -> None:
         """See to it that who computed the prompt is there until it was fetched, which takes until
