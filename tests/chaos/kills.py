@@ -207,7 +207,9 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
     }
     if args.legs:
         config["scheduler"] = {"split_requests": "each"}
-        config["retry"] = {"budget_ratio": 1}
+        # Those that do not stream begin anew each time: where a kill comes every second, three
+        # attempts are not enough for each on a busy machine, whose answers take seconds.
+        config["retry"] = {"budget_ratio": 1, "max_attempts": 16}
         for number, row in enumerate(config["instances"]):
             transfer = {"connector": "NixlConnector", "lease_s": args.lease}
             row["kv_transfer"] = transfer | {"group": f"g{number // 4}"}

@@ -41,7 +41,7 @@ class RetryConfig(StrictModel):
     """What happens when an attempt fails before the first response byte."""
 
     max_attempts: int = Field(3, ge=1, le=16)
-    """Attempts per request, each on another instance."""
+    """Attempts per request, each on another instance; a refused connection is none."""
     budget_ratio: float = Field(0.2, ge=0, le=1)
     """Retries allowed as a share of recent requests."""
     budget_min: int = Field(10, ge=0)

@@ -104,6 +104,11 @@ class InstanceError(HeteroGatewayError):
         self.retry_after_s = retry_after_s
 
     @property
+    def refused(self) -> bool:
+        """Whether nobody listens there: at once, and nothing was sent."""
+        return isinstance(self.__cause__, ConnectionRefusedError)
+
+    @property
     def reason(self) -> str:
         """A bounded label for metrics."""
         return str(self.failure.value)

@@ -357,6 +357,16 @@ async def test_all_that_waits_for_its_first_byte_is_served_elsewhere_when_its_in
         assert running.settled()
 
 
+@pytest.mark.parametrize(("most", "status"), [(1, 503), (2, 200)])
+async def test_a_refused_connection_is_no_attempt(most: int, status: int) -> None:
+    async with rig(4, retry={"max_attempts": most}) as (running, client, fakes):
+        for fake in fakes[:3]:
+            await fake.kill()
+        assert (await client.post(CHAT, json=chat())).status_code == status
+        assert fakes[3].requests == (status == 200)
+        assert running.settled()
+
+
 async def test_unreachable_instances_are_503_even_without_a_retry_left() -> None:
     async with rig(2, retry={"budget_min": 0, "budget_ratio": 0.0}) as (_, client, fakes):
         for fake in fakes:

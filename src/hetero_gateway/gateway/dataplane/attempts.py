@@ -380,7 +380,8 @@ class Attempts(TwoLegs):
                 exchange, inbound, self._continuation
             )
         else:
-            may = rooms.budget.may_retry(error, len(tried), len(rooms.open), counts=False)
+            attempts = len(tried) - self._refused
+            may = rooms.budget.may_retry(error, attempts, len(rooms.open), counts=False)
         if may:
             exchange.fail(error)
 

@@ -54,6 +54,7 @@ class FurtherAttempts(RequestReader):
     _downstream: Downstream
     _job: Job | None = None
     _tried: list[InstanceId] = field(default_factory=list)
+    _refused: int = 0  # of those that were tried, which took no connection
     _failure: InstanceError | None = None  # of the last attempt, where there is another
     # And the answer that it had, if any.
     _kept: Exchange | None = None
@@ -152,8 +153,7 @@ class FurtherAttempts(RequestReader):
         elif exchange.head_sent:
             retry = self._continues(exchange, error)
         else:
-            rooms = self._rooms
-            retry = rooms.budget.may_retry(error, len(self._tried), len(rooms.open))
+            retry = self._may_retry(error)
         fallback = None
         if not (retry or exchange.head_sent or deadly or error.failure is Failure.TOTAL_TIMEOUT):
             fallback = self._next_fallback()
@@ -183,6 +183,13 @@ class FurtherAttempts(RequestReader):
             self._end()
         else:
             self._answer(refusal_of(error, instance, spent=spent))
+
+    def _may_retry(self, error: InstanceError) -> bool:
+        """Whether it may be tried again, ``error`` being the last attempt's."""
+        rooms = self._rooms
+        self._refused += error.refused
+        attempts = len(self._tried) - self._refused
+        return rooms.budget.may_retry(error, attempts, len(rooms.open))
 
     def _note_deadly(self, error: InstanceError, exchange: Exchange) -> bool:
         """Whether instances die under this request, the last one before much came of it.
@@ -253,7 +260,8 @@ class FurtherAttempts(RequestReader):
         if self._continuation is None:
             return False
         if self._continuation.breaks == 1:
-            self._tried = self._tried[-1:]  # something came of it since the others failed
+            # Something came of it since the others failed.
+            self._tried, self._refused = self._tried[-1:], 0
         job.told_tokens = self._continuation.told.tokens
         return True
 
@@ -328,7 +336,7 @@ class FurtherAttempts(RequestReader):
     def _fall_back(self, fallback: Fallback) -> None:
         job, inbound = self._job, self._inbound
         assert job is not None
-        self._tried = []
+        self._tried, self._refused = [], 0
         try:
             inbound.body = with_model(inbound.body, inbound.content_type, fallback.model)
         except Refusal as refusal:

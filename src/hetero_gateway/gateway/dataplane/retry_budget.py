@@ -44,6 +44,9 @@ class RetryBudget:
     ) -> bool:
         """Whether a request may be tried once more; if so it is counted, if it ``counts``.
 
+        ``attempts``: that an instance took; one more is refused a connection by any number of them,
+        unless there is to be one attempt at all.
+
         After its first instance is gone, what is open bounds it as well as what has come lately:
         those that were waiting there for their first byte came over minutes, too.
         """
@@ -52,11 +55,11 @@ class RetryBudget:
         if error.failure is Failure.SERVER_ERROR:
             # It may be the request that breaks engines: two of them at most.
             most = min(most, 2)
-        if not error.failure.retryable or attempts >= most:
+        if not error.failure.retryable or max(attempts, 1) >= most:
             return False
         self._roll()
         retries = config.budget_min + config.budget_ratio * (self._recent + self.requests)
-        if attempts == 1 and config.budget_ratio and error.failure in _ALL_AT_ONCE:
+        if attempts <= 1 and config.budget_ratio and error.failure in _ALL_AT_ONCE:
             retries += open_requests
         if self._retries >= retries:
             return False

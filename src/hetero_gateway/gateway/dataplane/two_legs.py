@@ -192,7 +192,7 @@ class TwoLegs(FurtherAttempts):
 
     def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
         """The prefill instance failed: the request goes whole, if it may be tried again."""
-        rooms, leg, job, place = self._rooms, exchange.leg, self._job, exchange.place
+        leg, job, place = exchange.leg, self._job, exchange.place
         assert job is not None
         assert isinstance(place, Placed)
         exchange.handovers.failed(job, leg, error)
@@ -201,7 +201,7 @@ class TwoLegs(FurtherAttempts):
         exchange.error = error
         there = Placed(leg.instance, place.decision, leg.dispatch, place.placed_s, place.waited_s)
         self._last = there, exchange, error.failure.outcome
-        may = rooms.budget.may_retry(error, len(self._tried), len(rooms.open))
+        may = self._may_retry(error)
         self._leave_legs(exchange)
         if may:
             self._failure = error
