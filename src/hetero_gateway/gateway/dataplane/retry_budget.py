@@ -38,17 +38,16 @@ class RetryBudget:
         self._recent = 0.0  # of a window, before it began
         self._retries = 0
         self._continued = 0
+        self._most_open = 0  # requests at once, as far as anybody asked
 
     def may_retry(
         self, error: InstanceError, attempts: int, open_requests: int, *, counts: bool = True
     ) -> bool:
         """Whether a request may be tried once more; if so it is counted, if it ``counts``.
 
-        ``attempts``: that an instance took; one more is refused a connection by any number of them,
-        unless there is to be one attempt at all.
-
-        After its first instance is gone, what is open bounds it as well as what has come lately:
-        those that were waiting there for their first byte came over minutes, too.
+        ``attempts``: but for those to which a connection was refused. After the first instance is
+        gone, what was open at once bounds it as well as what has come lately: those that were
+        waiting there for their first byte came over minutes, too.
         """
         config = self.config
         most = config.max_attempts
@@ -57,10 +56,10 @@ class RetryBudget:
             most = min(most, 2)
         if not error.failure.retryable or max(attempts, 1) >= most:
             return False
-        self._roll()
+        self._roll(open_requests)
         retries = config.budget_min + config.budget_ratio * (self._recent + self.requests)
         if attempts <= 1 and config.budget_ratio and error.failure in _ALL_AT_ONCE:
-            retries += open_requests
+            retries += self._most_open
         if self._retries >= retries:
             return False
         self._retries += counts
@@ -71,24 +70,26 @@ class RetryBudget:
         ``counts``.
 
         An instance that dies breaks all of its streams off at once, which were begun over minutes:
-        what bounds them is how many requests are open. Without retries there is none of this.
+        what bounds them is how many requests were open at once. Without retries there is none of this.
         """
         config = self.config
-        self._roll()
+        self._roll(open_requests)
         if not (config.budget_ratio or config.budget_min):
             return False
-        if self._continued >= config.budget_min + _MOST_EACH * open_requests:
+        if self._continued >= config.budget_min + _MOST_EACH * self._most_open:
             return False
         self._continued += counts
         return True
 
-    def _roll(self) -> None:
+    def _roll(self, open_requests: int) -> None:
         now_s = time.monotonic()
         since_s = now_s - self._window_start_s
         if since_s >= _WINDOW_S:
             self._recent = self.requests * _WINDOW_S / since_s
             self._window_start_s, self.requests = now_s, 0
-            self._retries = self._continued = 0
+            self._retries = self._continued = self._most_open = 0
+        # Of a wave that is nearly over few are open, and all were counted.
+        self._most_open = max(self._most_open, open_requests)
 
     def deaths_under(self, body: bytes) -> int:
         """How many instances have died under such a request lately."""
