@@ -236,7 +236,7 @@ class Handovers:
         if answer.status != 200 or answer.problem:
             # What is wrong with it, the client is told by whoever gets it whole.
             raise NoHandover(answer.problem or f"it answered {answer.status}")
-        self._recorder.note_good(inbound.body, leg.instance, leg.dispatch, time.monotonic())
+        self._recorder.note_prompt(inbound.body, leg)
         told = read_answer(inbound.path, answer.body)
         parameters = connector.for_decode(transfer, told)
         exchange.mending = mending_of(told)

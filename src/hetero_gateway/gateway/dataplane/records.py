@@ -42,7 +42,7 @@ from hetero_gateway.engines.vllm import (
     tokens_of_events,
 )
 from hetero_gateway.gateway.admission.usage import ClientUsage
-from hetero_gateway.gateway.dataplane.intake import Job, Placed
+from hetero_gateway.gateway.dataplane.intake import Job, Placed, PrefillLeg
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -222,20 +222,20 @@ class Recorder:
         elif outcome is COMPLETED and exchange.error is None and exchange.status < 400:
             # What makes the engine do nothing says nothing of it.
             if job.inbound.work is not _LIGHT:
-                self.note_good(job.inbound.body, instance, placed.dispatch, now_s)
+                dispatch, outcomes = placed.dispatch, instance.outcomes
+                if self._ejections.suspects or dispatch in outcomes.trials:
+                    self._outcomes.succeeded(instance, dispatch, job.inbound.body, now_s)
+                else:
+                    self._answered_s[outcomes].append(now_s)
         elif outcome is not CLIENT_DISCONNECTED:
             self.catch_up()  # what was answered before this failure counts before it
             self._note_failure(job, placed, exchange, outcome)
         if final:
             self.count(SettledAttempt(job, placed, exchange, outcome, now_s, usage), told)
 
-    def note_good(self, body: bytes, instance: Instance, dispatch: Dispatch, now_s: float) -> None:
-        """Tell who watches an instance that it has answered well."""
-        outcomes = instance.outcomes
-        if self._ejections.suspects or dispatch in outcomes.trials:
-            self._outcomes.succeeded(instance, dispatch, body, now_s)
-        else:
-            self._answered_s[outcomes].append(now_s)
+    def note_prompt(self, body: bytes, leg: PrefillLeg) -> None:
+        """An instance has computed a prompt well, of a request that another one answers."""
+        self._outcomes.succeeded(leg.instance, leg.dispatch, body, time.monotonic())
 
     def _note_failure(
         self, job: Job, placed: Placed, exchange: ObservedResponse, outcome: Outcome

@@ -70,7 +70,8 @@ class RetryBudget:
         ``counts``.
 
         An instance that dies breaks all of its streams off at once, which were begun over minutes:
-        what bounds them is how many requests were open at once. Without retries there is none of this.
+        what bounds them is how many requests were open at once. Without retries there is none of
+        this.
         """
         config = self.config
         self._roll(open_requests)

@@ -97,17 +97,10 @@ class TwoLegs(FurtherAttempts):
             exchange.place.instance.pool.release(connection)
             self._go_whole(exchange, "its lease is nearly over")
             return
-        self._other_body = body
         place = exchange.place
         assert isinstance(place, Placed)
         handovers.legs.asked(leg, place)
-        exchange.active = True
-        handovers.results["handed_over"] += 1
-        self._launch(exchange, connection, first=not self._tried)
-        job = self._job
-        if job is not None and not job.parsed.stream:
-            # When its first token comes nobody sees.
-            handovers.legs.fetched_unseen(place)
+        self._ask_for_answer(exchange, connection, body)
         await self._see_fetched(exchange)
 
     async def _ask_both(
@@ -128,9 +121,7 @@ class TwoLegs(FurtherAttempts):
             connection = await self._connected(exchange)
             if connection is None:
                 return
-            self._other_body, exchange.active = body, True
-            handovers.results["handed_over"] += 1
-            self._launch(exchange, connection, first=not self._tried)
+            self._ask_for_answer(exchange, connection, body)
             try:
                 await prompt
             except (InstanceError, NoHandover) as error:
@@ -144,11 +135,9 @@ class TwoLegs(FurtherAttempts):
                         self._go_whole(exchange, str(error))
                 return
             handovers.legs.prefilled(leg)
-            job, place = self._job, exchange.place
+            place = exchange.place
             assert isinstance(place, Placed)
             handovers.legs.asked(leg, place)
-            if job is not None and not job.parsed.stream and self._exchange is exchange:
-                handovers.legs.fetched_unseen(place)
             await self._see_fetched(exchange)
         finally:
             prompt.cancel()
@@ -169,13 +158,25 @@ class TwoLegs(FurtherAttempts):
             return None
         return connection
 
+    def _ask_for_answer(
+        self, exchange: HandoverExchange, connection: UpstreamConnection, body: bytes
+    ) -> None:
+        self._other_body, exchange.active = body, True
+        exchange.handovers.results["handed_over"] += 1
+        self._launch(exchange, connection, first=not self._tried)
+
     async def _see_fetched(self, exchange: HandoverExchange) -> None:
-        """See to it that who computed the prompt is there until it was fetched, which takes until
-        then: an engine that fetches from one that is stopped waits for ever.
+        """Who answers has been asked, and the prompt is computed: see to it that who computed it is
+        there until it was fetched, which takes until then: an engine that fetches from one that is
+        stopped waits for ever.
         """
-        instance, place = exchange.leg.instance, exchange.place
+        instance, place, legs = exchange.leg.instance, exchange.place, exchange.handovers.legs
         assert isinstance(place, Placed)
-        by_s = time.monotonic() + exchange.handovers.legs.late_s(place)
+        assert self._job is not None
+        streams = self._job.parsed.stream
+        if not streams and self._exchange is exchange:
+            legs.fetched_unseen(place)  # when its first token comes nobody sees
+        by_s = time.monotonic() + legs.late_s(place)
         while True:
             await asyncio.sleep(LOOK_S)
             if self._exchange is not exchange or exchange.head_sent:
@@ -185,8 +186,6 @@ class TwoLegs(FurtherAttempts):
                 exchange.abort()
                 self._go_on_without(exchange, error)
                 return
-            job = self._job
-            streams = job is not None and job.parsed.stream
             if not streams and instance.outcomes.seen_alive_s >= by_s:
                 return  # whoever asked for all of an answer does not see when it begins
 
