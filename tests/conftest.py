@@ -125,6 +125,8 @@ TOGETHER = {
 }
 # What takes longest, or what others wait for.
 FIRST = ("compiled", "mypyc", "leaving clients", "budgets")
+# When the last of the slow ones is begun, as a share of the others.
+SLOW_UNTIL = 0.7
 
 
 def group_of(nodeid: str) -> str:
@@ -143,8 +145,22 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: item.location[0])
     yield
     slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
-    ranks = dict.fromkeys(slow, len(FIRST)) | {group: i for i, group in enumerate(FIRST)}
-    items.sort(key=lambda item: ranks.get(group_of(item.nodeid), len(FIRST) + 1))
+    groups = dict.fromkeys(group_of(item.nodeid) for item in items)
+    order = {group: number for number, group in enumerate(in_turns(list(groups), slow))}
+    items.sort(key=lambda item: order[group_of(item.nodeid)])
+
+
+def in_turns(groups: list[str], slow: set[str]) -> list[str]:
+    """The order in which processes take them: who waits is to have somebody beside it who works.
+
+    The slow ones, which wait more than they work, are spread among the others, and end before them.
+    """
+    first = [group for group in FIRST if group in groups]
+    waiting = [group for group in groups if group in slow and group not in first]
+    working = [group for group in groups if group not in slow and group not in first]
+    places = {group: i / len(working) for i, group in enumerate(working)}
+    places |= {group: SLOW_UNTIL * i / len(waiting) for i, group in enumerate(waiting)}
+    return first + sorted(places, key=lambda group: places[group])
 
 
 @pytest.hookimpl(optionalhook=True)

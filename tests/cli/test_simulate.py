@@ -25,6 +25,12 @@ workload:
 TRACE = "arrival_s,input_tokens,output_tokens\n1,20,5\n2,30,6\n4,40,7\n9,50,8\n"
 
 
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the instances do alone takes little time to find."""
+    monkeypatch.setattr("hetero_gateway.sim.experiment._BOUND_REQUESTS", 600)
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
     return write(tmp_path / "cluster.yaml", CLUSTER + WORKLOAD)

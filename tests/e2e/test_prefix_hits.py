@@ -64,7 +64,6 @@ class Clients:
 @pytest.mark.parametrize(
     ("hit_share", "details", "workers"),
     [
-        pytest.param(0.5, True, 1, marks=pytest.mark.system(virtual=True)),
         pytest.param(0.9, True, 2, marks=pytest.mark.system(virtual=True)),
         pytest.param(0.8, False, 1, marks=pytest.mark.system(virtual=True)),
     ],

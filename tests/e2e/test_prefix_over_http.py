@@ -23,7 +23,7 @@ async def test_cached_share_ttft_and_latency_are_as_simulated(
 ) -> None:
     monkeypatch.setattr(prefix, "can_compile", lambda: False)
     trace = tmp_path / "chat.jsonl.gz"
-    assert make_trace(["chat", "-o", str(trace), "--requests", "200", "--sessions-per-s", "1"]) == 0
+    assert make_trace(["chat", "-o", str(trace), "--requests", "120", "--sessions-per-s", "1"]) == 0
     instances = load_instances("A")
     load = benchmark.make_load(trace, instances, 0.9, None)
     args = argparse.Namespace(routers=["finish-time", benchmark.BLIND], time_scale=1.0, load=0.9)

@@ -95,18 +95,22 @@ class Failure(enum.Enum):
 class InstanceError(HeteroGatewayError):
     """An attempt on an instance failed: connect, time-out, broken stream, an engine's own error.
 
-    ``retry_after_s``: when it is to be tried again, if an engine that is busy said so.
+    ``retry_after_s``: when it is to be tried again, if an engine that is busy said so. ``refused``:
+    nobody listens there, as was told at once, and nothing was sent.
     """
 
-    def __init__(self, failure: Failure, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        failure: Failure,
+        message: str,
+        retry_after_s: float | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
         super().__init__(message)
         self.failure = failure
         self.retry_after_s = retry_after_s
-
-    @property
-    def refused(self) -> bool:
-        """Whether nobody listens there: at once, and nothing was sent."""
-        return isinstance(self.__cause__, ConnectionRefusedError)
+        self.refused = refused
 
     @property
     def reason(self) -> str:

@@ -398,7 +398,8 @@ class InstancePool:
             ) from error
         except (OSError, UnicodeError) as error:
             failure = Failure.LOCAL if is_our_own(error) else Failure.CONNECT
-            raise InstanceError(failure, _what(error)) from error
+            refused = isinstance(error, ConnectionRefusedError)
+            raise InstanceError(failure, _what(error), refused=refused) from error
         finally:
             self._connecting -= 1
         connection = cast(UpstreamConnection, protocol)

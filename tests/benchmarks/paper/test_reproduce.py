@@ -125,7 +125,7 @@ def test_the_crossing_is_interpolated():
 
 @pytest.mark.system
 def test_the_page_has_every_claim_and_nothing_that_is_no_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(alone, "_REQUESTS", 100)
+    monkeypatch.setattr("hetero_gateway.sim.experiment._BOUND_REQUESTS", 100)
     monkeypatch.setattr(alone, "_BATCHES", 2)
     monkeypatch.setattr(reproduce, "SCAN_A", (1.0, 2.0))
     monkeypatch.setattr(reproduce, "SCAN_B", (1.0,))

@@ -24,7 +24,7 @@ from tests.fakes.pages import EVIL, LIBRARY, Page
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound takes little time."""
-    monkeypatch.setattr(alone, "_REQUESTS", 600)
+    monkeypatch.setattr("hetero_gateway.sim.experiment._BOUND_REQUESTS", 600)
     monkeypatch.setattr(alone, "_BATCHES", 2)
 
 

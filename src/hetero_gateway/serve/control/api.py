@@ -4,9 +4,12 @@
 """
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from hetero_gateway import __version__
@@ -54,36 +57,43 @@ def make_api(gateway: Gateway, plain: Sequence[PlainPath]) -> FastAPI:
         redoc_url=None,
         exception_handlers=HANDLERS,
     )
-    for each in plain:
-        api.add_api_route(
-            each.path,
-            each.answer,
-            methods=list(each.methods),
-            tags=[each.tag] if each.tag else None,
-            response_model=each.document,
-            include_in_schema=each.tag is not None,
-            openapi_extra=None if each.extra is None else dict(each.extra),
-        )
-    api.include_router(admin.router)
-    _add_pages(api, gateway)
-    api.state.gateway, api.state.routes = gateway, [*api.routes, *admin.router.routes]
+    # As they stand: included, each would be made anew for every gateway.
+    api.router.routes += admin.router.routes
+    _add_pages(api, gateway, plain)
+    api.state.gateway, api.state.routes = gateway, api.routes
     return api
 
 
-def _add_pages(api: FastAPI, gateway: Gateway) -> None:
+def _add_pages(api: FastAPI, gateway: Gateway, plain: Sequence[PlainPath]) -> None:
     expose = gateway.config.server.expose
+
+    @cache
+    def document() -> dict[str, Any]:
+        told = APIRouter()
+        for each in plain:
+            told.add_api_route(
+                each.path,
+                each.answer,
+                methods=list(each.methods),
+                tags=[each.tag] if each.tag else None,
+                response_model=each.document,
+                include_in_schema=each.tag is not None,
+                openapi_extra=None if each.extra is None else dict(each.extra),
+            )
+        routes = [*told.routes, *api.routes]
+        return get_openapi(title=api.title, version=api.version, summary=api.summary, routes=routes)
 
     @api.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
         """What /admin and the other control paths take."""
         await check_exposed(request, expose.openapi)
-        return JSONResponse(api.openapi())
+        return JSONResponse(document())
 
     @api.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         """The same as a page."""
         await check_exposed(request, expose.docs)
-        page = docs_page(api.openapi())
+        page = docs_page(document())
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
     @api.get("/dashboard", tags=["dashboard"], response_class=HTMLResponse)
