@@ -71,7 +71,7 @@ def one_run_of_each_alone() -> Iterator[None]:
 def short_runs() -> Iterator[None]:
     """One instance alone is simulated with fewer requests, where a test imports this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alone, "_REQUESTS", 1000)
+        patch.setattr(alone, "_REQUESTS", 300)
         yield
 
 
