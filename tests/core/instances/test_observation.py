@@ -103,8 +103,8 @@ def test_stand_ins_that_were_not_seen_have_the_lowest_speed_that_was() -> None:
     step_s = decode_step_time_s(FAST_CONSTANTS, 1, 120)
     assert not any(state.observed for state in (a, b, c))
     for state, factor in ((a, 40.0), (b, 0.02)):
-        state.first_token(place(state, 0.0, 100), 0.0)
-        for i in range(1, 30):
+        state.first_token(place(state, 0.0, 100), factor * prefill_time_s(FAST_CONSTANTS, 1, 100))
+        for i in range(10, 20):
             state.observe_steps(40, 40 * factor * step_s, float(i))
             table.spread_stand_in_speed()
     # Far outside of the bounds that hold where there is a profile.

@@ -30,15 +30,17 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.prefix_hits import PrefixHits
 
 # Long enough to average the noise of a network, short enough to notice a slow-down within a few
-# answers. It starts as if 0.2 s had been as modelled.
+# answers. It starts as if 0.2 s had been as modelled; of a stand-in, which only gives proportions,
+# hardly anything: of equal machines those that were used first would look fast, or slow.
 FORGET_S: Final = 5.0
-PRIOR_S: Final = 0.2
+PRIOR_S, STAND_IN_PRIOR_S = 0.2, 0.02
 # Much faster than thought, after this much was seen: whatever held it up is over. What was seen
 # before says little then.
 MENDED, MATURE_S, FORGET_MENDED_S = 1.5, 3.0, 1.0
 # Doubted: not seen for so long, and this many times above the best; until it is that near to it.
+# Between machines that nothing but their factors tells apart, noise is enough to keep traffic away.
 UNSEEN_S: Final = 2.0
-DOUBTED, CLEARED = 1.25, 1.02
+DOUBTED, STAND_IN_DOUBTED, CLEARED = 1.25, 1.05, 1.02
 # How fast a doubted one goes to the best, in wall time, and loses its weight. The former is slow
 # next to the pace of probes: where there is traffic, they find out.
 DECAY_S: Final = 5.0
@@ -56,6 +58,8 @@ class SpeedEstimate:
     Attributes:
         factor, own: the last factor, and without what others report.
         lowest, highest: its bounds.
+        prior_s: what both sums were before anything was observed.
+        doubted_from: above so many times the best it is doubted.
         doubted: it is too high for not having been seen so long.
         seen_s, revised_s: when it was last observed, and last revised while it was doubted.
         observed_s, modelled_s: the sums, forgetting.
@@ -63,12 +67,14 @@ class SpeedEstimate:
 
     __slots__ = (
         "doubted",
+        "doubted_from",
         "factor",
         "highest",
         "lowest",
         "modelled_s",
         "observed_s",
         "own",
+        "prior_s",
         "revised_s",
         "seen_s",
     )
@@ -78,7 +84,16 @@ class SpeedEstimate:
         self.factor = self.own = 1.0
         self.doubted = False
         self.seen_s = self.revised_s = 0.0
-        self.observed_s = self.modelled_s = PRIOR_S
+        self.prior_s = self.observed_s = self.modelled_s = PRIOR_S
+        self.doubted_from = DOUBTED
+
+    def set_kind(self, lowest: float, highest: float, *, stands_in: bool) -> None:
+        """How far it may be off; ``stands_in``: the constants only give proportions."""
+        self.lowest, self.highest = lowest, highest
+        self.doubted_from = STAND_IN_DOUBTED if stands_in else DOUBTED
+        if not observed(self):
+            self.prior_s = STAND_IN_PRIOR_S if stands_in else PRIOR_S
+            self.observed_s = self.modelled_s = self.prior_s
 
     def sums(self) -> tuple[float, float]:
         """What was observed and modelled lately, s; zeros before anything was observed."""
@@ -87,7 +102,7 @@ class SpeedEstimate:
 
 def observed(e: SpeedEstimate) -> bool:
     """Whether there is more than what the factor begins with."""
-    return not e.observed_s == e.modelled_s == PRIOR_S
+    return not e.observed_s == e.modelled_s == e.prior_s
 
 
 def observe(
@@ -99,6 +114,10 @@ def observe(
     others_modelled_s: float,
 ) -> float:
     """So long took what the model has so much time for; returns the factor, as ``weigh``."""
+    if not observed(e):
+        # It begins as fast as it was taken for, and by the smaller sum says as little.
+        e.observed_s = e.prior_s * min(1.0, e.own)
+        e.modelled_s = e.prior_s * min(1.0, 1.0 / e.own)
     forget_s = FORGET_S
     if (
         observed_s * MENDED < e.factor * modelled_s
@@ -138,7 +157,7 @@ def revise(e: SpeedEstimate, best: float, now_s: float) -> None:
             if now_s - e.seen_s >= UNSEEN_S:
                 # So near is equal: nothing is to keep traffic away.
                 e.factor = e.own = best
-    elif e.factor > DOUBTED * best and now_s - e.seen_s >= UNSEEN_S:
+    elif e.factor > e.doubted_from * best and now_s - e.seen_s >= UNSEEN_S:
         e.doubted = True
         e.revised_s = now_s
         lose_weight(e, now_s - e.seen_s)

@@ -245,7 +245,7 @@ class InstanceState(Holder):
             self.seats = NO_LIMIT
         self.stands_in = stands_in
         bounds = _STAND_IN_BOUNDS if stands_in else SPEED_BOUNDS
-        self.estimate.lowest, self.estimate.highest = bounds
+        self.estimate.set_kind(*bounds, stands_in=stands_in)
         set_rate(self)
 
     def learnt(self) -> Learnt:

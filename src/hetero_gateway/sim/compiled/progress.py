@@ -17,7 +17,7 @@ from hetero_gateway.core.costs.arrays import Integers
 from hetero_gateway.core.instances.concurrency import NO_LIMIT
 from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.instances.observation import seconds, step_terms
-from hetero_gateway.core.instances.speed import PRIOR_S
+from hetero_gateway.core.instances.speed import DOUBTED, PRIOR_S
 from hetero_gateway.core.instances.state import (
     SPEED_BOUNDS,
     STREAMS_SAY_S,
@@ -68,6 +68,7 @@ STATE = record(
     )),
     ("estimate", record(
         *fields("f8", "factor own lowest highest seen_s revised_s observed_s modelled_s"),
+        *fields("f8", "prior_s doubted_from"),
         *fields("?", "doubted"),
     )),
     *fields("i8", "told_steps"),
@@ -105,7 +106,8 @@ def new_progress(requests: Table, members: Sequence[Member], most_streams: int) 
     estimate = states["estimate"]
     estimate["factor"] = estimate["own"] = 1.0
     estimate["lowest"], estimate["highest"] = SPEED_BOUNDS
-    estimate["observed_s"] = estimate["modelled_s"] = PRIOR_S
+    estimate["observed_s"] = estimate["modelled_s"] = estimate["prior_s"] = PRIOR_S
+    estimate["doubted_from"] = DOUBTED
     requests["stage"] = -1
     return Progress(requests, states, np.zeros((len(members), most_streams), np.int64))
 
