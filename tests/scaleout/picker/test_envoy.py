@@ -385,13 +385,13 @@ async def test_errors_of_the_pickers_own_have_openais_body(tmp_path, monkeypatch
 
 async def test_waiting_for_room_outlasts_the_message_timeout_and_too_many_are_shed(tmp_path):
     def hurried(document: dict[str, Any]) -> None:
-        ext_proc(document)["message_timeout"] = "0.2s"
+        ext_proc(document)["message_timeout"] = "1s"
 
     sections = {"scheduler": {"prefill_depth": 1, "queue": {"max_requests": 6}}}
     async with behind_envoy(tmp_path, 2, hurried, **sections) as (envoy, picker, client, _):
         bodies = [
             # None of them cached.
-            chat(stream=False, n=4, prompt=[i] * 4000, max_tokens=10, fake={"first_delay_s": 0.3})
+            chat(stream=False, n=4, prompt=[i] * 4000, max_tokens=10, fake={"first_delay_s": 0.6})
             for i in range(40)
         ]
         tasks = [asyncio.ensure_future(client.post(CHAT, json=body)) for body in bodies]
