@@ -229,7 +229,9 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
         disturb_now_and_then(instances, kinds, args.every, rng, seen)
     )
     try:
-        limits = httpx.Limits(max_connections=None)
+        # Without expiry: in a late event loop httpcore closes a connection as expired that it has
+        # just given to a request (ReadError).
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
         options: dict[str, Any] = {"base_url": gateway.url, "trust_env": False, "limits": limits}
         async with httpx.AsyncClient(timeout=120, **options) as http:
             own = [random.Random(rng.random()) for _ in range(args.streams)]
