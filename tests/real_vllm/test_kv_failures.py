@@ -17,7 +17,16 @@ import pytest
 from hetero_gateway.engines.vllm.paths import CHAT_COMPLETIONS, COMPLETIONS, RESPONSES
 from tests.fakes.between import with_parameters
 from tests.fakes.running import eventually
-from tests.real_vllm.kv_pair import PATHS, PROMPT, Pair, Served, fresh, served, text_of
+from tests.real_vllm.kv_pair import (
+    PATHS,
+    PATIENCE_S,
+    PROMPT,
+    Pair,
+    Served,
+    fresh,
+    served,
+    text_of,
+)
 
 pytestmark = pytest.mark.real_vllm
 
@@ -192,7 +201,8 @@ async def test_a_client_that_leaves(when: str, pair: Pair, tmp_path: Path) -> No
             await anext(answer.aiter_bytes())
             await answer.aclose()
         else:
-            await asked.wait()
+            async with asyncio.timeout(PATIENCE_S):
+                await asked.wait()
             posted.cancel()
             await asyncio.wait([posted])
             await eventually(at.running.settled)

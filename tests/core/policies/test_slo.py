@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import PolicyOptions
-from hetero_gateway.core.policies.slo import Slo, Slos, violations
+from hetero_gateway.core.policies.slo import Slo, Slos, late_behind, too_slow, violations
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome
@@ -104,10 +104,31 @@ def test_a_long_prompt_is_missed_by_those_whose_steps_wait_for_it() -> None:
     s = with_limits(None, spec("a", max_model_len=None))
     for _ in range(8):
         s.first_token(placed(s, request(10)).dispatch, 0.0)  # type: ignore[arg-type]
-    # With this prompt a step takes nearly that; those after it have it to wait for, too.
+    # With this prompt a step takes nearly that; those that are there have it to wait for, too.
     limit = Slo(math.inf, 0.02)
-    assert expected(s, request(100), limit) == 0
+    assert expected(s, request(100), limit) == pytest.approx(0, abs=1e-6)
     assert expected(s, request(80_000, 2.0), limit) > 5
+
+
+def test_of_a_step_near_the_limit_an_idle_machine_is_surer_than_a_busy_one() -> None:
+    """As few prompts come in between as make or break an answer."""
+
+    def missed(share: float, busy: float, output: float = 100.0) -> float:
+        step_s = share * 0.025 * (1 - busy)
+        return too_slow(step_s, 1 - busy, 0.0, 3e-5, output, 0.025)
+
+    assert missed(0.8, 0.0) < 0.001 < missed(0.8, 0.4) < missed(0.8, 0.4, 20.0) < 0.5
+    assert missed(1.2, 0.0) > 0.99 > missed(1.2, 0.4) > 0.5
+    assert 0 < missed(0.96, 0.0) < 0.3 < missed(0.96, 0.4) < 0.5
+    # A prompt more, by which each of its tokens comes 1 ms later.
+    assert too_slow(0.0245, 1.0, 0.099, 3e-5, 100.0, 0.025) > 0.5
+
+
+def test_first_tokens_behind_a_prompt_are_late_where_others_come_and_the_limit_is_near() -> None:
+    assert late_behind(0.5, 0.1, 1.0, 1.0) == 0  # nobody comes
+    assert late_behind(0.1, 0.1, 0.5, 1.0) == 0
+    assert 0 < late_behind(0.5, 0.1, 0.5, 1.0) < late_behind(0.5, 0.2, 0.5, 1.0)
+    assert late_behind(2.0, 0.1, 0.5, 1.0) == 0  # they are late anyway
 
 
 def test_a_first_token_waits_for_the_steps_between_its_prompts_chunks() -> None:

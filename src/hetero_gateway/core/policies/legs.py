@@ -158,8 +158,9 @@ class FinishTimeOfLegs(FinishTime):
             decode_s += share * data[row + at_price] + price.decode_s
             if slo is not None:
                 prefill_s += VIOLATION_PRICE_S * missed_by_prompt(
-                    state, member, ttft_s, step_s, fresh, n_r, here, now_s, backlog.waited_s, slo
-                )
+                    state, member, ttft_s, step_s, fresh, n_r, output, here, now_s,
+                    backlog.waited_s, slo,
+                )  # fmt: skip
                 decode_s += VIOLATION_PRICE_S * missed_by_answer(
                     state, member, step_s, n_r, prompt, output, here, now_s, slo
                 )

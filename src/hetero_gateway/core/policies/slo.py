@@ -13,9 +13,15 @@ much gathers on few instances. Where every instance is beyond its limits, all pr
     ρ        estimates.busy  share of the machine's time that prompts take              –
     step     step_s          one decode step of all that are there, and of the request  s
     TPOT     step / (1 − ρ)  steps wait for the prompts that are computed in between    s
+    d        held_up_s       what this request's prompt takes                           s
+    P        output          tokens of the answer                                       –
 
 ρ is what was sent there lately: long prompts go to some machines, short ones to others, so what is
-typical of all requests says little of one instance.
+typical of all requests says little of one instance. A prompt holds each stream up by d once, d /
+(P − 1) a token. How far a TPOT is off depends on the machine: an idle one decodes as predicted,
+and where prompts come in between, few of them make or break a short answer. They come as a Poisson
+process does, of which the spread has ρ. Who misses the first token's limit behind this prompt, as
+ρ / (1 − ρ) come while it is computed, counts as well.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
+from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.policies.estimates import MOST_BUSY, busy
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.request import Request
@@ -33,11 +39,20 @@ from hetero_gateway.core.request import Request
 # gather on slow machines otherwise, whose streams then stand still half of the time. 10 leaves them
 # there, 100 is no better.
 VIOLATION_PRICE_S: Final = 40.0
-# A predicted TPOT between these multiples of the limit is a violation in part: it holds for a while
-# and is averaged over a whole answer. A first token is predicted worse, as what comes meanwhile
-# may be in front of it.
-_TPOT_FROM, _TPOT_TO = 0.9, 1.3
+# A first token that is predicted between these multiples of the limit is a violation in part: what
+# comes meanwhile may be in front of it.
 _TTFT_FROM, _TTFT_TO = 0.3, 1.0
+# The spread of a TPOT: of a step as predicted, a share; and of the prompts in between, as if each
+# had so many tokens. That is more than they have, as answers are of unequal lengths, too.
+_STEP_SPREAD: Final = 0.05
+_PROMPT_TOKENS: Final = 12288.0
+# The logistic function is about the normal distribution's with this factor; beyond so many times
+# the spread it is 0 or 1.
+_LOGISTIC: Final = 1.7
+_MOST_SPREADS: Final = 18.0
+# What a prompt does to the first tokens of those behind it counts so many times: they have others
+# behind them.
+_BEHIND: Final = 1.5
 # Each step of an engine computes a chunk of a prompt: vLLM's default budget of tokens.
 _CHUNK_TOKENS: Final = 2048.0
 # Prompts take no more than this share of a machine, whatever was sent there lately.
@@ -114,21 +129,21 @@ def violations(
     n = float(state.waiting + state.streaming)
     n += state.peers.waiting + state.peers.streaming
     left = 1.0 - busy(state, p1, now_s)
-    # The steps that come wait for this prompt, too, and those that run go on between its chunks.
-    left_then = left - f * p1 * prefill / PREFILL_OVER_S
     if left < 1.0 - _MOST_BUSY:
         left = 1.0 - _MOST_BUSY
-    if left_then < 1.0 - _MOST_BUSY:
-        left_then = 1.0 - _MOST_BUSY
     if state.streaming:
+        # Steps go on between the chunks of prompts.
         ttft_s += step_s * (state.waiting_prefill + prefill) / _CHUNK_TOKENS
     added_s = f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
-    after = surely(step_s / left_then / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
-    before = surely((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    prompt_token_s = f * p1
+    held_up_s = prompt_token_s * prefill
+    after = too_slow(step_s, left, held_up_s, prompt_token_s, output, slo.tpot_s)
+    before = too_slow(step_s - added_s, left, 0.0, prompt_token_s, output, slo.tpot_s)
     late = surely((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
     # The first token is the prefill's: an answer of one has no TPOT.
-    slow = after if output > 1 else 0.0
-    return n_r * (1.0 - (1.0 - late) * (1.0 - slow)) + n * (after - before)
+    slow = too_slow(step_s, left, 0.0, prompt_token_s, output, slo.tpot_s) if output > 1 else 0.0
+    missed = n_r * (1.0 - (1.0 - late) * (1.0 - slow)) + n * (after - before)
+    return missed + late_behind(ttft_s, held_up_s, left, slo.ttft_s)
 
 
 # What ``violations`` counts, for a request whose prompt is computed elsewhere than its answer
@@ -143,21 +158,22 @@ def missed_by_prompt(
     token_s: float,
     prefill: float,
     n_r: float,
+    output: float,
     there: float,
     now_s: float,
     waited_s: float,
     slo: Slo,
 ) -> float:
     """How many requests are expected to miss their limits by this prompt there."""
+    prompt_token_s, left = state.speed * member[0], 1.0 - busy(state, member[0], now_s)
+    step_s = token_s * max(1.0 - MOST_BUSY, left)
+    left, held_up_s = max(1.0 - _MOST_BUSY, left), prompt_token_s * prefill
     late = n_r * surely((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
+    late += late_behind(ttft_s, held_up_s, left, slo.ttft_s)
     if not state.streaming:
         return late
-    p1, left = member[0], 1.0 - busy(state, member[0], now_s)
-    step_s = token_s * max(1.0 - MOST_BUSY, left)
-    left_then = max(1.0 - _MOST_BUSY, left - state.speed * p1 * prefill / PREFILL_OVER_S)
-    after = surely(step_s / left_then / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
-    left = max(1.0 - _MOST_BUSY, left)
-    return late + there * (after - surely(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO))
+    after = too_slow(step_s, left, held_up_s, prompt_token_s, output, slo.tpot_s)
+    return late + there * (after - too_slow(step_s, left, 0.0, prompt_token_s, output, slo.tpot_s))
 
 
 def missed_by_answer(
@@ -173,13 +189,51 @@ def missed_by_answer(
 ) -> float:
     """How many requests are expected to miss their limits by this answer there."""
     p1, p5, p6 = member[0], member[4], member[5]
-    left = 1.0 - busy(state, p1, now_s)
+    prompt_token_s, left = state.speed * p1, 1.0 - busy(state, p1, now_s)
     step_s = token_s * max(1.0 - MOST_BUSY, left)
     left = max(1.0 - _MOST_BUSY, left)
     added_s = state.speed * n_r * (p6 + p5 * (prompt_tokens + output / 2))
-    after = surely(step_s / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
-    before = surely((step_s - added_s) / left / slo.tpot_s, _TPOT_FROM, _TPOT_TO)
+    after = too_slow(step_s, left, 0.0, prompt_token_s, output, slo.tpot_s)
+    before = too_slow(step_s - added_s, left, 0.0, prompt_token_s, output, slo.tpot_s)
     return n_r * after + there * (after - before)
+
+
+def too_slow(
+    step_s: float,
+    left: float,
+    held_up_s: float,
+    prompt_token_s: float,
+    output: float,
+    tpot_s: float,
+) -> float:
+    """How surely an answer's further tokens take longer than ``tpot_s``.
+
+    Args:
+        step_s: a decode step.
+        left: 1 − ρ, above 0.
+        held_up_s: by one prompt more.
+        prompt_token_s: what a token of a prompt takes.
+        output: tokens of the answer.
+    """
+    steps = output - 1.0 if output > 2.0 else 1.0
+    mean_s, own_s = step_s / left, _STEP_SPREAD * step_s
+    spread_s = math.sqrt(
+        _PROMPT_TOKENS * prompt_token_s * (mean_s - step_s) / steps + own_s * own_s
+    )
+    room_s = tpot_s - mean_s - held_up_s / steps
+    if room_s >= _MOST_SPREADS * spread_s:
+        return 0.0
+    if room_s <= -_MOST_SPREADS * spread_s:
+        return 1.0
+    return 1.0 / (1.0 + math.exp(_LOGISTIC * room_s / spread_s))
+
+
+def late_behind(ttft_s: float, held_up_s: float, left: float, limit_s: float) -> float:
+    """How many miss their first token's limit behind a prompt that takes so long, as predicted
+    where its own first token comes after ``ttft_s``."""
+    then = surely((ttft_s + held_up_s) / limit_s, _TTFT_FROM, _TTFT_TO)
+    then -= surely(ttft_s / limit_s, _TTFT_FROM, _TTFT_TO)
+    return _BEHIND * then * (1.0 - left) / left
 
 
 def surely(ratio: float, start: float, end: float) -> float:
