@@ -54,10 +54,11 @@ class RoleQuestion:
 SOFT_S, HARD_S = 10.0, 1000.0
 # The first look at every candidate is at so many requests, the second at all, of the best ones.
 _FIRST_LOOK, _SECOND_LOOKS = 500, 3
-# A share of the requests beyond their limits is as bad as so many times that share of the latency.
-_MISS_WEIGHT = 10.0
-# To split at all must be worth so much.
-_WORTH = 0.01
+# Shares within the limits that differ by no more are equal: then the latency decides.
+_NOISE = 0.01
+# To split at all must not cost more of the latency than this, and beyond it a share as large as
+# that by which more is within the limits than ``_MUCH``; and bring more than ``_NOISE`` of either.
+_MOST_LATENCY, _MUCH = 1.02, 0.1
 
 
 def legs_of(roles: Roles) -> dict[InstanceId, str]:
@@ -149,7 +150,7 @@ def find_roles(
     Args:
         mix: what came lately, with its times.
         pairs: makes new ones: a simulation notes its transfers in them.
-        slo: limits; each 1 % of the requests beyond them is as bad as 10 % more latency.
+        slo: limits; the share of requests within them goes before the mean latency.
     """
     reference = float(np.mean(mix.prompt_tokens)), float(np.mean(mix.output_tokens))
     if len(pairs()) == 0 or reference[1] <= 1:
@@ -164,12 +165,12 @@ def find_roles(
     tried = candidates(instances, *reference)
     if len(mix) > _FIRST_LOOK:
         few = _first(mix, _FIRST_LOOK)
-        looks = [(_demerit(run(roles, few)), k) for k, roles in enumerate(tried)]
-        best = sorted(looks[1:])[:_SECOND_LOOKS]
-        tried = [None, *(tried[k] for _, k in best)]
-    demerits = [_demerit(run(roles, mix)) for roles in tried]
-    least = min(demerits)
-    return tried[demerits.index(least)] if least < (1 - _WORTH) * demerits[0] else None
+        best = _in_order([run(roles, few) for roles in tried[1:]])[:_SECOND_LOOKS]
+        tried = [None, *(tried[1 + k] for k in best)]
+    unsplit, *runs = [run(roles, mix) for roles in tried]
+    worth = [k for k, split in enumerate(runs) if _is_worth(split, unsplit)]
+    best = _in_order([runs[k] for k in worth])
+    return tried[1 + worth[best[0]]] if best else None
 
 
 def run_under(
@@ -207,10 +208,24 @@ def run_under(
     return summarise(workload, records, len(instances), slo)
 
 
-def _demerit(run: RunResult) -> float:
-    """The mean latency, s, and what misses its limits in the same unit; the lower, the better."""
-    latency_s = run.latency_s.mean
-    return latency_s * (1 + _MISS_WEIGHT * (1 - run.slo_share))
+def _in_order(runs: Sequence[RunResult]) -> list[int]:
+    """Their positions, the best one first."""
+    most = max((run.slo_share for run in runs), default=0.0) - _NOISE
+
+    def rank(k: int) -> tuple[float, float]:
+        share = runs[k].slo_share
+        return min(share, most), -runs[k].latency_s.mean
+
+    return sorted(range(len(runs)), key=rank, reverse=True)
+
+
+def _is_worth(split: RunResult, unsplit: RunResult) -> bool:
+    """Whether it is better to split so than not to split."""
+    gain = split.slo_share - unsplit.slo_share
+    ratio = split.latency_s.mean / unsplit.latency_s.mean
+    if gain <= _NOISE:
+        return gain >= -_NOISE / 2 and ratio < 1 - _NOISE
+    return ratio <= _MOST_LATENCY + max(0.0, gain - _MUCH)
 
 
 def _first(workload: Workload, count: int) -> Workload:
