@@ -56,9 +56,10 @@ SOFT_S, HARD_S = 10.0, 1000.0
 _FIRST_LOOK, _SECOND_LOOKS = 500, 3
 # Shares within the limits that differ by no more are equal: then the latency decides.
 _NOISE = 0.01
-# To split at all must not cost more of the latency than this, and beyond it a share as large as
-# that by which more is within the limits than ``_MUCH``; and bring more than ``_NOISE`` of either.
-_MOST_LATENCY, _MUCH = 1.02, 0.1
+# To split at all must bring more than ``_NOISE`` of either, and not cost more of the latency than
+# this; where more than ``_MUCH`` of the requests are within the limits by it, each further share of
+# them is worth so many of the latency.
+_MOST_LATENCY, _MUCH, _MISS_WEIGHT = 1.02, 0.05, 4.0
 
 
 def legs_of(roles: Roles) -> dict[InstanceId, str]:
@@ -225,7 +226,7 @@ def _is_worth(split: RunResult, unsplit: RunResult) -> bool:
     ratio = split.latency_s.mean / unsplit.latency_s.mean
     if gain <= _NOISE:
         return gain >= -_NOISE / 2 and ratio < 1 - _NOISE
-    return ratio <= _MOST_LATENCY + max(0.0, gain - _MUCH)
+    return ratio <= _MOST_LATENCY + _MISS_WEIGHT * max(0.0, gain - _MUCH)
 
 
 def _first(workload: Workload, count: int) -> Workload:
