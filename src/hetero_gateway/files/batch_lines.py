@@ -83,6 +83,18 @@ def read_line(data: bytes, endpoint: str | None) -> BatchLine | LineProblem:
     return line
 
 
+class _Background(msgspec.Struct):
+    background: Any = None
+
+
+_BACKGROUND = msgspec.json.Decoder(_Background)
+
+
+def in_background(body: bytes) -> bool:
+    """Whether a body of /v1/responses asks for an answer that is to be fetched later."""
+    return bool(_BACKGROUND.decode(body).background)
+
+
 def _shown(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:_MOST_SHOWN])
 

@@ -1,5 +1,6 @@
 """Ends at any step: what was accepted is there, what was answered is not asked again."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from hetero_gateway.errors import ConfigError, Refusal
+from hetero_gateway.files.batch_lines import LineProblem
 from hetero_gateway.files.batches_config import BatchesConfig
 from hetero_gateway.serve.batches.database import Database, FolderLock, make_folder
 from hetero_gateway.serve.batches.files import Files
@@ -36,14 +38,8 @@ class Folder:
 
     def begin(self, count=LINES, owner=""):
         file_id = self.upload(jsonl(line(i) for i in range(count)), owner)
-        made = self.ledger.create(owner, file_id, None, ("24h", 86400.0), {})
-        (batch,) = self.ledger.unfinished_named(made["id"])
-        validation = Validation(
-            self.ledger, batch, lambda _: Estimate("m", 10, 16, None), 10**6, 10**6, 10**9,
-            lambda: False,
-        )  # fmt: skip
-        with self.database.path(file_id).open("rb") as file:
-            assert validation.run(file)
+        _, batch = self.ledger.create(owner, file_id, None, ("24h", 86400.0), {})
+        assert validated(self, batch)
         return self.running()
 
     def running(self):
@@ -55,7 +51,7 @@ class Folder:
         self.database.sweep()
         found = self.ledger.unfinished()
         for batch in found:
-            if batch.status != "validating":
+            if batch.total:
                 self.ledger.recover(batch)
         return found
 
@@ -74,51 +70,57 @@ def told(folder, file_id):
     return [json.loads(text) for text in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def steps(folder):
-    """A batch from its upload to its end; stops after each write."""
-    batch = folder.begin()
-    yield
-    while not batch.done >= batch.total:
-        lines = folder.ledger.next_lines(batch, "m", 5)
-        bodies = folder.ledger.turn([], lines)
-        assert [each.custom_id for each in bodies] == [f"c{each.number - 1}" for each in lines]
-        yield
-        answers = [answer(each, 400 if each.number % 4 == 0 else 200) for each in lines]
-        folder.ledger.turn(answers[:2], [])
-        yield
-        folder.ledger.turn(answers[2:], [])
-        yield
-    folder.ledger.finish(batch, "completed")
-    yield
+def validated(folder, batch, judge=lambda _: Estimate("m", 10, 16, None)):
+    validation = Validation(
+        folder.ledger, batch, judge, 10**6, 10**6, 10**9, lambda: False
+    )
+    with folder.database.path(batch.input_file_id).open("rb") as file:
+        return validation.run(file)
 
 
 def finish_all(folder):
-    """Go on from wherever it was to the end; returns the batch as clients see it."""
+    """Go on from wherever it was to the end, as a start does."""
     for batch in folder.opened():
-        if batch.status == "finalizing":
-            folder.ledger.finish(batch, batch.outcome)
-            continue
-        while lines := folder.ledger.next_lines(batch, "m", 100):
+        if not batch.total:
+            validated(folder, batch)
+            found = folder.ledger.unfinished_named(batch.id)
+            if not found:
+                continue
+            (batch,) = found
+        outcome = batch.outcome or ("cancelled" if batch.status == "cancelling" else None)
+        while outcome is None and (lines := folder.ledger.next_lines(batch, "m", 100)):
             folder.ledger.turn([], lines)
             folder.ledger.turn([answer(each) for each in lines], [])
-        folder.ledger.finish(batch, "completed")
-    return folder.ledger.listed("", None, 10)["data"][0]
+        folder.ledger.finish(batch, outcome or "completed")
 
 
-def check_whole(folder, before):
-    """Each line is answered once; what was answered before was not asked again."""
-    batch = finish_all(folder)
-    lines = []
-    for name in ("output_file_id", "error_file_id"):
-        if batch[name] is not None:
-            assert folder.files.document("", batch[name])["bytes"] > 0
-            lines += told(folder, batch[name])
-    assert sorted(each["custom_id"] for each in lines) == sorted(f"c{i}" for i in range(LINES))
-    counts = batch["request_counts"]
-    assert counts["total"] == counts["completed"] + counts["failed"] == LINES
-    assert batch["repeated_lines"] == sum(each.get("repeated", False) for each in lines)
-    answered = {each["id"]: each for each in lines}
-    assert all(answered[each["id"]] == each for each in before)
+def check_whole(folder, before, accepted=()):
+    """What was accepted is there, each line is answered once, and no answer was asked for again."""
+    finish_all(folder)
+    files = {each["id"]: each for each in folder.files.listed("", None, 99, "asc", None)["data"]}
+    batches = folder.ledger.listed("", None, 99)["data"]
+    ids = {*files, *(each["id"] for each in batches)}
+    assert {each for each in accepted if not each.startswith("upload_")} <= ids
+    for each in accepted:
+        if each.startswith("upload_"):
+            assert folder.files.upload("", each)["status"] in ("pending", "completed")
+    for file_id, each in files.items():
+        assert folder.database.path(file_id).stat().st_size == each["bytes"]
+    answers = {}
+    for batch in batches:
+        if batch["status"] == "failed":
+            continue
+        names = batch["output_file_id"], batch["error_file_id"]
+        lines = [each for name in names if name for each in told(folder, name)]
+        wanted = sorted(f"c{i}" for i in range(LINES))
+        assert sorted(each["custom_id"] for each in lines) == wanted
+        counts = batch["request_counts"]
+        assert counts["total"] == counts["completed"] + counts["failed"] == LINES
+        said = sum(each.get("repeated", False) for each in lines)
+        assert said <= batch["repeated_lines"]
+        assert said == batch["repeated_lines"] or batch["status"] == "cancelled"
+        answers |= {each["id"]: each for each in lines}
+    assert all(answers[each["id"]] == each for each in before)
 
 
 def journal(directory):
@@ -128,7 +130,7 @@ def journal(directory):
         for text in path.read_bytes().splitlines(keepends=True):
             if text.endswith(b"\n") and b'"batch_req_' in text:
                 found.append(json.loads(text))
-    return found
+    return [each for each in found if each["response"]]
 
 
 def copied(directory, to):
@@ -137,37 +139,92 @@ def copied(directory, to):
     return to
 
 
-def test_a_kill_after_any_write_loses_and_repeats_nothing(tmp_path):
-    folder = Folder(tmp_path / "a")
-    for _ in steps(folder):
-        again = Folder(copied(tmp_path / "a", tmp_path / "b"))
-        check_whole(again, journal(tmp_path / "b"))
-        again.close()
-    folder.close()
+def story(folder, accepted):
+    """Everything that is ever written; ``accepted``: what its client has heard of."""
+    data = jsonl(line(i) for i in range(LINES))
+    accepted.add(upload := folder.files.begin_upload("", "in.jsonl", len(data))["id"])
+    parts = []
+    for piece in (data[:100], data[100:]):
+        incoming = folder.files.begin_part("", upload)
+        incoming.write(piece)
+        parts.append(folder.files.add_part("", upload, incoming)["id"])
+    accepted.add(whole := folder.files.complete_upload("", upload, parts)["file"]["id"])
+    left = folder.files.begin_upload("", "in.jsonl", 9)["id"]
+    folder.files.cancel_upload("", left)
+    accepted.add(folder.upload(data))
+
+    made, spoilt = folder.ledger.create("", whole, None, ("24h", 86400.0), {})
+    accepted.add(made["id"])
+    assert not validated(folder, spoilt, lambda _: LineProblem("bad", "It is bad."))
+
+    for end in ("completed", "cancelled"):
+        made, batch = folder.ledger.create("", whole, None, ("24h", 86400.0), {})
+        accepted.add(made["id"])
+        assert validated(folder, batch)
+        batch = folder.running()
+        while lines := folder.ledger.next_lines(batch, "m", 6):
+            folder.ledger.turn([], lines)
+            answers = [answer(each, 400 if each.number % 4 == 0 else 200) for each in lines]
+            folder.ledger.turn(answers[:2], [])
+            if end == "cancelled":
+                folder.ledger.cancel("", batch.id)
+                break
+            folder.ledger.turn(answers[2:], [])
+        folder.ledger.finish(batch, end)
+
+    accepted -= {whole, upload}
+    folder.files.delete("", whole)
+    accepted.clear()
+    folder.files.forget_old(4e9)
 
 
-def test_a_torn_log_of_the_database_is_as_if_its_end_was_not_written(tmp_path):
-    """The write-ahead log, cut at any place: what it has whole is there, and all goes on."""
-    folder = Folder(tmp_path / "a")
-    folder.database.run("PRAGMA wal_autocheckpoint=0")
-    for number, _ in enumerate(steps(folder)):
-        if number == 5:
-            break
-    log = tmp_path / "a" / "batches.sqlite-wal"
-    size = log.stat().st_size
-    cuts = [*range(0, size, size // 12), size - 1, size - 4096, size]
-    for cut in cuts:
-        there = copied(tmp_path / "a", tmp_path / "b")
-        with (there / "batches.sqlite-wal").open("r+b") as torn:
-            torn.truncate(cut)
+def test_an_end_at_any_write_loses_and_repeats_nothing(tmp_path, monkeypatch):
+    """Of all that is ever written: before it, in the midst of it, and behind it."""
+    directory, accepted, tried = tmp_path / "a", set(), 0
+    log = directory / "batches.sqlite-wal"
+    looking, real_write, real = False, os.pwrite, Database.transaction
+
+    def look(cut=None):
+        """As another process finds the folder now. ``cut``: of the log, that is torn."""
+        nonlocal looking, tried
+        looking, tried = True, tried + 1
+        there = copied(directory, tmp_path / "b")
+        if cut is not None:
+            os.truncate(there / log.name, cut)
         (there / "batches.sqlite-shm").unlink(missing_ok=True)
         again = Folder(there)
-        if again.database.number("SELECT COUNT(*) FROM batches") and again.ledger.unfinished():
-            (batch,) = again.ledger.unfinished()
-            if batch.status == "in_progress":
-                check_whole(again, [])
+        again.database.run("PRAGMA synchronous=OFF")
+        check_whole(again, journal(there) if accepted else [], accepted)
         again.close()
+        looking = False
+
+    @contextlib.contextmanager
+    def transaction(database):
+        with real(database):
+            before = log.stat().st_size if log.exists() else 0
+            yield
+        if not looking:
+            size = log.stat().st_size
+            cuts = (before + size) // 2, size - 1, size
+            for cut in cuts if size > before else [size]:
+                look(cut)
+
+    def write(file, data, at):
+        if looking or len(data) < 2:
+            return real_write(file, data, at)
+        done = real_write(file, data[: len(data) // 2], at)
+        look()
+        return done
+
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(Database, "transaction", transaction)
+    folder = Folder(directory)
+    folder.database.run("PRAGMA wal_autocheckpoint=0")
+    story(folder, accepted)
     folder.close()
+    assert tried > 80, tried
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])
@@ -263,8 +320,7 @@ def test_a_file_that_is_spoilt_ends_its_batch_and_loses_no_answer(tmp_path):
 def test_lines_go_by_their_beginnings_and_then_by_their_work(tmp_path):
     folder = Folder(tmp_path / "a")
     file_id = folder.upload(b"\n")
-    made = folder.ledger.create("", file_id, None, ("24h", 86400.0), {})
-    (batch,) = folder.ledger.unfinished_named(made["id"])
+    _, batch = folder.ledger.create("", file_id, None, ("24h", 86400.0), {})
     kinds = [(100, None), (10, 7), (300, 7), (20, None), (150, 8), (140, 8)]
     rows = [
         NewLine(n, 0, 0, Estimate("m", tokens, 0, prefix), bytes([n]))

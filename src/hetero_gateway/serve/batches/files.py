@@ -5,7 +5,7 @@ Everything here is for the thread that has the database.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,15 +46,23 @@ class Incoming:
         file_id: its name, of a file or a part.
         most_bytes: how long it may be.
         too_long: what is said of more.
+        check_room: called with how much more there will be; raises Refusal.
     """
 
     def __init__(
-        self, database: Database, file_id: str, most_bytes: int, too_long: Refusal | None = None
+        self,
+        database: Database,
+        file_id: str,
+        most_bytes: int,
+        too_long: Refusal | None = None,
+        check_room: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.file_id = file_id
         self.size_bytes = 0
         self._most_bytes = most_bytes
         self._too_long = too_long or file_too_large(most_bytes)
+        self._check_room = check_room
+        self._known = False
         self._database = database
         self._file: BinaryIO | None = database.path(file_id).open("xb", buffering=0)
 
@@ -62,6 +70,7 @@ class Incoming:
         """Raises Refusal: 413, 429."""
         if self.size_bytes + more_bytes > self._most_bytes:
             raise self._too_long
+        self._check_room(more_bytes)
 
     def write(self, data: bytes) -> None:
         """Raises Refusal, OSError."""
@@ -80,12 +89,17 @@ class Incoming:
         self._file = None
         self._database.sync_names()
 
+    def keep(self) -> None:
+        """A row says that it is there."""
+        self._known = True
+
     def drop(self) -> None:
-        """It is not wanted."""
+        """It is not wanted, unless it is known already."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._database.unlink(self.file_id)
+        if not self._known:
+            self._database.unlink(self.file_id)
 
 
 class Files:
@@ -99,6 +113,7 @@ class Files:
     def __init__(self, database: Database, config: BatchesConfig) -> None:
         self._db = database
         self._config = config
+        self._coming: dict[Incoming, str] = {}  # whose they are
 
     # Whole
 
@@ -113,14 +128,29 @@ class Files:
         left = self._config.max_key_bytes - self._used(owner)
         if left < most_bytes:
             most_bytes, too_long = left, self._no_room()
-        return Incoming(self._db, new_id(prefix), most_bytes, too_long)
+        incoming = Incoming(
+            self._db, new_id(prefix), most_bytes, too_long, lambda more: self._check_room(owner, more)
+        )
+        self._coming[incoming] = owner
+        return incoming
 
     def add(self, owner: str, incoming: Incoming, filename: str, keep_s: float | None) -> Document:
         """It is here, under its id. Raises Refusal: 429."""
         incoming.finish()
+        self._check_room(owner, 0)
         with self._db.transaction():
-            self._check_room(owner, incoming.size_bytes)
-            return self._insert(owner, incoming.file_id, filename, incoming.size_bytes, keep_s)
+            document = self._insert(owner, incoming.file_id, filename, incoming.size_bytes, keep_s)
+        self._is_here(incoming)
+        return document
+
+    def _is_here(self, incoming: Incoming) -> None:
+        incoming.keep()
+        self._coming.pop(incoming, None)
+
+    def drop(self, incoming: Incoming) -> None:
+        """It does not come."""
+        self._coming.pop(incoming, None)
+        incoming.drop()
 
     def _insert(
         self, owner: str, file_id: str, filename: str, size: int, keep_s: float | None
@@ -134,9 +164,10 @@ class Files:
         return self.document(owner, file_id)
 
     def _used(self, owner: str) -> int:
-        """Bytes that the key has here; answers that are still written count."""
+        """Bytes that the key has here; answers that are still written count, and what comes in."""
         return (
-            self._db.number("SELECT SUM(bytes) FROM files WHERE owner = ?", owner)
+            sum(each.size_bytes for each, whose in self._coming.items() if whose == owner)
+            + self._db.number("SELECT SUM(bytes) FROM files WHERE owner = ?", owner)
             + self._db.number(
                 "SELECT SUM(p.bytes) FROM parts p JOIN uploads u ON u.id = p.upload_id"
                 " WHERE u.owner = ?",
@@ -276,11 +307,12 @@ class Files:
         now = int(time.time())
         with self._db.transaction():
             self._upload_row(owner, upload_id, pending=True)
-            self._check_room(owner, incoming.size_bytes)
+            self._check_room(owner, 0)
             self._db.run(
                 "INSERT INTO parts VALUES (?, ?, ?, ?)",
                 *(incoming.file_id, upload_id, incoming.size_bytes, now),
             )
+        self._is_here(incoming)
         return {
             "id": incoming.file_id,
             "object": "upload.part",

@@ -152,8 +152,8 @@ class Ledger:
         endpoint: str | None,
         window: tuple[str, float],
         metadata: Mapping[str, str],
-    ) -> Document:
-        """Raises Refusal: 404, 429."""
+    ) -> tuple[Document, Batch]:
+        """What its key sees of it, and itself. Raises Refusal: 404, 429."""
         batch_id, now_s = new_id("batch_"), time.time()
         with self._db.transaction():
             if not self._db.row("SELECT 1 FROM files WHERE id = ? AND owner = ?", file_id, owner):
@@ -171,7 +171,8 @@ class Ledger:
                 *(batch_id, owner, file_id, endpoint, window[0], json.dumps(dict(metadata))),
                 *(int(now_s), int(now_s + window[1]), new_id("file-"), new_id("file-")),
             )
-        return self.document(owner, batch_id)
+        row = self._row(owner, batch_id)
+        return _document(row), self._batch(row)
 
     def _row(self, owner: str, batch_id: str) -> Any:
         row = self._db.row("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
@@ -227,7 +228,7 @@ class Ledger:
             *(row["error_file_id"], row["output_bytes"], row["error_bytes"], row["total"]),
             *(row["completed"], row["failed"], row["repeated"], row["outcome"]),
         )
-        if batch.status != "validating":
+        if batch.total:
             self._count_left(batch)
         return batch
 

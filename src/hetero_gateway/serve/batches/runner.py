@@ -173,7 +173,7 @@ class Runner:
             await asyncio.sleep(_PAUSE_S)
 
     async def _pause(self, error: OSError | sqlite3.Error) -> None:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        why = reason(error)
         if not self.paused:
             _log.error("batches are paused, and nothing is lost: %s", why)
         self.paused = why
@@ -293,11 +293,11 @@ class Runner:
         tries = self._tries[_key(line)] = self._tries[_key(line)] + 1
         if status in _BUSY or (status in _FAILED and tries < _MOST_TRIES):
             if self._outcome(line.batch) is None:
-                wait_s = answer.retry_after_s or min(_MOST_BACKOFF_S, 2.0 ** min(tries, 6) / 4)
+                wait_s = min(_MOST_BACKOFF_S, answer.retry_after_s or 2.0 ** min(tries, 6) / 4)
                 self.answered["retried"] += 1
                 self._go_again(line, time.monotonic() + wait_s)
             return
-        if status >= 400 and self._outcome(line.batch) is not None:
+        if not 0 < status < 400 and self._outcome(line.batch) is not None:
             return  # it gets the batch's own error
         del self._tries[_key(line)]
         good, tokens = 0 < status < 400, attempts.usage or (0, 0)
@@ -378,6 +378,11 @@ class Runner:
         """Whether it will not be done in its window."""
         end_s = self.predicted_end_unix_s(batch)
         return end_s is not None and end_s > batch.expires_at
+
+
+def reason(error: OSError | sqlite3.Error) -> str:
+    """Why something cannot be written."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _key(line: WaitingLine) -> tuple[int, int]:

@@ -21,13 +21,14 @@ from prometheus_client.core import Metric
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import Reject, RejectReason
 from hetero_gateway.engines.vllm import Work, work_of_path
+from hetero_gateway.engines.vllm.paths import RESPONSES
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.batch_lines import BatchLine, LineProblem
+from hetero_gateway.files.batch_lines import BatchLine, LineProblem, in_background
 from hetero_gateway.gateway.records.families import batch_families
 from hetero_gateway.serve.batches.database import Database, FolderLock, make_folder
 from hetero_gateway.serve.batches.files import Document, Files, no_space
 from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger
-from hetero_gateway.serve.batches.runner import Runner, RunnerParts
+from hetero_gateway.serve.batches.runner import Runner, RunnerParts, reason
 from hetero_gateway.serve.batches.validation import Validation
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Batches:
         self.files: Files
         self.ledger: Ledger
         self.runner: Runner | None = None
+        self._validation_waits = ""  # why nothing is validated now
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Raises ConfigError."""
@@ -94,10 +96,10 @@ class Batches:
         unfinished = await loop.run_in_executor(self._thread, self._read)
         self.runner = Runner(self._of, self.ledger, self.call, self.config)
         for batch in unfinished:
-            if batch.status == "validating":
-                self._to_validate.put_nowait(batch)
-            else:
+            if batch.total:
                 self.runner.add(batch)
+            else:
+                self._to_validate.put_nowait(batch)
         for work in (self.runner.run(), self._validate_all(), self._tidy()):
             self._tasks.append(tasks.create_task(work))
 
@@ -108,8 +110,8 @@ class Batches:
         stray = database.sweep()
         batches = self.ledger.unfinished()
         for batch in batches:
-            if batch.status == "validating":
-                continue
+            if not batch.total:
+                continue  # its lines are looked at again, though it be cancelled
             self.ledger.recover(batch)
             if batch.repeated:
                 _log.warning("%s: %d lines go again", batch.id, batch.repeated)
@@ -192,10 +194,15 @@ class Batches:
 
     async def create(self, owner: str, *args: Any) -> Document:
         """As ``Ledger.create``, and have it validated. Raises Refusal."""
-        document = await self.ask(self.ledger.create, owner, *args)
-        for batch in await self.call(self.ledger.unfinished_named, document["id"]):
-            self._to_validate.put_nowait(batch)
-        return document
+        loop = asyncio.get_running_loop()
+
+        def made() -> Document:
+            document, batch = self.ledger.create(owner, *args)
+            # Whether or not somebody waits for the answer yet.
+            loop.call_soon_threadsafe(self._to_validate.put_nowait, batch)
+            return document
+
+        return await self.ask(made)
 
     async def cancel(self, owner: str, batch_id: str) -> Document:
         """Raises Refusal: 404, 409."""
@@ -209,6 +216,8 @@ class Batches:
         running = {} if self.runner is None else {e.batch.id: e for e in self.runner.running}
         each = running.get(document["id"])
         told: Document = {"predicted_end_at": None, "late": False, "paused": None}
+        if document["status"] == "validating":
+            told["paused"] = self._validation_waits or None
         if each is not None and self.runner is not None:
             told["predicted_end_at"] = _whole(self.runner.predicted_end_unix_s(each.batch))
             told["late"] = self.runner.is_late(each.batch)
@@ -224,6 +233,7 @@ class Batches:
                 try:
                     begun = await self._validate(batch)
                 except (OSError, sqlite3.Error) as error:
+                    self._validation_waits = reason(error)
                     _log.error("%s cannot be validated now: %s", batch.id, error)
                     await asyncio.sleep(_AGAIN_S)
                     continue
@@ -232,6 +242,7 @@ class Batches:
                     problem = {"code": "internal_error", "message": "The gateway failed."}
                     await self.call(self.ledger.fail, batch, [problem])
                     break
+                self._validation_waits = ""
                 if begun is not None:
                     for each in await self.call(self.ledger.unfinished_named, batch.id):
                         assert self.runner is not None
@@ -303,6 +314,9 @@ class Batches:
         parsed, tokens = self._of.dataplane.intake.look_at(line.url, body)
         if parsed.stream:
             return LineProblem("stream_not_supported", "No line may stream.", "stream")
+        if line.url == RESPONSES and in_background(body):
+            message = "No line may run in the background: its answer would never be here."
+            return LineProblem("background_not_supported", message, "background")
         assert parsed.model
         output, limit = 0, parsed.max_output_tokens
         if work_of_path(line.url) is Work.GENERATE:
@@ -352,8 +366,8 @@ class Batches:
         if runner is None:
             yield "warning", "Batches wait: another gateway has their folder."
             return
-        if runner.paused:
-            yield "bad", f"Batches are paused, nothing can be written: {runner.paused}."
+        if paused := runner.paused or self._validation_waits:
+            yield "bad", f"Batches are paused, nothing can be written: {paused}."
         if late := [each.batch.id for each in runner.running if runner.is_late(each.batch)]:
             more = f" and {len(late) - 1} more" if len(late) > 1 else ""
             yield "warning", f"{late[0]}{more} will not be done in time."
@@ -370,7 +384,7 @@ class Batches:
             late += runner is not None and runner.is_late(each.batch)
         answered = {} if runner is None else runner.answered
         running = 0 if runner is None else len(runner.running)
-        paused = runner is None or bool(runner.paused)
+        paused = runner is None or bool(runner.paused or self._validation_waits)
         yield from batch_families(running, late, paused, lines, out, answered)
 
 

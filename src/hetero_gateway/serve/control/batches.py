@@ -62,7 +62,7 @@ class _Incoming:
 
     async def drop(self) -> None:
         if self.incoming is not None:
-            await self._batches.call(self.incoming.drop)
+            await self._batches.call(self._batches.files.drop, self.incoming)
 
 
 class _Paths:
