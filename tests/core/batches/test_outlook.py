@@ -1,12 +1,24 @@
 """When batches will be done."""
 
-import heapq
 import math
 import random
+from collections import deque
 
 import pytest
 
-from hetero_gateway.core.batches.outlook import LineLengths, Pace, Sums, ends_in_s, kind_of, work_of
+from hetero_gateway.core.batches.outlook import (
+    LineLengths,
+    LineOut,
+    Pace,
+    Sums,
+    drain_s,
+    ends_in_s,
+    kind_of,
+    work_of,
+)
+from hetero_gateway.core.types import InstanceId
+
+A = InstanceId("a")
 
 
 def work(model, prompt, output):
@@ -17,17 +29,36 @@ def test_what_lines_were_is_what_others_like_them_will_be():
     short, long = kind_of("m", 100, 1000), kind_of("m", 4000, 1000)
     left = {short: Sums(10, 1000, 10_000), long: Sums(2, 8000, 2000)}
     seen = LineLengths()
-    assert work_of(left, {}, seen, work)[0] == pytest.approx(
+    assert work_of(left, [], seen, work)[0] == pytest.approx(
         10 * work("m", 100, 1000) + 2 * work("m", 4000, 1000)
     )
-    for _ in range(20):
+    for _ in range(50):
         seen.note(short, (100, 1000), (120, 200))
+    seen.look([])
     # The long ones have none of their own: a fifth of the limit is what limits were worth.
-    assert seen.mean(long, left[long])[:2] == (pytest.approx(4800), pytest.approx(200))
-    for _ in range(8):
+    assert seen.mean(long, left[long]) == (pytest.approx(4800), pytest.approx(200, rel=0.05))
+    for _ in range(40):
         seen.note(long, (4000, 1000), (4000, 900))
-    assert seen.mean(long, left[long])[:2] == (pytest.approx(4000), pytest.approx(900))
-    assert seen.mean(short, left[short])[:2] == (pytest.approx(120), pytest.approx(200))
+    seen.look([])
+    assert seen.mean(long, left[long]) == (pytest.approx(4000), pytest.approx(900, rel=0.05))
+    assert seen.mean(short, left[short]) == (pytest.approx(120), pytest.approx(200, rel=0.05))
+
+
+def test_lines_that_are_out_count_with_what_they_have_made():
+    kind = kind_of("m", 100, 1000)
+    out = [LineOut(kind, A, (100, 1000), 0.0), LineOut(kind, A, (100, 1000), 300.0)]
+    waits_s, begun_s = work_of({kind: Sums(5, 500, 5000)}, out, LineLengths(), work)
+    assert waits_s == pytest.approx(3 * work("m", 100, 1000))
+    assert begun_s == pytest.approx(work("m", 100, 300))
+
+
+def test_what_has_no_output_has_no_lengths():
+    kind, seen = kind_of("m", 100, 0), LineLengths()
+    for _ in range(40):
+        seen.note(kind, (100, 0), (110, 0))
+    seen.look([LineOut(kind, A, (100, 0), 0.0)])
+    assert seen.mean(kind, Sums(1, 100, 0)) == (pytest.approx(110), 0.0)
+    assert drain_s([LineOut(kind, A, (100, 0), 0.0)], seen, lambda *_: 1.0) == 0.0
 
 
 def test_the_end_is_right_where_lines_get_longer():
@@ -43,40 +74,55 @@ def test_the_end_is_right_where_lines_get_longer():
         left[kind_of("m", length, 0)].add(-length, 0, -1)
         seen.note(kind_of("m", length, 0), (length, 0), (length, 0))
         pace.note(work("m", length, 0))
-        todo_s, begun_s = work_of(left, {}, seen, work)
-        ends.append(now_s + ends_in_s([todo_s], pace.look(now_s, begun_s))[0])
+        todo_s, begun_s = work_of(left, [], seen, work)
+        ends.append(now_s + ends_in_s([todo_s], [0.0], pace.look(now_s, begun_s))[0])
     assert all(end == pytest.approx(now_s, rel=0.01) for end in ends[200:-1])
 
 
 def test_one_after_the_other():
-    assert ends_in_s([10.0, 5.0], 2.0) == [5.0, 7.5]
-    assert ends_in_s([10.0], None) == [math.inf]
+    assert ends_in_s([10.0, 5.0], [1.0, 2.0], 2.0) == [6.0, 9.5]
+    assert ends_in_s([10.0], [1.0], None) == [math.inf]
+    # What is out ends at its own time, however fast others went.
+    assert ends_in_s([0.0], [3.0], None) == [3.0]
 
 
-def test_what_is_out_is_longer_than_what_is_done():
-    """Exponential answers on so many seats: the end is known when a tenth is done."""
-    rng, seats, lines = random.Random(1), 50, 2500
-    lengths = [1 + int(rng.expovariate(1 / 200)) for _ in range(lines)]
-    kind = kind_of("m", 100, 1000)
-    left, seen, pace = {kind: Sums(lines, 100 * lines, 1000 * lines)}, LineLengths(), Pace()
+def test_the_end_is_known_when_a_tenth_is_done():
+    """Exponential answers on so many seats, the fuller the slower, to the very last one."""
+    rng, seats, lines, limit = random.Random(1), 50, 2000, 300
+    lengths = [min(limit, 1 + int(rng.expovariate(1 / 60))) for _ in range(lines)]
+    kind = kind_of("m", 100, limit)
+
+    def step(_, there):
+        return 0.01 + 0.001 * there
+
+    def work_s(model, prompt, output):
+        return output * step(A, seats) / seats
+
+    left, seen, pace = {kind: Sums(lines, 100 * lines, limit * lines)}, LineLengths(), Pace()
     pace.begin(0.0)
-    out = [(length, length) for length in lengths[:seats]]
-    heapq.heapify(out)
-    waiting, ends = lengths[seats:], []
-    while out:
-        now_s, length = heapq.heappop(out)
-        left[kind].add(-100, -1000, -1)
-        seen.note(kind, (100, 1000), (100, length))
-        pace.note(work("m", 100, length))
-        if waiting:
-            following = waiting.pop(0)
-            heapq.heappush(out, (now_s + following, following))
-        todo_s, begun_s = work_of(left, {kind: len(out)}, seen, work)
-        ends.append(now_s + ends_in_s([todo_s], pace.look(float(now_s), begun_s))[0])
-    # All seats are taken until then; how long the very last answer is nobody can know.
-    full_s = sum(lengths) / seats
-    errors = [end / full_s - 1 for end in ends[250:2000]]
-    assert max(map(abs, errors)) < 0.15, (min(errors), max(errors))
+    waiting, out, now_s, ends, told_s = deque(lengths), [], 0.0, [], 0.0
+    while waiting or out:
+        while waiting and len(out) < seats:
+            out.append([waiting.popleft(), 0])
+        now_s += step(A, len(out))
+        for each in out:
+            each[1] += 1
+        for length, _ in [each for each in out if each[0] == each[1]]:
+            left[kind].add(-100, -limit, -1)
+            seen.note(kind, (100, limit), (100, length))
+            pace.note(work_s("m", 100, length))
+        out = [each for each in out if each[0] > each[1]]
+        if now_s >= told_s:
+            told_s += 1.0
+            there = [LineOut(kind, A, (100, limit), made) for _, made in out]
+            seen.look(there)
+            waits_s, begun_s = work_of(left, there, seen, work_s)
+            drain = drain_s(there, seen, step)
+            done = lines - left[kind].lines
+            ends.append((done, now_s + ends_in_s([waits_s], [drain], pace.look(now_s, begun_s))[0]))
+    errors = [end / now_s - 1 for done, end in ends if done >= lines / 10]
+    assert len(errors) > 50
+    assert max(map(abs, errors)) < 0.1, (min(errors), max(errors))
 
 
 def test_a_pause_is_noticed():

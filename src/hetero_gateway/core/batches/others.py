@@ -31,13 +31,24 @@ class InstanceCounts(NamedTuple):
 
 
 class _Rates:
-    __slots__ = ("answered", "before", "late", "output", "prompt", "soon")
+    __slots__ = ("answered", "before", "late", "output", "prompt", "soon", "watched_s")
 
     def __init__(self, before: InstanceCounts) -> None:
         self.before = before
+        self.watched_s = 0.0
         self.soon = self.late = 0.0
         # Sums that forget.
         self.answered = self.prompt = self.output = 0.0
+
+    def per_s(self) -> float:
+        """What was not watched says nothing: as if it had been as the rest."""
+        watched_s = self.watched_s
+        if not watched_s:
+            return 0.0
+        return max(
+            self.soon / (1 - math.exp(-watched_s / _SOON_S)),
+            self.late / (1 - math.exp(-watched_s / _LATE_S)),
+        )
 
 
 class Others:
@@ -49,20 +60,23 @@ class Others:
         self._asked_s = -math.inf
 
     def look(self, counts: Mapping[InstanceId, InstanceCounts], now_s: float) -> None:
-        """To be called about once a second, with all instances there are."""
+        """With all instances there are: about once a second, and also while no batch runs."""
         for gone in [each for each in self._rates if each not in counts]:
             del self._rates[gone]
         passed_s = now_s - self._looked_s
         self._looked_s = now_s
         for each, now in counts.items():
             rates = self._rates.get(each)
+            if now.there:
+                self._asked_s = now_s
             if rates is None or not passed_s > 0:
                 self._rates[each] = rates or _Rates(now)
                 continue
             before, rates.before = rates.before, now
             # Where they began anew, they say nothing.
             sent = max(0, now.sent - before.sent)
-            if sent or now.there:
+            rates.watched_s += passed_s
+            if sent:
                 self._asked_s = now_s
             for name, over_s in (("soon", _SOON_S), ("late", _LATE_S)):
                 weight = 1 - math.exp(-passed_s / over_s)
@@ -74,11 +88,13 @@ class Others:
             rates.output = kept * rates.output + max(0, now.output_tokens - before.output_tokens)
 
     def on(self, instances: Iterable[InstanceId], now_s: float) -> Interactive:
-        """What comes to these together."""
+        """What comes to these together; an infinite rate before anything was watched."""
+        those = [self._rates[each] for each in instances if each in self._rates]
+        if not any(each.watched_s for each in those):
+            return Interactive(math.inf, *_USUAL)
         if now_s - self._asked_s > _QUIET_S:
             return Interactive(0.0, *_USUAL)
-        those = [self._rates[each] for each in instances if each in self._rates]
-        rate = max(sum(r.soon for r in those), sum(r.late for r in those))
+        rate = sum(each.per_s() for each in those)
         answered = sum(r.answered for r in those)
         if answered < 1:
             return Interactive(rate, *_USUAL)

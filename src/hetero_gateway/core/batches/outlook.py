@@ -2,27 +2,40 @@
 
 A line's *kind* is its model, and the powers of two of its prompt and of its limit. What lines of a
 kind took, so far as any are done, is what the others of it will take; before that, their estimates
-are taken times what estimates were worth so far. Work is in seconds of all instances together, so
-that long lines, which go last and fill caches, count for more.
+are taken times what estimates were worth so far. Work is in seconds of what batches have of all
+instances, so that long lines, which go last and fill caches, count for more.
+
+Of what is cut off at a time the short ones are done and the long ones are out yet. So lengths are
+those of all that were begun: those that are out are at least as long as what they have made
+(Kaplan and Meier's estimate). And when nothing waits any more, what is out ends one by one, on
+engines that get emptier and faster: until then what is left is done at the pace of late, and then
+it takes what the longest of those that are out take.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from hetero_gateway.core.types import InstanceId
+
 # Lines of a kind that are done, from which on they speak for the others.
-_FEW: Final = 8
+_FEW: Final = 32
 # The work of so long says how fast it goes, or of half of the time so far where that is more.
 _WINDOW_S: Final = 60.0
 _MOST_SAMPLES: Final = 4096
-# Where few are done beside those that are out, little is known of either.
-_LEAST_DONE, _MOST_VARIATION = 0.5, 4.0
+# Bins of a length as a share of its estimate, by its logarithm: from 2^-16 to 2^4.
+_BINS: Final = 160
+_PER_DOUBLING: Final = 8
+_FIRST: Final = -16
+_STEPS: Final = 32
 
 # (model, prompt tokens, output tokens) of a line: the seconds that it takes.
 Work = Callable[[str, float, float], float]
+# An instance, and how many of a batch's lines are on it: seconds of a step.
+Step = Callable[[InstanceId, float], float]
 
 
 class Kind(NamedTuple):
@@ -54,6 +67,59 @@ class Sums:
         self.output_tokens += output_tokens
 
 
+class LineOut(NamedTuple):
+    """A line that is out. ``told``: its (prompt, output) tokens as estimated; ``made``: output."""
+
+    kind: Kind
+    at: InstanceId
+    told: tuple[int, int]
+    made: float
+
+
+_SHARES: Final = tuple(2.0 ** (_FIRST + each / _PER_DOUBLING) for each in range(_BINS))
+
+
+def _bin(share: float) -> int:
+    if share <= 0:
+        return 0
+    return min(_BINS - 1, max(0, round(_PER_DOUBLING * (math.log2(share) - _FIRST))))
+
+
+class _Curve:
+    """How long lines are as shares of their estimates, of those that are done and those cut off.
+
+    ``longer``: which part of them is longer than a bin's share. Beyond what was seen they end as
+    they did in the upper half of that, and with their estimates at the latest.
+    """
+
+    __slots__ = ("last", "longer", "mean")
+
+    def __init__(self, done: Counter[int], cut: Counter[int]) -> None:
+        risk = done.total() + cut.total()
+        seen = max([*done, *cut])
+        left, self.mean, self.longer = 1.0, 0.0, [0.0] * _BINS
+        ended = exposed = before = 0.0
+        for each in range(seen + 1):
+            share = _SHARES[each]
+            if each > seen - _PER_DOUBLING:
+                ended += done[each]
+                exposed += risk * (share - before)
+            self.mean += left * (share - before)
+            left *= 1 - done[each] / risk
+            risk -= done[each] + cut[each]
+            self.longer[each], before = left, share
+        self.last = seen
+        if exposed:
+            rate, end = ended / exposed, max(1.0, before)
+            while left > 0 and before < end:
+                self.last += 1
+                share = min(end, _SHARES[self.last])
+                self.mean += left * (share - before)
+                left *= math.exp(-rate * (share - before))
+                self.longer[self.last], before = left, share
+        self.longer[self.last] = 0.0
+
+
 class LineLengths:
     """What lines were estimated to be, and what they were."""
 
@@ -64,73 +130,125 @@ class LineLengths:
     def note(self, kind: Kind, told: tuple[int, int], real: tuple[int, int]) -> None:
         """A line is done. ``told``, ``real``: its (prompt, output) tokens, estimated and so."""
         for known in (self._kinds.setdefault(kind, _Known()), self._all):
-            known.estimated.add(*told)
-            known.actual.add(*real)
-            known.squares += real[1] ** 2
+            known.told_prompt += told[0]
+            known.prompt += real[0]
+            known.lines += 1
+            if told[1]:
+                known.done[_bin(real[1] / told[1])] += 1
 
-    def mean(self, kind: Kind, sums: Sums, out: int = 0) -> tuple[float, float, float]:
-        """(prompt, output) tokens of a line of a kind, and the square of the output's variation.
+    def look(self, out: Iterable[LineOut]) -> None:
+        """Learn from lines that are out as well; to be called about once a second."""
+        cuts: dict[Kind | None, Counter[int]] = {None: Counter()}
+        for each in out:
+            if each.told[1]:
+                share = _bin(each.made / each.told[1])
+                cuts[None][share] += 1
+                cuts.setdefault(each.kind, Counter())[share] += 1
+        for kind, known in ((None, self._all), *self._kinds.items()):
+            cut = cuts.get(kind)
+            # Of those of which none is out, nothing has changed but once.
+            if known.done and (cut or known.cut):
+                known.curve = _Curve(known.done, cut or Counter())
+            known.cut = bool(cut)
 
-        Those that are out are longer than those that are done: of what is cut off at a time, it is
-        the long ones that are there yet, by as much as lengths vary (length-biased sampling).
+    def longer(self, share: float) -> float:
+        """Which part of lines is longer than this share of its estimate."""
+        curve = self._all.curve
+        return 0.0 if curve is None else curve.longer[_bin(share)]
 
-        Args:
-            sums: of some of them, as estimated.
-            out: how many lines of the kind are out.
-        """
+    @property
+    def longest(self) -> float:
+        """As a share of its estimate."""
+        curve = self._all.curve
+        return 1.0 if curve is None else _SHARES[curve.last]
+
+    def mean(self, kind: Kind, sums: Sums) -> tuple[float, float]:
+        """(prompt, output) tokens of a line of a kind. ``sums``: of some, as estimated."""
         prompt, output = sums.prompt_tokens / sums.lines, sums.output_tokens / sums.lines
         known = self._kinds.get(kind)
-        if known is None or known.actual.lines < _FEW:
+        if known is None or known.lines < _FEW:
             known = self._all
-        estimated, actual = known.estimated, known.actual
-        varies = known.variation()
-        if actual.lines:
-            output /= max(_LEAST_DONE, 1 - out * varies / (actual.lines + out))
-        return (
-            prompt * _ratio(actual.prompt_tokens, estimated.prompt_tokens),
-            output * _ratio(actual.output_tokens, estimated.output_tokens),
-            varies,
-        )
+        if known.told_prompt:
+            prompt *= known.prompt / known.told_prompt
+        if known.curve is not None:
+            output *= known.curve.mean
+        return prompt, output
 
 
 class _Known:
-    """Lines that are done: as estimated, and as they were; the sum of their outputs' squares."""
+    """Lines that are done. ``cut``: some of them were out at the last look."""
 
-    __slots__ = ("actual", "estimated", "squares")
+    __slots__ = ("curve", "cut", "done", "lines", "prompt", "told_prompt")
 
     def __init__(self) -> None:
-        self.estimated, self.actual, self.squares = Sums(), Sums(), 0
-
-    def variation(self) -> float:
-        """The square of the outputs' coefficient of variation."""
-        lines, tokens = self.actual.lines, self.actual.output_tokens
-        if not tokens:
-            return 0.0
-        return min(_MOST_VARIATION, max(0.0, self.squares * lines / tokens**2 - 1))
-
-
-def _ratio(actual: int, estimated: int) -> float:
-    return actual / estimated if actual and estimated else 1.0
+        self.lines = self.prompt = self.told_prompt = 0
+        self.done: Counter[int] = Counter()
+        self.cut = True
+        self.curve: _Curve | None = None
 
 
 def work_of(
-    left: Mapping[Kind, Sums], out: Mapping[Kind, int], seen: LineLengths, work_s: Work
+    left: Mapping[Kind, Sums], out: Sequence[LineOut], seen: LineLengths, work_s: Work
 ) -> tuple[float, float]:
-    """What lines that are not done take yet, and what those that are out took, s.
+    """What lines take yet that wait, and what those that are out took so far, s.
 
-    ``out``: how many of them are out. One that is found out at some time has half of its length
-    before it, and is longer than others: (1 + cv²)/2 of the mean.
+    ``left``: of all that are not done.
     """
-    todo_s = begun_s = 0.0
-    for kind, sums in left.items():
-        if sums.lines <= 0:
-            continue
-        running = min(sums.lines, out.get(kind, 0))
-        prompt, output, varies = seen.mean(kind, sums, running)
-        one_s, half = work_s(kind.model, prompt, output), (1 + varies) / 2
-        todo_s += (sums.lines - running + running * half) * one_s
-        begun_s += running * half * one_s
-    return todo_s, begun_s
+    there: dict[Kind, Sums] = {}
+    begun: dict[Kind, list[float]] = {}
+    for each in out:
+        there.setdefault(each.kind, Sums()).add(*each.told)
+        if each.made:
+            sums = begun.setdefault(each.kind, [0.0, 0.0, 0.0])
+            for i, more in enumerate((1.0, each.told[0], each.made)):
+                sums[i] += more
+    waits_s = 0.0
+    for kind, all_of in left.items():
+        running = there.get(kind, Sums())
+        if (lines := all_of.lines - running.lines) > 0:
+            waiting = Sums(
+                lines,
+                all_of.prompt_tokens - running.prompt_tokens,
+                all_of.output_tokens - running.output_tokens,
+            )
+            waits_s += lines * work_s(kind.model, *seen.mean(kind, waiting))
+    begun_s = sum(n * work_s(kind.model, p / n, o / n) for kind, (n, p, o) in begun.items())
+    return waits_s, begun_s
+
+
+def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
+    """How long it takes until all that are out are done, while nothing comes after them, s.
+
+    The longest of them is done when by their lengths less than one is left; more of them are on
+    those that are faster, and the mean is by their number.
+    """
+    places: dict[InstanceId, dict[int, list[float]]] = {}
+    for each in out:
+        if each.told[1]:
+            groups = places.setdefault(each.at, {})
+            group = groups.setdefault(_bin(each.made / each.told[1]), [0.0, 0.0, 0.0])
+            for i, more in enumerate((1.0, float(each.told[1]), each.made)):
+                group[i] += more
+    lines = takes_s = 0.0
+    longest = seen.longest
+    for at, groups in places.items():
+        rows = []
+        for n, told, made in groups.values():
+            share = made / told
+            rows.append((n, n / told, share, max(1e-9, seen.longer(share))))
+        most = max((longest - share) / per_token for _, per_token, share, _ in rows)
+        tokens, here_s = max(0.0, most) / _STEPS, 0.0
+        for step in range(_STEPS):
+            left = sum(
+                n * min(1.0, seen.longer(share + step * tokens * per_token) / longer)
+                for n, per_token, share, longer in rows
+            )
+            if left < math.log(2):
+                break
+            here_s += tokens * step_s(at, left)
+        n = sum(row[0] for row in rows)
+        lines, takes_s = lines + n, takes_s + n * here_s
+    return takes_s / lines if lines else 0.0
 
 
 class Pace:
@@ -169,10 +287,17 @@ class Pace:
         return (done_s - before_s) / (now_s - at_s)
 
 
-def ends_in_s(works_s: Sequence[float], per_s: float | None) -> list[float]:
-    """In how many seconds each of these is done, one after the other; inf: not known."""
+def ends_in_s(
+    works_s: Sequence[float], drains_s: Sequence[float], per_s: float | None
+) -> list[float]:
+    """In how many seconds each of these is done, one after the other; inf: not known.
+
+    Args:
+        works_s: of lines that wait. drains_s: of those that are the last ones.
+    """
     told, before_s = [], 0.0
-    for work in works_s:
+    for work, drain in zip(works_s, drains_s, strict=True):
         before_s += work
-        told.append(before_s / per_s if per_s and before_s else math.inf)
+        waits_s = before_s / per_s if per_s else math.inf
+        told.append(drain + (waits_s if before_s else 0.0))
     return told

@@ -136,6 +136,20 @@ def most_there(
     return share.part * per_s(state, member, prompt_tokens, output) * lasts_s
 
 
+def step_s(state: InstanceState, others: float, lines: float) -> float:
+    """How long a step takes of an instance that has so many sequences and computes no prompts, s.
+
+    Each holds as many tokens as those that are there now.
+    """
+    constants, there = state.constants, state.waiting + state.streaming
+    if constants is None:
+        return 0.0
+    held = (state.context + state.waiting_prompt) / max(1, there)
+    batch = others + lines
+    step = constants.p8 + constants.p6 * batch + (constants.p5 * batch + constants.p7) * held
+    return state.speed * step
+
+
 def done_in_s(state: InstanceState, member: Member, prompt_tokens: float, output: float) -> float:
     """How long a line takes on an instance beside what is there, s."""
     p5, p6, p7, p8 = member.p5, member.p6, member.p7, member.p8

@@ -17,6 +17,7 @@ from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.dataplane.answers import no_instance
 from hetero_gateway.gateway.dataplane.attempts import Attempts
 from hetero_gateway.gateway.dataplane.dispatcher import Place
+from hetero_gateway.gateway.dataplane.intake import Placed
 from hetero_gateway.gateway.dataplane.relay import Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Fallback, OutsidePlace
@@ -136,6 +137,12 @@ class LineAttempts(Attempts):
         attempts.known, attempts.on_place, attempts.on_end = known, on_place, on_end
         rooms.open.add(attempts)
         return attempts
+
+    @property
+    def placed_at(self) -> Placed | None:
+        """Where it is; None: nowhere yet, or nowhere that is known from inside."""
+        place = None if self._exchange is None else self._exchange.place
+        return place if isinstance(place, Placed) else None
 
     @property
     def request_id(self) -> str:

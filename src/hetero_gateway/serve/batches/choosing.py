@@ -7,14 +7,22 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_gateway.core.batches.others import InstanceCounts, Others
-from hetero_gateway.core.batches.outlook import Kind, LineLengths, Sums
-from hetero_gateway.core.batches.shares import BatchShare, alone_s, done_in_s, most_there, shares
+from hetero_gateway.core.batches.outlook import LineLengths, Sums
+from hetero_gateway.core.batches.shares import (
+    BatchShare,
+    alone_s,
+    done_in_s,
+    most_there,
+    shares,
+    step_s,
+)
 from hetero_gateway.core.policies.estimates import LATE_S, PREFILL_TOKENS, room
 from hetero_gateway.core.policies.finish_time import DRAIN_FACTOR, drain_s
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.pool import Pool
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.gateway.admission.clients import Client
+from hetero_gateway.gateway.dataplane.intake import Placed
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.serve.batches.ledger import Batch, WaitingLine
@@ -31,15 +39,13 @@ _USUAL = (512.0, 256.0)
 class RunningBatch:
     """A batch whose lines are sent.
 
-    ``held``: by model, the next ones that wait; ``out``, ``kinds_out``: how many are out, by
-    instance and by kind.
+    ``held``: by model, the next ones that wait; ``out``: how many are out, by instance.
     """
 
     batch: Batch
     seen: LineLengths = field(default_factory=LineLengths)
     held: defaultdict[str, deque[WaitingLine]] = field(default_factory=lambda: defaultdict(deque))
     out: Counter[InstanceId] = field(default_factory=Counter)
-    kinds_out: Counter[Kind] = field(default_factory=Counter)
 
     @property
     def lines_out(self) -> int:
@@ -135,6 +141,37 @@ class LineChoice:
             known = pool, shares(pool.states, pool.members, others, self._slowdown)
             self._shares[model] = known
         return known[1]
+
+    def work_s(
+        self, model: str, prompt_tokens: float, output_tokens: float, now_s: float
+    ) -> float:
+        """How long such a line takes of what batches have of all instances together, s.
+
+        Each as full as it can be; of all of them, where batches have nothing now.
+        """
+        pool = self.pool(model)
+        times_s = pool.request_times_s(prompt_tokens, max(1.0, output_tokens))
+        told = self.shares(pool, model, now_s)
+        per_s = [1 / max(1e-9, time_s) for time_s in times_s]
+        ours = sum(
+            each * (1.0 if share.given else share.part)
+            for each, share in zip(per_s, told, strict=True)
+        )
+        return 1 / (ours or sum(per_s)) if per_s else 0.0
+
+    def step_s(self, at: InstanceId, lines: float) -> float:
+        """How long a step would take of an instance with so many lines, beside what else it has."""
+        if at not in self._fleet.instances:
+            return 0.0
+        state = self._fleet.scheduler.members.table[at]
+        return step_s(state, max(0, state.in_flight - self.out[at]), lines)
+
+    def made_tokens(self, placed: Placed, now_s: float) -> float:
+        """Of an answer that is on its way, by its instance's step clock."""
+        if placed.instance.id not in self._fleet.instances:
+            return 0.0
+        state = self._fleet.scheduler.members.table[placed.instance.id]
+        return state.made_tokens(placed.dispatch, now_s)
 
     def pick(
         self,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from hetero_gateway.core.batches.outlook import Pace, ends_in_s, work_of
+from hetero_gateway.core.batches.outlook import LineOut, Pace, drain_s, ends_in_s, work_of
 from hetero_gateway.core.types import BATCH_CLASS, InstanceId
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.batch_lines import BatchLine
@@ -33,8 +33,9 @@ from hetero_gateway.serve.batches.ledger import Answer, Batch, InputLost, Ledger
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Between two turns, so that answers are synced together; and without news.
-_PAUSE_S, _IDLE_S = 0.01, 0.25
+# Between two turns, so that answers are synced together; without news; and without batches, when
+# others are watched all the same: who begins has to know them.
+_PAUSE_S, _IDLE_S, _WATCH_S = 0.01, 0.25, 5.0
 _LOOK_S = 1.0
 # After what cannot be written.
 _AGAIN_S = 2.0
@@ -155,7 +156,7 @@ class Runner:
         while True:
             has_work = bool(self.running or self._answers)
             try:
-                async with asyncio.timeout(_IDLE_S if has_work else None):
+                async with asyncio.timeout(_IDLE_S if has_work else _WATCH_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -265,7 +266,6 @@ class Runner:
             )
             self._out[attempts] = _Out(running, line, body.custom_id, at)
             running.out[at] += 1
-            running.kinds_out[line.kind] += 1
             choice.out[at] += 1
             choice.bytes_out += line.size
             try:
@@ -285,7 +285,6 @@ class Runner:
         assert answer is not None
         choice.out[at] -= 1
         running.out[at] -= 1
-        running.kinds_out[line.kind] -= 1
         choice.bytes_out -= line.size
         if attempts.usage is not None:
             choice.note(at, *attempts.usage)
@@ -317,9 +316,7 @@ class Runner:
             self._pace.note(self._work_s(line.model, *real))
 
     def _work_s(self, model: str, prompt_tokens: float, output_tokens: float) -> float:
-        """How long all instances together take for such a line, each as full as it can be, s."""
-        times_s = self.choice.pool(model).request_times_s(prompt_tokens, max(1.0, output_tokens))
-        return 1 / sum(1 / max(1e-9, time_s) for time_s in times_s) if times_s else 0.0
+        return self.choice.work_s(model, prompt_tokens, output_tokens, time.monotonic())
 
     # Ends
 
@@ -360,14 +357,31 @@ class Runner:
     # What is to be expected
 
     def _foresee(self, now_s: float) -> None:
-        works = [
-            work_of(each.batch.left, each.kinds_out, each.seen, self._work_s)
-            for each in self.running
-        ]
-        pace = self._pace.look(now_s, sum(begun_s for _, begun_s in works))
-        told = ends_in_s([todo_s for todo_s, _ in works], pace)
-        for each, in_s in zip(self.running, told, strict=True):
+        out: dict[int, list[LineOut]] = {each.batch.seq: [] for each in self.running}
+        for attempts, (running, line, _, at) in self._out.items():
+            placed = attempts.placed_at
+            made = 0.0 if placed is None else self.choice.made_tokens(placed, now_s)
+            told = line.prompt_tokens, line.output_tokens
+            out[running.batch.seq].append(LineOut(line.kind, at, told, made))
+        works_s, begun_s = [], 0.0
+        for each in self.running:
+            lines = out[each.batch.seq]
+            each.seen.look(lines)
+            waits_s, theirs_s = work_of(each.batch.left, lines, each.seen, self._work_s)
+            works_s.append(waits_s)
+            begun_s += theirs_s
+        pace = self._pace.look(now_s, begun_s)
+        drains_s = []
+        for number, each in enumerate(self.running):
+            lines = out[each.batch.seq] or [line for those in out.values() for line in those]
+            # Where others follow, their lines take the places.
+            step_s = self._full_step_s if any(works_s[number + 1 :]) else self.choice.step_s
+            drains_s.append(drain_s(lines, each.seen, step_s))
+        for each, in_s in zip(self.running, ends_in_s(works_s, drains_s, pace), strict=True):
             self._ends_s[each.batch.seq] = now_s + in_s
+
+    def _full_step_s(self, at: InstanceId, _: float) -> float:
+        return self.choice.step_s(at, self.choice.out[at])
 
     def predicted_end_unix_s(self, batch: Batch) -> float | None:
         """When it will be done; None: that is not known yet."""
