@@ -6,7 +6,8 @@ for as ``min_tokens``, at which no gateway looks; all have a limit of 1024.
 
     alone      interactive requests at a share of what the instances can do
     beside     the same requests with a batch that lasts longer than they do
-    night      a batch alone, beside what ``simulate`` says of all at once
+    ends       when a batch was said to end, beside the same requests until it does
+    night      the same of a batch alone, and what ``simulate`` says of all at once
     memory     a whole gateway's memory for short and long files, in processes and real time
 """
 
@@ -180,11 +181,38 @@ async def day(args: argparse.Namespace, directory: Path, *, beside: bool) -> dic
         return told
 
 
-async def night(args: argparse.Namespace, directory: Path) -> tuple[Told, Path]:
-    made = lines(args.lines, 5)
-    async with rig(directory) as running:
+async def night(args: argparse.Namespace, directory: Path, *, beside: bool) -> Told:
+    """A batch to its end, alone or beside interactive requests that are there before it."""
+    made, rate = lines(args.lines, 5), args.load * _BOUND_PER_S
+    async with rig(directory) as running, asyncio.TaskGroup() as tasks:
+        if beside:
+            rows = synthetic_trace(10_000, 7)
+            requests = schedule(rows * 10, rate_per_s=rate, seed=7)
+            asking = tasks.create_task(interactive(running.url, requests))
+            await asyncio.sleep(args.warm_s)
         batch_id = await start_batch(running.url, b"".join(made))
-        return await follow(running, batch_id), directory
+        told = await follow(running, batch_id)
+        if beside:
+            asking.cancel()
+        return told
+
+
+def errors_of(told: Told) -> dict[str, Any]:
+    """How wrong its predicted ends were, as shares of how long it took, from a tenth on."""
+    took_s = told.ended_s - told.began_s
+    errors = [
+        (done / told.total, (end - told.began_s) / took_s - 1)
+        for _, done, end in told.seen
+        if end is not None and done >= told.total / 10
+    ]
+    return {
+        "took_s": took_s,
+        "worst_error": max(errors, key=lambda e: abs(e[1])),
+        "errors": {
+            share: next(error for done, error in errors if done >= share)
+            for share in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+        },
+    }
 
 
 def in_virtual_time(work: Any) -> Any:
@@ -286,23 +314,13 @@ def main() -> int:
                 document[part] = in_virtual_time(day(args, directory, beside=part == "beside"))
             elif part == "memory":
                 document[part] = memory(args, directory)
+            elif part == "ends":
+                told = in_virtual_time(night(args, directory, beside=True))
+                document[part] = errors_of(told)
             elif part == "night":
-                told, _ = in_virtual_time(night(args, directory))
-                took_s = told.ended_s - told.began_s
-                errors = [
-                    (done / told.total, (end - told.began_s) / took_s - 1)
-                    for _, done, end in told.seen
-                    if end is not None and done >= told.total / 10
-                ]
-                document[part] = {
-                    "took_s": took_s,
-                    "simulated_s": simulated_s(args.lines, 5, directory),
-                    "worst_error": max(errors, key=lambda e: abs(e[1])),
-                    "errors": {
-                        share: next(error for done, error in errors if done >= share)
-                        for share in (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-                    },
-                }
+                told = in_virtual_time(night(args, directory, beside=False))
+                simulated = {"simulated_s": simulated_s(args.lines, 5, directory)}
+                document[part] = errors_of(told) | simulated
             print(part, json.dumps(document[part]), f"({time.perf_counter() - began_s:.0f} s)")
     if {"alone", "beside"} <= set(document):
         for name in ("ttft_mean_s", "ttft_p99_s", "latency_mean_s", "latency_p99_s"):

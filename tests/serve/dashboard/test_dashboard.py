@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import json
 import logging
 import os
 import re
@@ -175,7 +176,12 @@ def _driver_port(output: Any) -> int:
 @pytest.mark.system
 async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Path) -> None:
     instances = [FakeInstance(("m", EVIL)) for _ in range(3)]
-    async with rig(instances, profiles=(FAST, SLOW, None)) as (running, client, fakes):
+    batches = {"directory": str(tmp_path / "batches")}
+    async with rig(instances, profiles=(FAST, SLOW, None), batches=batches) as (
+        running,
+        client,
+        fakes,
+    ):
         async with browser(tmp_path) as page:
             await fakes[2].kill()
             await eventually(lambda: not list(running.gateway.fleet.instances.values())[2].up)
@@ -235,6 +241,19 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             assert await page.run("return document.querySelectorAll('img[src=\"x\"]').length") == 0
             assert EVIL in await page.text("#instances")
             assert await page.complaints() == []
+
+            # A batch, and where it is.
+            lines = [
+                {"custom_id": name, "url": CHAT, "body": chat(fake={"first_delay_s": 4})}
+                for name in (EVIL, "b", "c")
+            ]
+            text = "\n".join(map(json.dumps, lines))
+            up = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": text})
+            begun = {"input_file_id": up.json()["id"]}
+            batch_id = (await client.post("/v1/batches", json=begun)).json()["id"]
+            row = await page.until("#batches", lambda text: "i1: " in text or "i0: " in text)
+            assert batch_id in row
+            assert "0 of 3" in row
 
             # Found by its id, drained, weighed and resumed from the page.
             name = (await client.get("/admin/decisions?limit=1")).json()["decisions"][0]

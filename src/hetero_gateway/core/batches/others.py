@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 from hetero_gateway.core.batches.shares import Interactive
 from hetero_gateway.core.types import InstanceId
 
-# Rates: more is noticed soon, less late.
-_SOON_S, _LATE_S = 10.0, 60.0
+# Rates: more is noticed soon, where it is more than so many deviations of chance; less late.
+_SOON_S, _LATE_S, _DEVIATIONS = 10.0, 60.0, 3.0
 _LENGTHS_S: Final = 300.0
 # Who has not asked for so long does not ask.
 _QUIET_S: Final = 120.0
@@ -40,14 +40,13 @@ class _Rates:
         # Sums that forget.
         self.answered = self.prompt = self.output = 0.0
 
-    def per_s(self) -> float:
-        """What was not watched says nothing: as if it had been as the rest."""
-        watched_s = self.watched_s
-        if not watched_s:
-            return 0.0
-        return max(
-            self.soon / (1 - math.exp(-watched_s / _SOON_S)),
-            self.late / (1 - math.exp(-watched_s / _LATE_S)),
+    def per_s(self) -> tuple[float, float]:
+        """(soon, late). What was not watched says nothing: as if it had been as the rest."""
+        if not self.watched_s:
+            return 0.0, 0.0
+        return (
+            self.soon / (1 - math.exp(-self.watched_s / _SOON_S)),
+            self.late / (1 - math.exp(-self.watched_s / _LATE_S)),
         )
 
 
@@ -94,7 +93,11 @@ class Others:
             return Interactive(math.inf, *_USUAL)
         if now_s - self._asked_s > _QUIET_S:
             return Interactive(0.0, *_USUAL)
-        rate = sum(each.per_s() for each in those)
+        rates = [each.per_s() for each in those]
+        soon, late = sum(each[0] for each in rates), sum(each[1] for each in rates)
+        # More than chance: of a weighted mean over T of independent arrivals, by √(rate / 2T).
+        chance = _DEVIATIONS * math.sqrt(late / (2 * _SOON_S))
+        rate = soon if soon > late + chance else late
         answered = sum(r.answered for r in those)
         if answered < 1:
             return Interactive(rate, *_USUAL)

@@ -1,11 +1,12 @@
 """How much of each instance batches may have beside requests that somebody waits for. Pure.
 
-Of an engine that shares its time among those that run, an answer takes B/(1 − u): B alone there,
-u the share of its capacity that is in use. Requests that come at a rate λ are spread over instances
-so that their mean latency is lowest, where B_s/(1 − u_s)² is the same for all that get any:
-u_s = 1 − √(B_s/μ). Without the slowest instances it is higher; as many of them as leave it within a
-factor are given to batches as a whole, and of the others batches get what the rest of that factor,
-φ, allows: β = 0.4·(1 − u)(1 − 1/φ) (docs/design/batches.md).
+Of an engine that shares its time among those that run, an answer takes B/(1 − w): B alone there,
+w the share of its capacity that is in use. Requests that come at a rate λ are spread over instances
+so that their mean latency is lowest: where batches have the part β of an instance, the others have
+u = (1 − β) − √((1 − β)·B/μ) of it. For a given w of each, their latency is linear in u, so that it
+is lowest where they have the fast ones to themselves: of all instances one at most is shared. The
+slowest are given to batches as a whole, as many as leave the mean latency within a factor, and of
+the next one batches get what the rest of that factor allows (docs/design/batches.md).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from hetero_gateway.core.policies.member import Member
 _HALVINGS: Final = 60
 # The search for μ, above the lowest B.
 _MOST_TIMES: Final = 1e9
-# Of what the law leaves: it has no prompts that hold up others, and with all of it latencies rose
-# by 2.5 times as much as meant (benchmarks/scheduling/batches.py).
+# Of what the law leaves: it has no prompts that hold up others, and with all of it latencies rise
+# by more than is meant (benchmarks/scheduling/batches.py).
 _TAKEN: Final = 0.4
 
 
@@ -59,30 +60,35 @@ def per_s(state: InstanceState, member: Member, prompt_tokens: float, output: fl
 
 
 def spread(
-    alone: Sequence[float], capacities: Sequence[float], rate_per_s: float
+    alone: Sequence[float],
+    capacities: Sequence[float],
+    rate_per_s: float,
+    taken: Sequence[float] | None = None,
 ) -> tuple[list[float], float]:
     """(u of each instance, mean latency in s) of requests that are spread for the lowest latency.
 
     Args:
         alone: B of each, s. capacities: C of each, requests per second.
+        taken: parts of the capacities that they do not get; None: none.
 
     The latency is infinite where they cannot do it all.
     """
-    if rate_per_s >= sum(capacities):
-        return [1.0] * len(alone), math.inf
+    free = [1.0] * len(alone) if taken is None else [1 - part for part in taken]
+    rows = list(zip(alone, capacities, free, strict=True))
+    if rate_per_s >= sum(c * f for _, c, f in rows):
+        return free, math.inf
     if rate_per_s <= 0:
         return [0.0] * len(alone), min(alone)
     low = min(alone)
     high = low * _MOST_TIMES
     for _ in range(_HALVINGS):
         mu = math.sqrt(low * high)
-        done = sum(c * max(0.0, 1 - math.sqrt(b / mu)) for b, c in zip(alone, capacities))  # noqa: B905
-        if done < rate_per_s:
+        if sum(c * max(0.0, f - math.sqrt(f * b / mu)) for b, c, f in rows) < rate_per_s:
             low = mu
         else:
             high = mu
-    used = [max(0.0, 1 - math.sqrt(b / high)) for b in alone]
-    spent_s = sum(u * c * b / (1 - u) for u, c, b in zip(used, capacities, alone, strict=True))
+    used = [max(0.0, f - math.sqrt(f * b / high)) for b, _, f in rows]
+    spent_s = sum(u * c * b / (f - u) for u, (b, c, f) in zip(used, rows, strict=True) if u)
     return used, spent_s / rate_per_s
 
 
@@ -106,17 +112,27 @@ def shares(
     _, least_s = spread(alone, capacities, others.rate_per_s)
     if least_s == math.inf:
         return [BatchShare(False, 0.0, 1.0)] * len(states)
-    kept, used, rest = order, [1.0] * len(order), 1.0
-    for count in range(len(order), 0, -1):
-        fastest = order[:count]
-        those = [alone[i] for i in fastest], [capacities[i] for i in fastest]
-        their, latency_s = spread(*those, others.rate_per_s)
-        if not latency_s <= slowdown * least_s:
+    most_s, kept = slowdown * least_s, order
+    while len(kept) > 1:
+        those = [alone[i] for i in kept[:-1]], [capacities[i] for i in kept[:-1]]
+        if not spread(*those, others.rate_per_s)[1] <= most_s:
             break
-        kept, used, rest = fastest, their, slowdown * least_s / latency_s
+        kept = kept[:-1]
+    those = [alone[i] for i in kept], [capacities[i] for i in kept]
+    used, _ = spread(*those, others.rate_per_s)
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS // 2):
+        part = (low + high) / 2
+        taken = [0.0] * (len(kept) - 1) + [part]
+        their, latency_s = spread(*those, others.rate_per_s, taken)
+        if latency_s <= most_s:
+            low, used = part, their
+        else:
+            high = part
     told = [BatchShare(True)] * len(states)
     for i, u in zip(kept, used, strict=True):
-        told[i] = BatchShare(False, max(0.0, _TAKEN * (1 - u) * (1 - 1 / rest)), u)
+        told[i] = BatchShare(False, 0.0, u)
+    told[kept[-1]] = BatchShare(False, _TAKEN * low, used[-1])
     return told
 
 

@@ -1,5 +1,6 @@
 """Which lines are sent where now: as many as others' requests leave room for."""
 
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,8 @@ _MOST_BYTES = 16 << 20
 # Of a key's own limits.
 _OURS = 2
 _MODELS_LOOKED_AT = 64
+# Of what batches have of an instance, a look's weight: about a minute.
+_LOOK_WEIGHT = 1 / 60
 _USUAL = (512.0, 256.0)
 
 
@@ -90,6 +93,8 @@ class LineChoice:
         self._target = target
         self._others = Others()
         self._shares: dict[str, tuple[Pool, list[BatchShare]]] = {}
+        # By model: what batches had of each instance lately.
+        self._usual_parts: dict[str, dict[InstanceId, float]] = {}
         self.sent: Counter[InstanceId] = Counter()
         self.answered: Counter[InstanceId] = Counter()
         self.prompt_tokens: Counter[InstanceId] = Counter()
@@ -140,23 +145,25 @@ class LineChoice:
             others = self._others.on(pool.ids, now_s)
             known = pool, shares(pool.states, pool.members, others, self._slowdown)
             self._shares[model] = known
+            if others.rate_per_s < math.inf:
+                before = self._usual_parts.get(model, {})
+                self._usual_parts[model] = {
+                    each: _moved(before.get(each), 1.0 if share.given else share.part)
+                    for each, share in zip(pool.ids, known[1], strict=True)
+                }
         return known[1]
 
-    def work_s(
-        self, model: str, prompt_tokens: float, output_tokens: float, now_s: float
-    ) -> float:
-        """How long such a line takes of what batches have of all instances together, s.
+    def work_s(self, model: str, prompt_tokens: float, output_tokens: float, now_s: float) -> float:
+        """How long such a line takes of what batches have had of all instances together, s.
 
-        Each as full as it can be; of all of them, where batches have nothing now.
+        Each as full as it can be; of all of them, where batches had nothing.
         """
         pool = self.pool(model)
+        self.shares(pool, model, now_s)
+        parts = self._usual_parts.get(model, {})
         times_s = pool.request_times_s(prompt_tokens, max(1.0, output_tokens))
-        told = self.shares(pool, model, now_s)
         per_s = [1 / max(1e-9, time_s) for time_s in times_s]
-        ours = sum(
-            each * (1.0 if share.given else share.part)
-            for each, share in zip(per_s, told, strict=True)
-        )
+        ours = sum(each * parts.get(i, 0.0) for i, each in zip(pool.ids, per_s, strict=True))
         return 1 / (ours or sum(per_s)) if per_s else 0.0
 
     def step_s(self, at: InstanceId, lines: float) -> float:
@@ -301,6 +308,10 @@ class _Turn:
         """Tokens of an answer, by those of lines like it."""
         sums = Sums(1, line.prompt_tokens, line.output_tokens)
         return self.lengths[line.batch.seq].mean(line.kind, sums)[1]
+
+
+def _moved(before: float | None, now: float) -> float:
+    return now if before is None else before + _LOOK_WEIGHT * (now - before)
 
 
 def _fits(pool: Pool, i: int, line: WaitingLine) -> bool:

@@ -129,7 +129,11 @@ class Files:
         if left < most_bytes:
             most_bytes, too_long = left, self._no_room()
         incoming = Incoming(
-            self._db, new_id(prefix), most_bytes, too_long, lambda more: self._check_room(owner, more)
+            self._db,
+            new_id(prefix),
+            most_bytes,
+            too_long,
+            lambda more: self._check_room(owner, more),
         )
         self._coming[incoming] = owner
         return incoming
