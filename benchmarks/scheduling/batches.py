@@ -186,8 +186,9 @@ async def night(args: argparse.Namespace, directory: Path, *, beside: bool) -> T
     made, rate = lines(args.lines, 5), args.load * _BOUND_PER_S
     async with rig(directory) as running, asyncio.TaskGroup() as tasks:
         if beside:
-            rows = synthetic_trace(10_000, 7)
-            requests = schedule(rows * 10, rate_per_s=rate, seed=7)
+            # Longer than it takes by far.
+            rows = synthetic_trace(round(rate * (args.lines / 4 + 600)), 7)
+            requests = schedule(rows, rate_per_s=rate, seed=7)
             asking = tasks.create_task(interactive(running.url, requests))
             await asyncio.sleep(args.warm_s)
         batch_id = await start_batch(running.url, b"".join(made))
