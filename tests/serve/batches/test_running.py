@@ -2,21 +2,24 @@
 
 import asyncio
 import os
+import sqlite3
 from typing import Any
 
 import openai
 import pytest
 
+from hetero_gateway.serve.batches.ledger import Ledger
 from tests.fakes.running import eventually
 from tests.fakes.vllm import FakeInstance
 from tests.serve.batches.rigs import batch_rig, jsonl, line
+from tests.serve.batches.test_ends import Folder
 
 
 async def test_a_gateway_that_ends_goes_on_where_it_was(tmp_path):
     fakes = [FakeInstance(), FakeInstance()]
     async with batch_rig(tmp_path / "batches", fakes) as there:
         lines = [line(i) for i in range(30)]
-        lines += [line(i, fake={"first_delay_s": 50 if i % 2 else 0}) for i in range(30, 60)]
+        lines += [line(i, fake={"first_delay_s": 10 if i % 2 else 0}) for i in range(30, 60)]
         batch = await there.start(lines)
         await eventually(lambda: there.runner.answered["completed"] >= 40)
         await there.rig.running.gateway.batches.stop()
@@ -36,6 +39,66 @@ async def test_a_batch_that_was_looked_at_is_looked_at_again(tmp_path):
         there.rig.running.gateway.batches.runner.stop()
     async with batch_rig(tmp_path / "batches", 1) as there:
         assert (await there.ended(batch.id)).request_counts.completed == 20
+
+
+async def test_one_that_was_cancelled_before_it_was_looked_at_ends_cancelled(tmp_path):
+    """Its gateway ended in between."""
+    folder = Folder(tmp_path / "batches")
+    file_id = folder.upload(jsonl(line(i) for i in range(5)))
+    made, _ = folder.ledger.create("", file_id, None, ("24h", 86400.0), {})
+    folder.ledger.cancel("", made["id"])
+    folder.close()
+    async with batch_rig(tmp_path / "batches", 1) as there:
+        ended = await there.ended(made["id"])
+        assert ended.status == "cancelled"
+        errors = await there.lines_of(ended.error_file_id)
+        assert sorted(each["custom_id"] for each in errors) == [f"c{i}" for i in range(5)]
+
+
+async def test_a_disk_that_is_full_while_lines_are_looked_at_is_said(tmp_path, monkeypatch):
+    real = Ledger.add_lines
+
+    def full(*_: Any) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    async with batch_rig(tmp_path / "batches", 1) as there:
+        monkeypatch.setattr(Ledger, "add_lines", full)
+        batch = await there.start([line(i) for i in range(5)])
+        batches = there.rig.running.gateway.batches
+        await eventually(lambda: list(batches.alarms()))
+        told = await there.openai.batches.retrieve(batch.id)
+        assert (told.status, told.paused) == ("validating", "database or disk is full")
+        monkeypatch.setattr(Ledger, "add_lines", real)
+        assert (await there.ended(batch.id)).request_counts.completed == 5
+        assert list(batches.alarms()) == []
+
+
+async def test_who_begins_beside_requests_leaves_them_their_machines(tmp_path):
+    """What others ask is known before the first line goes."""
+    async with batch_rig(tmp_path / "batches", 1) as there:
+        over = False
+
+        async def ask() -> None:
+            while not over:
+                await there.openai.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=16
+                )
+                await asyncio.sleep(0.2)
+
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(20)
+        batch = await there.start([line(i, fake={"first_delay_s": 5}) for i in range(300)])
+        most = 0
+        for _ in range(40):
+            await asyncio.sleep(0.1)
+            most = max(most, there.runner.choice.out.total())
+        assert 0 < most < 40
+        over = True
+        await asking
+        await there.openai.batches.cancel(batch.id)
+        await there.ended(batch.id)
 
 
 async def test_another_gateway_waits_for_the_folder(tmp_path):
@@ -99,7 +162,7 @@ async def test_nothing_is_sent_while_requests_wait_and_nothing_waits_itself(tmp_
     one = FakeInstance()
     async with batch_rig(tmp_path / "batches", [one]) as there:
         scheduler = there.rig.running.gateway.fleet.scheduler
-        batch = await there.start([line(i, fake={"first_delay_s": 1}) for i in range(600)])
+        batch = await there.start([line(i, fake={"first_delay_s": 1}) for i in range(400)])
         most = 0
 
         async def watch() -> None:
@@ -111,7 +174,7 @@ async def test_nothing_is_sent_while_requests_wait_and_nothing_waits_itself(tmp_
         watching = asyncio.create_task(watch())
         ended = await there.ended(batch.id)
         watching.cancel()
-        assert ended.request_counts.completed == 600
+        assert ended.request_counts.completed == 400
         assert most == 0
 
 
@@ -119,7 +182,7 @@ async def test_lines_give_way_to_requests(tmp_path):
     """While somebody asks, the one instance has few lines; they are back when nobody does."""
     one = FakeInstance()
     async with batch_rig(tmp_path / "batches", [one]) as there:
-        batch = await there.start([line(i, fake={"first_delay_s": 2}) for i in range(4000)])
+        batch = await there.start([line(i, fake={"first_delay_s": 8}) for i in range(1200)])
         out = there.runner.choice.out
         await eventually(lambda: out.total() > 100)
         over = False
@@ -147,12 +210,12 @@ async def test_with_workers_the_scheduler_process_has_the_files(tmp_path):
     """What a worker is asked goes there piece by piece, and back."""
     async with batch_rig(tmp_path / "batches", workers=2) as there:
         text = "x" * 3000
-        lines = [line(i, text) for i in range(1000)]
+        lines = [line(i, text) for i in range(300)]
         batch = await there.start(lines)
         content = await there.openai.files.content(batch.input_file_id)
         assert content.content == jsonl(lines)
         ended = await there.ended(batch.id)
-        assert ended.request_counts.completed == 1000
-        assert len(await there.lines_of(ended.output_file_id)) == 1000
+        assert ended.request_counts.completed == 300
+        assert len(await there.lines_of(ended.output_file_id)) == 300
         with pytest.raises(openai.NotFoundError):
             await there.openai.files.content("file-none")

@@ -77,6 +77,10 @@ async def test_every_bad_line_is_told_by_number_before_anything_runs(tmp_path):
         assert len(ended.errors.data) == 100
         lines = [e["error"]["line"] for e in await there.lines_of(ended.error_file_id)]
         assert lines == list(range(1, 1501))
+        later = [line(i, url="/v1/responses", background=i > 0) for i in range(3)]
+        ended = await there.ended((await there.start(later, endpoint="/v1/responses")).id)
+        told = {each.line: each.code for each in ended.errors.data}
+        assert told == {2: "background_not_supported", 3: "background_not_supported"}
         empty = await there.ended((await there.start([])).id)
         assert [each.code for each in empty.errors.data] == ["empty_file"]
 
@@ -141,7 +145,7 @@ async def test_other_endpoints(tmp_path):
 
 async def test_a_batch_is_cancelled(tmp_path):
     async with batch_rig(tmp_path / "batches") as there:
-        slow = [line(i, fake={"first_delay_s": 5}) for i in range(3000)]
+        slow = [line(i, fake={"first_delay_s": 5}) for i in range(900)]
         batch = await there.start(slow)
         await eventually(lambda: there.runner.answered["completed"] > 0)
         with pytest.raises(openai.ConflictError):
@@ -151,7 +155,7 @@ async def test_a_batch_is_cancelled(tmp_path):
         ended = await there.ended(batch.id)
         assert ended.status == "cancelled"
         assert ended.request_counts.completed > 0
-        await exactly_once(there, ended, 3000, "batch_cancelled")
+        await exactly_once(there, ended, 900, "batch_cancelled")
         with pytest.raises(openai.ConflictError):
             await there.openai.batches.cancel(batch.id)
 
@@ -167,10 +171,10 @@ async def exactly_once(there: BatchRig, ended: Any, total: int, code: str) -> No
 async def test_a_window_is_over(tmp_path):
     async with batch_rig(tmp_path / "batches") as there:
         lines = [line(i, fake={"first_delay_s": 0.1}) for i in range(5)]
-        lines += [line(i, fake={"hang": True}) for i in range(5, 1500)]
+        lines += [line(i, fake={"hang": True}) for i in range(5, 700)]
         ended = await there.ended((await there.start(lines, window="4s")).id)
         assert ended.status == "expired"
-        await exactly_once(there, ended, 1500, "batch_expired")
+        await exactly_once(there, ended, 700, "batch_expired")
         for fake in there.rig.fakes:
             fake.runs.set()
 
@@ -209,13 +213,13 @@ async def test_half_of_a_keys_limits_is_left_to_its_other_requests(tmp_path, mon
     monkeypatch.setenv("ADMIN_KEY_9", "admin-secret-31415")
     keys = sections_with(tmp_path, entry("a", requests_per_minute=20))
     async with batch_rig(tmp_path / "batches", 1, key=key_of("a"), **keys) as there:
-        batch = await there.start([line(i) for i in range(25)])
+        batch = await there.start([line(i) for i in range(12)])
         await eventually(lambda: there.rig.fakes[0].requests >= 10)
         await asyncio.sleep(5)
         assert there.rig.fakes[0].requests == 10
         chat: Any = {"model": "m", "messages": [{"role": "user", "content": "now"}]}
         await there.openai.chat.completions.create(**chat)
-        assert counts(await there.ended(batch.id)) == (25, 25, 0)
+        assert counts(await there.ended(batch.id)) == (12, 12, 0)
 
 
 async def test_uploads_in_parts(tmp_path):

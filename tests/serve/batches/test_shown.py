@@ -13,13 +13,13 @@ from tests.serve.batches.rigs import batch_rig, line
 
 async def test_metrics_the_board_and_alarms(tmp_path):
     async with batch_rig(tmp_path / "batches") as there:
-        slow = [line(i, fake={"first_delay_s": 10}) for i in range(2000)]
-        batch = await there.start(slow, window="25s")
+        slow = [line(i, fake={"first_delay_s": 20}) for i in range(1200)]
+        batch = await there.start(slow, window="30s")
         await eventually(lambda: there.runner.answered["completed"] > 0)
         await asyncio.sleep(5)
         batches = there.rig.running.gateway.batches
         (shown,) = batches.describe()
-        assert (shown["id"], shown["lines"], shown["failed"]) == (batch.id, 2000, 0)
+        assert (shown["id"], shown["lines"], shown["failed"]) == (batch.id, 1200, 0)
         assert shown["done"] > 0
         assert set(shown["out"]) == {"i0", "i1"}
         assert shown["late"]
