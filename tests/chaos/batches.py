@@ -25,6 +25,7 @@ import yaml
 
 from tests.chaos.gateway import GatewayProcess
 from tests.chaos.instances import MODEL, Instance, make_instances, write_profiles
+from tests.fakes.processes import children_of
 
 _OVER = ("completed", "failed", "expired", "cancelled")
 _WITHIN_S = 1800.0
@@ -68,11 +69,11 @@ class Gateway:
     def kill(self, rng: random.Random, seen: Seen) -> bool:
         """The whole of it, or one of its processes, as it falls. False: it comes back itself."""
         assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        pids = [int(each) for each in children.read_text().split()]
-        if pids and rng.random() < 0.5:
-            os.kill(rng.choice(pids), signal.SIGKILL)
-            seen.kills["one process"] += 1
+        there = children_of(self.process.pid)
+        role = rng.choice(["gateway", *sorted(there)])
+        if role != "gateway":
+            os.kill(there[role], signal.SIGKILL)
+            seen.kills["scheduler" if role == "null" else "worker"] += 1
             return False
         self.process.process.kill()
         self.process.process.wait()
