@@ -33,8 +33,8 @@ _MOST_BYTES = 16 << 20
 # Of a key's own limits.
 _OURS = 2
 _MODELS_LOOKED_AT = 64
-# Of what batches have of an instance, a look's weight: about a minute.
-_LOOK_WEIGHT = 1 / 60
+# Of what batches have of an instance, a look's weight: about two minutes.
+_LOOK_WEIGHT = 1 / 120
 _USUAL = (512.0, 256.0)
 
 
