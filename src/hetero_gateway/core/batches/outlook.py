@@ -170,8 +170,8 @@ class LineLengths:
             known = self._all
         if known.told_prompt:
             prompt *= known.prompt / known.told_prompt
-        if known.curve is not None:
-            output *= known.curve.mean
+        if (curve := known.curve or self._all.curve) is not None:
+            output *= curve.mean
         return prompt, output
 
 
