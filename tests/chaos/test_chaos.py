@@ -51,9 +51,9 @@ def test_workers_and_their_scheduler_are_killed_too() -> None:
 @pytest.mark.system
 @pytest.mark.slow
 def test_a_batch_survives_its_gateway_and_its_instances() -> None:
-    document = run("tests.chaos.batches", "--lines", "2200", "--every", "5")
+    document = run("tests.chaos.batches", "--lines", "2000", "--every", "5")
     assert sum(document["kills"].values()) > 0
-    assert document["counts"] == {"total": 2200, "completed": 2200, "failed": 0}
+    assert document["counts"] == {"total": 2000, "completed": 2000, "failed": 0}
 
 
 @pytest.mark.system
