@@ -270,7 +270,8 @@ class Replicas(_Several):
                 OTHERS, change.load, now_s
             )
 
-    def _on_dispatch(self, replica: int, instance_id: InstanceId, now_s: float) -> None:
+    def _on_dispatch(self, replica: int, dispatch: Dispatch, now_s: float) -> None:
+        instance_id = dispatch.instance_id
         if self._assumed != "nothing":
             self._assume(replica, instance_id, now_s)
         if self._news_s is not None and self._interval_s is not None:

@@ -174,6 +174,8 @@ class SharingConfig(StrictModel):
     """A gateway that has been silent for this long is gone; seconds."""
     timeout_s: float = Field(0.05, ge=0.005, le=5)
     """Time-out of one exchange, in seconds; nothing waits."""
+    placements: bool = True
+    """Hashes of the beginnings of prompts that each has sent where are shared, too."""
     password_env: str | None = None
     """Environment variable with the password of `shared`."""
     ca_file: Path | None = None

@@ -442,11 +442,45 @@ class PrefixIndex:
         member.sizes = sizes
         self._evict(member)
 
+    def learn(
+        self, instance_id: InstanceId, told: Sequence[tuple[int, int]], most_units: int
+    ) -> int:
+        """Others have sent (key, size) there just now, what was used first in front.
+
+        Of what is new no more counts than ``most_units``; returns how much does. KeyError: unknown.
+        """
+        member = self._members[instance_id]
+        sizes, masks, bit, new = member.sizes, self._masks, member.bit, 0
+        for key, size in told:
+            known = sizes.pop(key, 0)
+            if not known:
+                if new + size > most_units:
+                    continue
+                known = max(1, size)
+                new += known
+                masks[key] = masks.get(key, 0) | bit
+            sizes[key] = known
+        member.used += new
+        if member.used > member.capacity:
+            self._evict(member)
+        return new
+
     # What there is to show
 
     def keys_on(self, instance_id: InstanceId) -> int:
         """Keys of one instance. KeyError: unknown."""
         return len(self._members[instance_id].sizes)
+
+    def sizes_of(self, keys: PrefixKeys) -> list[int]:
+        """How much each key of a text takes, in units."""
+        begins = (0, *keys.ends)
+        return [
+            (end - begin) // _UNIT_BYTES or 1 for begin, end in zip(begins, keys.ends, strict=False)
+        ]
+
+    def capacity_units(self, instance_id: InstanceId) -> int:
+        """What one instance has room for. KeyError: unknown."""
+        return self._members[instance_id].capacity
 
     def bytes_on(self, instance_id: InstanceId) -> tuple[int, int]:
         """(bytes of text that one instance has, and has room for). KeyError: unknown."""

@@ -508,6 +508,8 @@ class RemoteDispatcher:
                 self.mirror.listed = message
             elif kind is messages.Configuration:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
+            elif kind is messages.PrefixSecret:
+                self._local.intake.begin_keys_with(message.secret)
             elif kind is messages.Counted:
                 self._untold = [each for each in self._untold if each.number > message.number]
             elif kind is messages.InstanceLoads:
