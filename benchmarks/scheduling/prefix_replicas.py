@@ -6,7 +6,8 @@
 One gateway with ``finish-time``, and several that exchange their loads as ``scheduler.shared`` does
 (every 0.5 s, and news at once). Of prefix caches each replica knows
 
-    shared     what any of them has sent, at once: the best that an exchange could do
+    at once    what any of them has sent, at once: the best that an exchange could do
+    exchanged  the same, through a log that each visits every 0.25 s, as ``scheduler.shared`` does
     own        what it has sent itself; requests come to any replica
     affinity   the same, but all requests of a session come to the same replica, by a hash
     blind      nothing
@@ -47,7 +48,8 @@ from hetero_gateway.sim.workload import Workload
 
 # As ``scheduler.shared`` exchanges.
 INTERVAL_S, NEWS_S = 0.5, 0.01
-WAYS = ("shared", "own", "affinity", "blind")
+WAYS = ("at once", "exchanged", "own", "affinity", "blind")
+PLACEMENTS_S = {"at once": 0.0, "exchanged": 0.25}
 
 
 def run(
@@ -77,7 +79,7 @@ def run(
         if way == "affinity":
             replica_of = sessions % replicas
         gateway = Replicas(
-            schedulers, replica_of, INTERVAL_S, news_s=NEWS_S, share_prefixes=way == "shared"
+            schedulers, replica_of, INTERVAL_S, news_s=NEWS_S, placements_s=PLACEMENTS_S.get(way)
         )
     predictor = BucketMeanPredictor(mean_output)
     records = simulate(instances, workload, gateway, predictor, compiled=can_compile())
@@ -92,13 +94,15 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.9)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--limit", type=int, help="requests of each trace")
+    parser.add_argument("--ways", default=",".join(WAYS))
     args = parser.parse_args()
+    ways = args.ways.split(",")
     for named in args.traces:
         name, _, path = named.partition("=")
         for cluster in args.clusters.split(","):
             instances = load_instances(cluster)
             largest = max(i.profile.kv_capacity_tokens for i in instances) // 16 * 16
-            found: dict[str, list[RunResult]] = {way: [] for way in ("one", *WAYS)}
+            found: dict[str, list[RunResult]] = {way: [] for way in ("one", *ways)}
             for seed in range(args.seeds):
                 rows = read_rows(Path(path), largest, args.limit, seed)
                 workload = workload_of(rows)
@@ -109,7 +113,7 @@ def main() -> None:
                     results.append(run(way, instances, workload, sessions, args.replicas, seed))
             one = found["one"]
             print(f"{name} on {cluster}, {args.replicas} replicas at {args.load:.0%}")
-            for way in WAYS:
+            for way in ways:
                 pairs = list(zip(found[way], one, strict=True))
                 latency = geometric_mean([r.latency_s.mean / o.latency_s.mean for r, o in pairs])
                 ttft = geometric_mean([r.ttft_s.mean / o.ttft_s.mean for r, o in pairs])
