@@ -59,8 +59,8 @@ def run(
     sessions: np.ndarray[Any, Any],
     replicas: int,
     seed: int,
-) -> RunResult:
-    """``way``: one of ``WAYS``, or "one"."""
+) -> tuple[RunResult, float]:
+    """``way``: one of ``WAYS``, or "one". With the bytes that a request takes in the log."""
     mean_output = float(workload.output_tokens.mean())
     reference = (float(workload.prompt_tokens.mean()), mean_output)
     schedulers = [
@@ -83,7 +83,8 @@ def run(
         )
     predictor = BucketMeanPredictor(mean_output)
     records = simulate(instances, workload, gateway, predictor, compiled=can_compile())
-    return summarise(workload, records, len(instances), SLO)
+    log_bytes = gateway.log_bytes if isinstance(gateway, Replicas) else 0
+    return summarise(workload, records, len(instances), SLO), log_bytes / len(workload)
 
 
 def main() -> None:
@@ -103,6 +104,7 @@ def main() -> None:
             instances = load_instances(cluster)
             largest = max(i.profile.kv_capacity_tokens for i in instances) // 16 * 16
             found: dict[str, list[RunResult]] = {way: [] for way in ("one", *ways)}
+            said: dict[str, float] = {}
             for seed in range(args.seeds):
                 rows = read_rows(Path(path), largest, args.limit, seed)
                 workload = workload_of(rows)
@@ -110,7 +112,9 @@ def main() -> None:
                 workload = at_load(workload, args.load * capacity)
                 sessions = np.array([row.text.session for row in rows])
                 for way, results in found.items():
-                    results.append(run(way, instances, workload, sessions, args.replicas, seed))
+                    told = run(way, instances, workload, sessions, args.replicas, seed)
+                    results.append(told[0])
+                    said[way] = said.get(way, 0.0) + told[1] / args.seeds
             one = found["one"]
             print(f"{name} on {cluster}, {args.replicas} replicas at {args.load:.0%}")
             for way in ways:
@@ -120,7 +124,8 @@ def main() -> None:
                 cached = sum(r.cached_share for r, _ in pairs) / len(pairs)
                 print(
                     f"  {way:9s} latency {latency:.3f}  TTFT {ttft:.3f}  cached {cached:.1%} "
-                    f"(one: {sum(o.cached_share for o in one) / len(one):.1%})",
+                    f"(one: {sum(o.cached_share for o in one) / len(one):.1%})"
+                    + (f"  {said[way]:.0f} bytes a request" if said[way] else ""),
                     flush=True,
                 )
 

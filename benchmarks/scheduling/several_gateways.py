@@ -31,7 +31,7 @@ from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
-from hetero_gateway.core.sharing.placements import Placements
+from hetero_gateway.core.sharing.placements import PlacementExchange
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Usage
 
 # What is assumed of the others before they were heard: nothing; what we have ourselves; and after
@@ -143,7 +143,7 @@ class Replicas(_Several):
         self._placements_s = placements_s
         self._log: list[bytes] = []
         self.log_bytes = 0
-        self._placements: list[Placements] = []
+        self._placements: list[PlacementExchange] = []
         self._read = [0] * len(schedulers)
         # Phases differ, as those of gateways do.
         self._log_due_s = [
@@ -165,7 +165,9 @@ class Replicas(_Several):
             scheduler.on_dispatch = functools.partial(self._on_dispatch, replica)
         for replica, scheduler in enumerate(schedulers):
             if placements_s and scheduler.caches is not None:
-                self._placements.append(Placements(scheduler.caches, replica, lambda _: None))
+                self._placements.append(
+                    PlacementExchange(scheduler.caches, replica, lambda _: None)
+                )
                 self._placements[-1].mark = 0
         self._instances: list[InstanceId] = []
         # The number of the next turn: replica ``turn % R`` exchanges at ``turn * interval / R``.

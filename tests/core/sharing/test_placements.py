@@ -12,7 +12,7 @@ from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.prefixes.caches import PrefixCaches, keys_of
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.core.sharing.placements import ENTRIES, ENTRY_BYTES, Placements, mark_of
+from hetero_gateway.core.sharing.placements import ENTRIES, ENTRY_BYTES, PlacementExchange, mark_of
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, PrefixKeys, Reject
 
 SECRET = b"a secret of all"
@@ -31,7 +31,7 @@ class Gateway:
         assert self.scheduler.caches is not None
         self.caches: PrefixCaches = self.scheduler.caches
         self.started_s: dict[InstanceId, float | None] = {}
-        self.placements = Placements(self.caches, replica, lambda i: self.started_s.get(i))
+        self.placements = PlacementExchange(self.caches, replica, lambda i: self.started_s.get(i))
         self.placements.mark = mark_of(SECRET)
         self.placements.set_instances(URLS)
         self.scheduler.on_dispatch = lambda dispatch, _: self.placements.note(dispatch)

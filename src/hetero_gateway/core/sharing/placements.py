@@ -97,7 +97,7 @@ def mark_of(secret: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-class Placements:
+class PlacementExchange:
     """One gateway's side.
 
     Args:

@@ -59,6 +59,15 @@ class InstanceGauges:
     models: frozenset[str] = frozenset()
 
 
+class PlacementsView(Protocol):
+    """What is shared of prompts that were sent, as a scrape sees it."""
+
+    said_bytes: int
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+
+
 class SharedView(Protocol):
     """The view of other gateways, as a scrape sees it."""
 
@@ -66,6 +75,8 @@ class SharedView(Protocol):
     news: Counter[str]
     exchange_s: Histogram
 
+    @property
+    def placements(self) -> PlacementsView | None: ...
     @property
     def mode(self) -> Mode: ...
     @property
@@ -177,3 +188,8 @@ def sharing_families(sharing: SharedView) -> Iterator[Metric]:
     yield family("sharing_exchanges", {(k,): v for k, v in sharing.outcomes.items()})
     yield family("sharing_news", {(k,): v for k, v in sharing.news.items()})
     yield single("sharing_exchange_seconds", sharing.exchange_s)
+    if sharing.placements is not None:
+        counts = sharing.placements.counts
+        results = ("said", "heard", "left_out", "rejected", "foreign")
+        yield family("sharing_placements", {(each,): counts.get(each, 0) for each in results})
+        yield single("sharing_placements_bytes", sharing.placements.said_bytes)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.sharing.breaker import Breaker
-from hetero_gateway.core.sharing.placements import Placements, mark_of
+from hetero_gateway.core.sharing.placements import PlacementExchange, mark_of
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.scaleout.sharing.log import AGE_S, NO_NUMBER, Number, Read
@@ -68,7 +68,7 @@ class SharedPlacements:
         self._log = log
         self._named = secret is not None
         self.secret = secret or os.urandom(_SECRET_BYTES)
-        self._placements = Placements(caches, int(replica, 16), self._started_s)
+        self._placements = PlacementExchange(caches, int(replica, 16), self._started_s)
         if self._named:
             self._placements.mark = mark_of(self.secret)
         self._instances: tuple[Instance, ...] = ()
@@ -199,7 +199,7 @@ class SharedPlacements:
 
     @property
     def counts(self) -> Counter[str]:
-        """See ``Placements.counts``."""
+        """See ``PlacementExchange.counts``."""
         return self._placements.counts
 
     def describe(self) -> dict[str, Any]:
