@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.prefixes.caches import PrefixCaches, keys_of
+from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.prefixes.keys import keys_of
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.placements import ENTRIES, ENTRY_BYTES, PlacementExchange, mark_of

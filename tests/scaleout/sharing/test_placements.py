@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from hetero_gateway.core.prefixes.caches import keys_of
+from hetero_gateway.core.prefixes.keys import keys_of
 from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.scaleout.sharing.log import NO_NUMBER, PlacementLog
 from hetero_gateway.scaleout.sharing.placements import SharedPlacements

@@ -44,7 +44,7 @@ from itertools import islice
 import numpy as np
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.prefixes.caches import PrefixCaches, sizes_of
 from hetero_gateway.core.sharing.message import MessageError, instance_key
 from hetero_gateway.core.types import InstanceId, Outcome
 
@@ -147,14 +147,14 @@ class PlacementExchange:
             return []
         if now_s - self._said_since_s >= _AGAIN_S or len(self._said) > _MOST_SAID:
             self._said, self._said_since_s = set(), now_s
-        said, index = self._said, self._caches.index
+        said = self._said
         told: dict[int, dict[int, int]] = {}
         for dispatch in noted:
             key, keys = self._keys.get(dispatch.instance_id), dispatch.request.prefix
             if key is None or keys is None or _taken_back(dispatch):
                 continue
             parts = told.setdefault(key, {})
-            sizes = index.sizes_of(keys)
+            sizes = sizes_of(keys)
             # The end first, as in the index.
             for at in range(len(sizes) - 1, -1, -1):
                 own = keys.hashes[at]

@@ -24,7 +24,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.limits.accounts import Charge, LimitStanding
 from hetero_gateway.core.policies.base import Decision
-from hetero_gateway.core.prefixes.caches import namespace, seed_of
+from hetero_gateway.core.prefixes.keys import namespace, seed_of
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
