@@ -429,7 +429,7 @@ class CacheSource(enum.Enum):
     EXACT = "exact"  # what its engine tells
 
 
-class Told(Protocol):
+class EngineWord(Protocol):
     """What an engine tells of its blocks: ``engine_blocks``."""
 
     @property
@@ -453,7 +453,7 @@ class PrefixCaches:
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.is_shared: Callable[[], bool] = lambda: False
-        self._blocks: dict[InstanceId, Told] = {}  # of those that tell
+        self._blocks: dict[InstanceId, EngineWord] = {}  # of those that tell
         self._trusts: dict[InstanceId, Trust] = {}
         self._kv_tokens: dict[InstanceId, float] = {}
         self._etas: dict[int, float] = {}  # by slot
@@ -505,7 +505,7 @@ class PrefixCaches:
 
     # What engines tell
 
-    def listen(self, instance_id: InstanceId, blocks: Told) -> None:
+    def listen(self, instance_id: InstanceId, blocks: EngineWord) -> None:
         """An engine tells of its blocks from now on. KeyError: unknown."""
         self._blocks[instance_id] = blocks
         self._resize(instance_id)

@@ -39,6 +39,8 @@ _MOST_DEPTH = 1 << 14
 _ASSUMED_BLOCK_TOKENS = 128
 # So many prompts of which blocks had to be computed, and not a word: nobody speaks any more.
 _SILENT_AFTER = 8
+# And so many whose names did not come with their blocks: this engine does not know of names.
+_NAMELESS_AFTER = 64
 
 
 class _Block:
@@ -73,7 +75,7 @@ class EngineBlocks:
         self._bound: dict[int, tuple[int, int]] = {}
         self._latest: dict[str, int] = {}  # the last block that each request has stored
         self._ended: dict[str, tuple[PrefixKeys, int]] = {}  # before their blocks were told
-        self._unanswered = 0
+        self._unanswered = self._unnamed = 0
         self._block_tokens = _ASSUMED_BLOCK_TOKENS
 
     def __len__(self) -> int:
@@ -90,7 +92,12 @@ class EngineBlocks:
     @property
     def silent(self) -> bool:
         """Whether nothing is told any more, although there must be something to tell."""
-        return self._unanswered >= _SILENT_AFTER
+        return self._unanswered >= _SILENT_AFTER or self.nameless
+
+    @property
+    def nameless(self) -> bool:
+        """Whether it tells of blocks without the names of their prompts."""
+        return self._unnamed >= _NAMELESS_AFTER
 
     def hashes(self) -> Iterator[int]:
         """Of all blocks that are thought to be there."""
@@ -116,6 +123,7 @@ class EngineBlocks:
             self._remove(next(iter(blocks)))
         if session and hashes:
             _keep(self._latest, session, hashes[-1])
+            self._unnamed = 0
             ended = self._ended.get(session)
             if ended is not None:
                 self._bind(*ended, hashes[-1])
@@ -160,6 +168,7 @@ class EngineBlocks:
         _keep(self._ended, session, (keys, prompt_tokens))
         if computed_tokens is not None and computed_tokens >= 2 * self._block_tokens:
             self._unanswered += 1
+            self._unnamed += 1
 
     def _bind(self, keys: PrefixKeys, prompt_tokens: int, latest: int) -> None:
         chain = self._chain(latest)

@@ -205,6 +205,7 @@ class Hub:
                     instance.draining,
                     instance.silent,
                     instance.leave_at_s,
+                    instance.names_prompts,
                 )
             )
         for gone in self._configs.keys() - self._fleet.instances.keys():

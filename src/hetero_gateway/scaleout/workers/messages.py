@@ -304,6 +304,7 @@ class InstanceNow(_Record):
     draining: bool
     silent: bool
     leave_at_s: float
+    names_prompts: bool
 
 
 class Instances(_FromScheduler, tag=101):

@@ -159,6 +159,7 @@ class FleetMirror:
         instance.up = member.available
         instance.silent = member.silent
         instance.leave_at_s = member.leave_at_s
+        instance.names_prompts = member.names_prompts
         instance.draining = member.draining
         fleet.publish(instance)
 

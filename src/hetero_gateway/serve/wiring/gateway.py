@@ -27,6 +27,7 @@ from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.recording import RunFile
 from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.fleet import kv_events
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -214,6 +215,7 @@ class Gateway(Parts):
         )
         self.health: HealthMonitor
         self.engine_calls: EngineCalls
+        self.kv_events: kv_events.KvEventReaders | None = None  # None: nobody could hear them
         self.board: Board
         self.following: Following | None = None  # None: it is off
         self.roles: RoleSearch | None = None  # the same
@@ -237,6 +239,11 @@ class Gateway(Parts):
         self.health = HealthMonitor(self.fleet, self.config.health, tasks)
         self.roster.health = self.health
         self._stack.callback(self.health.stop)
+        if self.fleet.scheduler.caches is not None and kv_events.available():
+            timeout_s = self.config.health.probe_timeout_s
+            self.kv_events = kv_events.KvEventReaders(self.fleet, timeout_s, tasks)
+            self.kv_events.start()
+            self._stack.push_async_callback(self.kv_events.stop)
         self.engine_calls = EngineCalls(self.fleet, self.health)
         self._stack.callback(self.engine_calls.close)
         self._begin_placing(self.health.ask, recalibrate=self.config.scheduler.recalibrate)
