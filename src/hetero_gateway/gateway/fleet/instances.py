@@ -526,6 +526,7 @@ class Fleet:
                     ejected=instance.outcomes.ejected,
                     prefix_trust=None if caches is None else caches.eta(instance.id),
                     prefix_bytes=None if caches is None else caches.index.bytes_on(instance.id)[0],
+                    prefix_source=None if caches is None else caches.source(instance.id),
                     refused_pairs=None if legs.pairs is None else refused[instance.id],
                 )
 

@@ -25,7 +25,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _MOST_KNOWN_SHARE = 8
 
 
-class _WatchedKeys(list[int]):
+class WatchedKeys(list[int]):
     """The keys of an engine's blocks, that says which have come and gone since it was asked."""
 
     def __init__(self, keys: Sequence[int]) -> None:
@@ -168,11 +168,11 @@ class KVEventPublisher:
             await socket.send_multipart([client, b"", topic, _END, b""])
 
 
-def watch(engine: Engine[Any]) -> _WatchedKeys:
+def watch(engine: Engine[Any]) -> WatchedKeys:
     """Have an engine with a prefix cache say what comes and goes there."""
     assert engine._c is not None
     rows = engine._c[0]
-    keys = _WatchedKeys(rows[block_cache.KEY])
+    keys = WatchedKeys(rows[block_cache.KEY])
     rows[block_cache.KEY] = keys
     return keys
 

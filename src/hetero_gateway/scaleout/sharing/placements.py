@@ -63,7 +63,7 @@ class SharedPlacements:
     def __init__(self, fleet: Fleet, log: Log, replica: str, secret: bytes | None) -> None:
         caches = fleet.scheduler.caches
         assert caches is not None
-        self._caches = caches
+        caches.is_shared = lambda: self.live
         self._fleet = fleet
         self._log = log
         self._named = secret is not None

@@ -243,6 +243,7 @@ class Gateway(Parts):
             timeout_s = self.config.health.probe_timeout_s
             self.kv_events = kv_events.KvEventReaders(self.fleet, timeout_s, tasks)
             self.kv_events.start()
+            self.metrics.kv_events = self.kv_events.counts
             self._stack.push_async_callback(self.kv_events.stop)
         self.engine_calls = EngineCalls(self.fleet, self.health)
         self._stack.callback(self.engine_calls.close)
