@@ -219,6 +219,8 @@ class SchedulerConfig(StrictModel):
     """finish-time: most sequences without a first token sent to one instance."""
     prefix_cache: bool = True
     """Keep in mind which beginnings of prompts each instance has cached, by hashes."""
+    kv_events: bool = True
+    """Listen to what engines tell of their caches, where they do; needs the extra `kv-events`."""
     first_token_weight: float = Field(2.0, ge=0, le=100)
     """finish-time: what a second until the first token counts beside a second of latency, for
     prompts of which something is cached."""

@@ -14,7 +14,7 @@ any of this.
 Ranks have a cache each, and a gateway does not choose between them: what any of them has counts for
 the engine, and its trust finds out how often that is where a request comes to.
 
-What an engine sends is bounded and checked (``engines/vllm/kv_events``), takes a tenth of a core at
+What an engine sends is bounded and checked (``engines/vllm/kv_events``), takes a fifth of a core at
 most, and moves what is believed of itself alone. It is listened to on its own host, whatever
 address it names. Needs pyzmq, the extra ``kv-events``; without it nobody is asked.
 """
@@ -60,8 +60,9 @@ _LOOK_S, _ASK_AGAIN_S = 1.0, 60.0
 _MOST_WAITING = 10_000  # messages of one engine, unread
 _REPLAY_S = 5.0  # without an answer, a replay is given up
 _MOST_REPLAYED = 20_000
-_MOST_SHARE = 1 / 10
-_SLICE_S = 0.002
+_MOST_SHARE = 1 / 5
+# Less is not worth a pause, and more messages are not taken at a time.
+_LEAST_S, _AT_ONCE = 0.0002, 64
 _MOST_RANKS = 64
 # Blocks of an engine that does not say how many it has.
 _ASSUMED_KV_TOKENS, _BLOCK_TOKENS, _ROOM = 400_000, 16, 4
@@ -168,7 +169,7 @@ class KvEventReaders:
         tokens = spec.kv_capacity_tokens or _ASSUMED_KV_TOKENS
         most_blocks = _ROOM * len(sources) * tokens // _BLOCK_TOKENS
         blocks = EngineBlocks(caches.index, instance.id, most_blocks)
-        followed = _Followed(instance, blocks, self._context, self.counts)
+        followed = _Followed(self._fleet, instance, blocks, self._context, self.counts)
         followed.tasks = [
             self._tasks.create_task(followed.listen(source)) for source in sources[:_MOST_RANKS]
         ]
@@ -194,11 +195,13 @@ class _Followed:
 
     def __init__(
         self,
+        fleet: Fleet,
         instance: Instance,
         blocks: EngineBlocks,
         context: zmq.asyncio.Context,
         counts: Counter[str],
     ) -> None:
+        self._fleet = fleet
         self.instance = instance
         self.tasks: list[asyncio.Task[None]] = []
         self.blocks = blocks
@@ -231,36 +234,47 @@ class _Followed:
     async def _read(self, socket: Any, source: KvEventSource) -> None:
         # What it has told before is of use, too: chains of blocks that will get their names.
         due, _ = await self._replay(source, 0)
-        slice_s = 0.0
         while True:
-            frames = await socket.recv_multipart()
+            waiting = [await socket.recv_multipart()]
             begun_s = time.process_time()
-            number = _number_in(frames)
-            if number is None:
-                self._counts["rejected"] += 1
-            else:
-                await self._catch_up(source, due, number)
+            # Those that wait already cost a fraction of one that is waited for.
+            waiting += _at_once(socket)
+            for frames in waiting:
+                number = _number_in(frames)
+                if number is None:
+                    self._counts["rejected"] += 1
+                    continue
+                if number != due:
+                    await self._catch_up(source, due, number)
                 self._take(frames[2])
                 due = number + 1
-            slice_s += time.process_time() - begun_s
-            if slice_s > _SLICE_S:
-                await asyncio.sleep(slice_s / _MOST_SHARE)
-                slice_s = 0.0
+            took_s = time.process_time() - begun_s
+            if took_s > _LEAST_S:
+                await asyncio.sleep(took_s / _MOST_SHARE)
+
+    @property
+    def _is_here(self) -> bool:
+        """Or else another one may have its name, and its part of the index."""
+        return self._fleet.instances.get(self.instance.id) is self.instance
+
+    def _forget(self) -> None:
+        if self._is_here:
+            self.blocks.cleared()
 
     async def _catch_up(self, source: KvEventSource, due: int, number: int) -> None:
         """This number is here, and that one was due."""
         if number < due:
             self._counts["restarts"] += 1
-            self.blocks.cleared()
+            self._forget()
             due = 0
-        if number == due:
-            return
+            if not number:
+                return
         self._counts["gaps"] += 1
         _, whole = await self._replay(source, due, number)
         if not whole and due:
             # What was missed may be anything: nothing is believed any more of what was told.
             self._counts["lost"] += 1
-            self.blocks.cleared()
+            self._forget()
             name = self.instance.id
             _log.info("instance %s: KV events were lost: its part begins anew", name)
 
@@ -313,7 +327,8 @@ class _Followed:
                 _log.warning("instance %s: a KV event is left out: %s", self.instance.id, error)
             self._counts["rejected"] += 1
             return
-        self._apply(told)
+        if self._is_here:
+            self._apply(told)
 
     def _apply(self, told: KvEvents) -> None:
         blocks, counts = self.blocks, self._counts
@@ -329,6 +344,20 @@ class _Followed:
             else:
                 counts["stored"] += len(event.hashes)
                 blocks.stored(event.hashes, event.parent, event.block_tokens, event.session)
+
+
+def _at_once(socket: Any) -> list[list[bytes]]:
+    """What is there without waiting."""
+    import zmq
+
+    plain: Any = zmq.Socket.shadow(socket)
+    found: list[list[bytes]] = []
+    try:
+        while len(found) < _AT_ONCE:
+            found.append(plain.recv_multipart(zmq.NOBLOCK))
+    except zmq.Again:
+        pass
+    return found
 
 
 def _set_up(socket: Any) -> None:

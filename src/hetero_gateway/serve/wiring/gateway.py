@@ -239,7 +239,8 @@ class Gateway(Parts):
         self.health = HealthMonitor(self.fleet, self.config.health, tasks)
         self.roster.health = self.health
         self._stack.callback(self.health.stop)
-        if self.fleet.scheduler.caches is not None and kv_events.available():
+        wanted = self.config.scheduler.kv_events and self.fleet.scheduler.caches is not None
+        if wanted and kv_events.available():
             timeout_s = self.config.health.probe_timeout_s
             self.kv_events = kv_events.KvEventReaders(self.fleet, timeout_s, tasks)
             self.kv_events.start()
