@@ -476,9 +476,10 @@ class PrefixCaches:
     def change(self, before: InstanceSpec, spec: InstanceSpec) -> None:
         """Its cache may have another size; of one that is lost nobody knows what comes back."""
         tokens = _kv_tokens(spec)
+        if spec.instance_id in self._blocks:
+            tokens *= _ROOM_OF_EXACT
         if tokens != self._kv_tokens[spec.instance_id]:
-            self._kv_tokens[spec.instance_id] = tokens
-            self._resize(spec.instance_id)
+            self._set_tokens(spec.instance_id, tokens)
         if before.available and not spec.available:
             self.forget(spec.instance_id)
 
@@ -497,23 +498,23 @@ class PrefixCaches:
         self._trusts[instance_id].reset()
         self._note_trust(instance_id)
 
-    def _resize(self, instance_id: InstanceId) -> None:
-        room = self._kv_tokens[instance_id] * self._bytes_per_token
-        # Of who tells what it removes nothing has to be guessed.
-        known = instance_id in self._blocks
-        self.index.resize(instance_id, _ROOM_OF_EXACT * room if known else room)
-
     # What engines tell
 
     def listen(self, instance_id: InstanceId, blocks: EngineWord) -> None:
         """An engine tells of its blocks from now on. KeyError: unknown."""
+        if instance_id not in self._blocks:
+            # Of who tells what it removes nothing has to be guessed.
+            self._set_tokens(instance_id, _ROOM_OF_EXACT * self._kv_tokens[instance_id])
         self._blocks[instance_id] = blocks
-        self._resize(instance_id)
 
     def listen_no_more(self, instance_id: InstanceId) -> None:
         """It tells nothing any more: what is known of it stays, as if it had been sent there."""
         if self._blocks.pop(instance_id, None) is not None:
-            self._resize(instance_id)
+            self._set_tokens(instance_id, self._kv_tokens[instance_id] / _ROOM_OF_EXACT)
+
+    def _set_tokens(self, instance_id: InstanceId, tokens: float) -> None:
+        self._kv_tokens[instance_id] = tokens
+        self.index.resize(instance_id, tokens * self._bytes_per_token)
 
     def source(self, instance_id: InstanceId) -> CacheSource:
         """What knowledge of an instance's cache there is."""
@@ -572,8 +573,8 @@ class PrefixCaches:
         """Go on from another process's ``lately``."""
         self._text_bytes, self._prompt_tokens = text_bytes, tokens
         self._bytes_per_token = bytes_per_token
-        for instance_id in self._kv_tokens:
-            self._resize(instance_id)
+        for instance_id, capacity in self._kv_tokens.items():
+            self.index.resize(instance_id, capacity * bytes_per_token)
 
     def take_over(
         self,
@@ -605,8 +606,8 @@ class PrefixCaches:
             moved = self._text_bytes / self._prompt_tokens / self._bytes_per_token
             if not 1 / _MOVED < moved < _MOVED:
                 self._bytes_per_token *= moved
-                for instance_id in self._kv_tokens:
-                    self._resize(instance_id)
+                for instance_id, tokens in self._kv_tokens.items():
+                    self.index.resize(instance_id, tokens * self._bytes_per_token)
 
     def settled(self, dispatch: Dispatch, keys: PrefixKeys, outcome: Outcome) -> None:
         """It is over."""

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 _MOST_SOURCES_BYTES = 1 << 16
 # Between two looks at who has come or was started anew; and between two questions to one that does
 # not publish, or whose publisher was lost.
-_LOOK_S, _ASK_AGAIN_S = 1.0, 60.0
+_LOOK_S, _LOOK_FOR_NEW_S, _ASK_AGAIN_S = 5.0, 1.0, 60.0
 _MOST_WAITING = 10_000  # messages of one engine, unread
 _REPLAY_S = 5.0  # without an answer, a replay is given up
 _MOST_REPLAYED = 20_000
@@ -119,7 +119,9 @@ class KvEventReaders:
             except Exception:
                 # The background loop's boundary: a bug here must not end all listening.
                 _log.exception("looking for KV events failed")
-            await asyncio.sleep(_LOOK_S)
+            # Who has never been up may be any moment.
+            new = self._fleet.instances.keys() - self._asked.keys()
+            await asyncio.sleep(_LOOK_FOR_NEW_S if new else _LOOK_S)
 
     async def _look(self) -> None:
         instances = self._fleet.instances
