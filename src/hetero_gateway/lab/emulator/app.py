@@ -368,11 +368,12 @@ class EmulatedVLLM:
 
 
 def _content(raw: bytes, body: Json) -> bytes:
-    """The body but for what says where its prompt was computed: that changes no answer."""
-    if "kv_transfer_params" not in body:
-        return raw
-    before, mark, _ = raw.rpartition(b',"kv_transfer_params":')
-    return before + b"}" if mark else raw
+    """The body but for what a gateway adds, as its last fields: that changes no answer."""
+    for name in ("session_id", "kv_transfer_params"):
+        if name in body:
+            before, mark, _ = raw.rpartition(b',"%b":' % name.encode())
+            raw = before + b"}" if mark else raw
+    return raw
 
 
 async def _read(receive: Receive) -> bytes:
