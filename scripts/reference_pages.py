@@ -197,6 +197,15 @@ def _replace(text: str, name: str, heads: str, rows: list[str]) -> str:
     return "\n".join([head + begin, "", *table, "", end + tail])
 
 
+class _Placements:
+    """What others have sent, of which nothing is known."""
+
+    said_bytes = 0
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+
 class _View:
     """A view of other gateways in which nothing has happened."""
 
@@ -207,6 +216,7 @@ class _View:
         self.outcomes: Counter[str] = Counter()
         self.news: Counter[str] = Counter()
         self.exchange_s = Histogram(DECISION_BOUNDS_S)
+        self.placements = _Placements()
 
     def age_s(self) -> float | None:
         return None
@@ -217,6 +227,7 @@ def metric_families() -> list[Metric]:
     metrics = Metrics("finish-time", list)
     metrics.sharing, metrics.workers = _View(), lambda: 0
     metrics.prefix_index = lambda: (0, 0)
+    metrics.kv_events = {}
     key = KeyConfig.model_validate({"name": "a", "hash": "sha256:" + "0" * 64})
     admission = Admission(None, KeysFile(keys=[key]))
     metrics.clients = lambda: client_families(admission, 1, metrics.models)

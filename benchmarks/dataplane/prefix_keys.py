@@ -23,10 +23,8 @@ from collections.abc import Callable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from hetero_gateway.core.prefixes.caches import (
-    PrefixIndex,
-    seed_of,
-)
+from hetero_gateway.core.prefixes.caches import PrefixIndex
+from hetero_gateway.core.request import seed_of
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES
 from hetero_gateway.gateway.request.openai import parse_body, parse_in_steps

@@ -31,6 +31,7 @@ from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import Ticket
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.exchange import OTHERS, LoadExchange
+from hetero_gateway.core.sharing.placements import PlacementExchange
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome, Reject, Usage
 
 # What is assumed of the others before they were heard: nothing; what we have ourselves; and after
@@ -125,7 +126,8 @@ class Replicas(_Several):
         interval_s: between two exchanges; None: nothing is ever exchanged.
         assumed: what a replica takes for the others' load that it has not heard of.
         news_s: shortest time between news of a replica; None: there are none.
-        share_prefixes: what one sends, and so caches, all know at once; else each its own only.
+        placements_s: between two turns at the log of what was sent (``core.sharing.placements``);
+            0: what one sends all know at once; None: each knows its own only.
     """
 
     def __init__(
@@ -135,10 +137,18 @@ class Replicas(_Several):
         interval_s: float | None,
         assumed: Assumed = "nothing",
         news_s: float | None = None,
-        share_prefixes: bool = False,
+        placements_s: float | None = None,
     ) -> None:
         super().__init__(schedulers)
-        self._share_prefixes = share_prefixes
+        self._placements_s = placements_s
+        self._log: list[bytes] = []
+        self.log_bytes = 0
+        self._placements: list[PlacementExchange] = []
+        self._read = [0] * len(schedulers)
+        # Phases differ, as those of gateways do.
+        self._log_due_s = [
+            (0.5 + i) / len(schedulers) * (placements_s or math.inf) for i in range(len(schedulers))
+        ]
         self._replica_of = replica_of
         self._interval_s = interval_s
         self._assumed = assumed
@@ -153,6 +163,12 @@ class Replicas(_Several):
         self._told_s = [-math.inf] * len(schedulers)
         for replica, scheduler in enumerate(schedulers):
             scheduler.on_dispatch = functools.partial(self._on_dispatch, replica)
+        for replica, scheduler in enumerate(schedulers):
+            if placements_s and scheduler.caches is not None:
+                self._placements.append(
+                    PlacementExchange(scheduler.caches, replica, lambda _: None)
+                )
+                self._placements[-1].mark = 0
         self._instances: list[InstanceId] = []
         # The number of the next turn: replica ``turn % R`` exchanges at ``turn * interval / R``.
         # Phases begin at a half, so that what comes all at once at 0 is met unprepared.
@@ -165,6 +181,8 @@ class Replicas(_Several):
         for scheduler, exchange in zip(self.schedulers, self._exchanges, strict=True):
             scheduler.add(spec)
             exchange.set_instances([(i, "") for i in self._instances])
+        for placements in self._placements:
+            placements.set_instances([(i, "") for i in self._instances])
 
     def replace(self, spec: InstanceSpec) -> None:
         for scheduler in self.schedulers:
@@ -186,7 +204,7 @@ class Replicas(_Several):
     def pump(self, now_s: float) -> list[Ticket]:
         self._exchange(now_s)
         tickets = super().pump(now_s)
-        if self._share_prefixes:
+        if self._placements_s == 0:
             for ticket in tickets:
                 if ticket.dispatch is not None:
                     self._share(ticket.dispatch)
@@ -234,6 +252,7 @@ class Replicas(_Several):
         return (turn + 0.5) * self._interval_s / len(self.schedulers)
 
     def _exchange(self, now_s: float) -> None:
+        self._visit_log(now_s)
         if self._interval_s is None:
             return
         count = len(self.schedulers)
@@ -245,6 +264,19 @@ class Replicas(_Several):
         for turn in range(max(self._next_turn, last + 1 - 2 * count), last + 1):
             self._take_turn(turn % count, self._turn_s(turn))
         self._next_turn = max(self._next_turn, last + 1)
+
+    def _visit_log(self, now_s: float) -> None:
+        for replica, placements in enumerate(self._placements):
+            if now_s < self._log_due_s[replica]:
+                continue
+            assert self._placements_s is not None
+            periods = math.ceil((now_s - self._log_due_s[replica]) / self._placements_s + 1e-9)
+            self._log_due_s[replica] += periods * self._placements_s
+            self.log_bytes += sum(map(len, entries := placements.say(now_s)))
+            self._log += entries
+            for entry in self._log[self._read[replica] :]:
+                placements.hear(entry, now_s)
+            self._read[replica] = len(self._log)
 
     def _take_turn(self, replica: int, now_s: float) -> None:
         exchange, scheduler = self._exchanges[replica], self.schedulers[replica]
@@ -270,7 +302,10 @@ class Replicas(_Several):
                 OTHERS, change.load, now_s
             )
 
-    def _on_dispatch(self, replica: int, instance_id: InstanceId, now_s: float) -> None:
+    def _on_dispatch(self, replica: int, dispatch: Dispatch, now_s: float) -> None:
+        instance_id = dispatch.instance_id
+        if self._placements:
+            self._placements[replica].note(dispatch)
         if self._assumed != "nothing":
             self._assume(replica, instance_id, now_s)
         if self._news_s is not None and self._interval_s is not None:

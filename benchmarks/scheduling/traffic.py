@@ -85,7 +85,7 @@ class Gateway:
         for i in self._rng.integers(len(ids), size=requests).tolist():
             dispatch = table[ids[i]].dispatch(Request("m", 400, 100.0), 0.5, now_s)
             if scheduler.on_dispatch is not None:
-                scheduler.on_dispatch(ids[i], now_s)
+                scheduler.on_dispatch(dispatch, now_s)
             outstanding.append((now_s, dispatch))
         while outstanding and now_s - outstanding[0][0] > LIFE_S:
             scheduler.settle(outstanding.popleft()[1], Outcome.COMPLETED, now_s)

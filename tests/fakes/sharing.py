@@ -9,7 +9,7 @@ from typing import Any
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.request import Request
-from hetero_gateway.core.types import Outcome, Reject
+from hetero_gateway.core.types import Outcome, PrefixKeys, Reject
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.scaleout.sharing.peers import Sharing, make_sharing
@@ -48,10 +48,14 @@ class SharingGateway:
         self.sharing: Sharing = made
 
     def place(
-        self, prompt_tokens: int = 64, output_tokens: float = 80.0, now_s: float | None = None
+        self,
+        prompt_tokens: int = 64,
+        output_tokens: float = 80.0,
+        now_s: float | None = None,
+        prefix: PrefixKeys | None = None,
     ) -> Any:
         """Its dispatch; None where it waits."""
-        request = Request("m", prompt_tokens, output_tokens)
+        request = Request("m", prompt_tokens, output_tokens, prefix=prefix)
         ticket = self.fleet.scheduler.place(request, time.monotonic() if now_s is None else now_s)
         assert not isinstance(ticket, Reject)
         return ticket.dispatch
@@ -64,6 +68,12 @@ class SharingGateway:
         decision = self.fleet.scheduler.explain(Request("m", 10, 10.0), time.monotonic())
         assert not isinstance(decision, Reject)
         return {row.instance_id: row.in_flight or 0 for row in decision.explain()}
+
+    def matched(self, keys: PrefixKeys) -> int:
+        """Most bytes of a text that an instance has, as far as is known here."""
+        caches = self.fleet.scheduler.caches
+        assert caches is not None
+        return max((depth for _, depth in caches.index.levels(keys)), default=0)
 
     def in_flight(self) -> float:
         states = self.fleet.scheduler.members.table.states.values()

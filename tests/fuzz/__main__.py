@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tests.fuzz.answers import fuzz_answers
+from tests.fuzz.cache_news import fuzz_cache_news
 from tests.fuzz.fuzzing import fuzz_bodies, fuzz_heads
 from tests.fuzz.key_files import fuzz_keys
 from tests.fuzz.kubernetes import fuzz_kubernetes
@@ -19,6 +20,7 @@ from tests.fuzz.websockets import fuzz_websocket
 _TARGETS = {
     "answers": fuzz_answers,
     "bodies": fuzz_bodies,
+    "cache-news": fuzz_cache_news,
     "grpc": fuzz_grpc,
     "heads": fuzz_heads,
     "http2": fuzz_http2,

@@ -6,6 +6,7 @@ import sys
 from hetero_gateway.cli import standard_streams
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
+from hetero_gateway.lab.emulator.event_settings import read_config as read_events
 from hetero_gateway.lab.emulator.server import EmulatedServer, listen
 from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs, TraceOutputs
 from hetero_gateway.lab.emulator.transfer_settings import KVTransferSettings, read_config
@@ -54,6 +55,7 @@ def settings_of(args: argparse.Namespace) -> EmulatorSettings:
         lora_modules=tuple(name.partition("=")[0] for name in args.lora_modules),
         store_responses=args.store_responses,
         kv_transfer=_kv_transfer(args),
+        kv_events=None if args.kv_events_config is None else read_events(args.kv_events_config),
         dtype=args.dtype,
         attention_backend=args.attention_backend,
     )

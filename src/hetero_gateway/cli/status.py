@@ -32,7 +32,7 @@ def _print_instances(instances: list[dict[str, Any]]) -> None:
     total = sum(i["requests"] for i in instances)
     print_table(
         ("INSTANCE", "STATE", "IN FLIGHT", "NO TOKEN", "SPEED", "DRIFT", "WORKLOAD", "KV EST",
-         "KV ENGINE", "SHARE", "REQUESTS", "PROFILE", "MODELS"),
+         "KV ENGINE", "CACHE", "SHARE", "REQUESTS", "PROFILE", "MODELS"),
         [
             (
                 i["id"],
@@ -44,6 +44,7 @@ def _print_instances(instances: list[dict[str, Any]]) -> None:
                 figure(i["workload"]),
                 percent(i["kv_usage"]),
                 percent(i["engine_kv_usage"]),
+                _cache(i),
                 percent(i["requests"] / total if total else None),
                 str(i["requests"]),
                 i["profile"] + (" (recalibrated)" if _recalibrated(i) else ""),
@@ -77,6 +78,12 @@ def _drift(instance: dict[str, Any]) -> str:
         return "-"
     ratios = f"{figure(drift['decode'])}/{figure(drift['prefill'])}"
     return ratios + (" !" if drift["drifted"] else "")
+
+
+def _cache(instance: dict[str, Any]) -> str:
+    """By what its prefix cache is known, and how much of that is found there."""
+    source, trust = instance.get("prefix_source"), instance.get("prefix_trust")
+    return "-" if source is None or trust is None else f"{source} {percent(trust)}"
 
 
 def _recalibrated(instance: dict[str, Any]) -> bool:

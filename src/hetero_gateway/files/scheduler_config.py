@@ -174,6 +174,8 @@ class SharingConfig(StrictModel):
     """A gateway that has been silent for this long is gone; seconds."""
     timeout_s: float = Field(0.05, ge=0.005, le=5)
     """Time-out of one exchange, in seconds; nothing waits."""
+    placements: bool = True
+    """Hashes of the beginnings of prompts that each has sent where are shared, too."""
     password_env: str | None = None
     """Environment variable with the password of `shared`."""
     ca_file: Path | None = None
@@ -217,6 +219,8 @@ class SchedulerConfig(StrictModel):
     """finish-time: most sequences without a first token sent to one instance."""
     prefix_cache: bool = True
     """Keep in mind which beginnings of prompts each instance has cached, by hashes."""
+    kv_events: bool = True
+    """Listen to what engines tell of their caches, where they do; needs the extra `kv-events`."""
     first_token_weight: float = Field(2.0, ge=0, le=100)
     """finish-time: what a second until the first token counts beside a second of latency, for
     prompts of which something is cached."""

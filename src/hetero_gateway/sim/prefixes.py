@@ -6,7 +6,7 @@ last known block is its request's own.
 
     engine    a key for each of its blocks (``block_cache.py``), made from the id of the block that
               the last token lies in
-    gateway   ``core/prefixes/caches``, over a text of 4 bytes per token that stands for the prompt;
+    gateway   ``core/request``, over a text of 4 bytes per token that stands for the prompt;
               its parts end where a prompt or a run of blocks does in any request, as messages do
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_gateway.core.costs.arrays import Integers
-from hetero_gateway.core.prefixes.caches import keys_of
+from hetero_gateway.core.request import keys_of
 from hetero_gateway.core.types import PrefixKeys
 
 BYTES_PER_TOKEN = 4

@@ -7,7 +7,7 @@ import pytest
 
 from hetero_gateway.core.policies import View, make_policy
 from hetero_gateway.core.policies.base import Decision, Prefix
-from hetero_gateway.core.prefixes.caches import keys_of
+from hetero_gateway.core.request import keys_of
 from hetero_gateway.core.types import Outcome
 from tests.core.builders import candidates, chosen, request, scheduler, spec
 

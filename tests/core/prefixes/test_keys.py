@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from hetero_gateway.core.prefixes.caches import (
+from hetero_gateway.core.request import (
     NO_KEYS,
     PIECE_BYTES,
     PIECES_PER_LENGTH,

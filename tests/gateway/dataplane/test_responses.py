@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from hetero_gateway.core.costs.profile import Constants, Profile
-from hetero_gateway.core.prefixes.caches import joined, keys_of
+from hetero_gateway.core.request import joined, keys_of
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 from hetero_gateway.gateway.dataplane import responses
 from hetero_gateway.gateway.dataplane.responses import Response, Responses

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.dataplane.parse_body import hostile_bodies
-from hetero_gateway.core.prefixes.caches import namespace, seed_of
+from hetero_gateway.core.request import namespace, seed_of
 from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request import openai

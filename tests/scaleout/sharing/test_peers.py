@@ -15,7 +15,8 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import load_gateway_config
-from hetero_gateway.scaleout.sharing.store import RedisStore, StoreError
+from hetero_gateway.scaleout.sharing.node import StoreError
+from hetero_gateway.scaleout.sharing.store import RedisStore
 from tests.fakes.running import FAST, SLOW, rig
 from tests.fakes.sharing import SharingGateway, exchanging, sharing_config
 

@@ -335,7 +335,7 @@ class LengthFeatures:
         prompt_tokens: of one sequence, estimated or exact; at least 1.
         max_output_tokens: the client's limit, at least 1; None: none was given.
         body: the request's JSON as it came; empty in the simulator and in ``explain``.
-        beginning: a number that all prompts with the same beginning have (``prefixes/caches``),
+        beginning: a number that all prompts with the same beginning have (``request``),
             the system prompt's mostly; None: it is not known.
         memo: for the predictor's own use: ``observe`` gets the object that ``predict`` got.
     """

@@ -1,7 +1,8 @@
 """What the instances are thought to have in their prefix caches, and how far that can be believed.
 
-``keys_of`` names a text's beginnings, ``PrefixIndex`` says what was sent where, ``Trust`` how much
-of that an engine really finds, and ``PrefixCaches`` has both follow the scheduler's events:
+``keys`` names a text's beginnings, ``PrefixIndex`` says what was sent where, ``trust`` how much of
+that an engine really finds, ``engine_blocks`` what it tells itself; and ``PrefixCaches`` has them
+follow the scheduler's events:
 
     event                       what changes
     dispatch                    the text is there
@@ -28,149 +29,20 @@ each instance, its trust finds out (``trust``). Nothing of a text is in here, on
 
 A million keys take about 120 MB (``memory_bytes``). Everything is bounded by the instances'
 capacities, whatever comes.
-
-**Keys.** Two texts that begin alike have their first keys in common.
-
-A text is a sequence of parts (tools, a system prompt, messages). It is cut into pieces, and a
-piece's key depends on all that is in front of it, so that one key stands for a whole beginning:
-
-    h_0 = namespace,   h_i = xxh3(piece_i, seed = h_{i-1}),   key_i = h_i without its lowest 4 bits
-
-Where it is cut depends on nothing behind the cut, or a text that goes on would have other keys:
-at every part's end, since the next turn of a conversation goes on there; and within a part every
-``PIECE_BYTES``. After each ``PIECES_PER_LENGTH`` pieces the length doubles, and a part that is
-shorter than a 32nd of it shares a piece with the next one. So a text of B bytes has at most
-16·(2 + log2(B / 512)) keys whatever it is made of (64 MiB: 304), and what is lost between two cuts
-is a sixteenth of what is in front of them, or a piece.
-
-A key is only ever compared. Texts that collide cost a wrong guess at what an instance has in its
-cache, no more: nothing is served from here. The namespace begins with a secret (``seed_of``), so
-that nobody can choose texts that collide, or tell a text from its keys; all the same, they are
-neither logged nor shown.
-
-xxh3 because a megabyte takes 20 µs, where blake2b takes 1700 and Python's own ``hash`` 700
-(benchmarks/dataplane/prefix_keys.py), and ``hash`` differs from process to process.
 """
 
 from __future__ import annotations
 
-import hashlib
+import enum
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Final
-
-from xxhash import xxh3_64_intdigest
+from typing import Any, Final, Protocol
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.prefixes.trust import Trust
-from hetero_gateway.core.types import (
-    COMPLETED,
-    InstanceId,
-    InstanceSpec,
-    Outcome,
-    PrefixKeys,
-)
-
-# The length of the first pieces: some 250 tokens, a few blocks of an engine.
-PIECE_BYTES: Final = 1024
-# After this many pieces their length doubles.
-PIECES_PER_LENGTH: Final = 16
-# A part shorter than this fraction of a piece does not end one.
-_LEAST_SHARE_BITS: Final = 5
-# Of 60 bits, an int takes 32 bytes; of 64, 48. At a million keys, one in 10^6 indexes has a pair
-# that collides.
-_DROPPED_BITS: Final = 4
-
-Buffer = bytes | bytearray | memoryview
-
-
-NO_KEYS: Final = PrefixKeys((), (), 0)
-# Of a text that was put together; beyond it, every second key of its beginning is left out.
-_MOST_JOINED: Final = 512
-
-
-def joined(before: PrefixKeys, after: PrefixKeys) -> PrefixKeys:
-    """The keys of a text that goes on from another; those of ``after`` must know that it does."""
-    hashes, ends, size = before
-    if len(hashes) > _MOST_JOINED:
-        hashes, ends = hashes[::-2][::-1], ends[::-2][::-1]
-    shifted = tuple([size + end for end in after.ends])
-    return PrefixKeys(hashes + after.hashes, ends + shifted, size + after.text_bytes)
-
-
-def key_of_one(start: int, text_bytes: int) -> PrefixKeys:
-    """The keys of a text that nobody has seen: one, by what it is known as."""
-    return PrefixKeys((start >> _DROPPED_BITS,), (text_bytes,), text_bytes)
-
-
-def seed_of(secret: bytes) -> int:
-    """What the namespaces of one gateway, or of several with the same secret, begin with."""
-    return int.from_bytes(hashlib.blake2b(secret, digest_size=8).digest(), "little")
-
-
-def namespace(seed: int, *identity: Buffer) -> int:
-    """The hash that a text's keys begin with.
-
-    Args:
-        seed: from ``seed_of``.
-        identity: what makes equal texts different for an engine (model, salt, template arguments),
-            in a fixed order, with b"" for what is not there.
-    """
-    for part in identity:
-        seed = xxh3_64_intdigest(part, seed)
-    return seed
-
-
-def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
-    """The keys of a text of these parts in the namespace ``start``."""
-    # In one loop: every request passes here.
-    digest, value, at, in_piece = xxh3_64_intdigest, start, 0, 0
-    hashes: list[int] = []
-    ends: list[int] = []
-    piece_bytes, left = PIECE_BYTES, PIECES_PER_LENGTH  # pieces until they are longer
-    for part in parts:
-        size, begin = len(part), 0
-        if in_piece + size >= piece_bytes:
-            view = memoryview(part)
-            stop = piece_bytes - in_piece
-            in_piece = 0
-            while stop <= size:
-                # All pieces of one length: what can be said of them together costs once.
-                count = (size - stop) // piece_bytes + 1
-                if count > left:
-                    count = left
-                cuts = range(stop, stop + count * piece_bytes, piece_bytes)
-                ends += range(at + stop, at + cuts.stop, piece_bytes)
-                for stop in cuts:
-                    value = digest(view[begin:stop], value)
-                    hashes.append(value >> _DROPPED_BITS)
-                    begin = stop
-                left -= count
-                if not left:
-                    left = PIECES_PER_LENGTH
-                    piece_bytes *= 2
-                stop = begin + piece_bytes
-            at += begin
-            part = view[begin:]
-        if begin < size:
-            value = digest(part, value)
-            in_piece += size - begin
-            at += size - begin
-        # A part ends a piece, unless there is too little since the last cut.
-        if in_piece >= piece_bytes >> _LEAST_SHARE_BITS:
-            in_piece = 0
-            hashes.append(value >> _DROPPED_BITS)
-            ends.append(at)
-            left -= 1
-            if not left:
-                left = PIECES_PER_LENGTH
-                piece_bytes *= 2
-    return PrefixKeys(tuple(hashes), tuple(ends), at)
-
-
-# What is there
+from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome, PrefixKeys
 
 # Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
 # anyway. A piece counts for one unit at least.
@@ -442,11 +314,53 @@ class PrefixIndex:
         member.sizes = sizes
         self._evict(member)
 
+    def learn(
+        self, instance_id: InstanceId, told: Sequence[tuple[int, int]], most_units: int
+    ) -> int:
+        """Others have sent (key, size) there just now, what was used first in front.
+
+        Of what is new no more counts than ``most_units``; returns how much does. KeyError: unknown.
+        """
+        member = self._members[instance_id]
+        sizes, masks, bit, new = member.sizes, self._masks, member.bit, 0
+        for key, size in told:
+            known = sizes.pop(key, 0)
+            if not known:
+                if new + size > most_units:
+                    continue
+                known = max(1, size)
+                new += known
+                masks[key] = masks.get(key, 0) | bit
+            sizes[key] = known
+        member.used += new
+        if member.used > member.capacity:
+            self._evict(member)
+        return new
+
+    # What an engine tells of its cache
+
+    def drop(self, instance_id: InstanceId, key: int) -> None:
+        """It has a key no longer; one that it had not is no error. KeyError: unknown."""
+        member = self._members[instance_id]
+        size = member.sizes.pop(key, 0)
+        if size:
+            member.used -= size
+            self._clear(key, member.bit)
+
+    def confirm(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
+        """It has keys of so many bytes for certain. KeyError: unknown."""
+        told = [(key, size_bytes // _UNIT_BYTES or 1) for key, size_bytes in reversed(held)]
+        self.learn(instance_id, told, self._members[instance_id].capacity)
+
     # What there is to show
 
     def keys_on(self, instance_id: InstanceId) -> int:
         """Keys of one instance. KeyError: unknown."""
         return len(self._members[instance_id].sizes)
+
+    def capacity_units(self, instance_id: InstanceId) -> int:
+        """What one instance has room for. KeyError: unknown."""
+        return self._members[instance_id].capacity
 
     def bytes_on(self, instance_id: InstanceId) -> tuple[int, int]:
         """(bytes of text that one instance has, and has room for). KeyError: unknown."""
@@ -465,6 +379,13 @@ class PrefixIndex:
         )
 
 
+def sizes_of(keys: PrefixKeys) -> list[int]:
+    """How much each key of a text takes, in the index's units."""
+    begins = (0, *keys.ends)  # of the pieces, in front of the last end
+    pieces = zip(begins, keys.ends, strict=False)
+    return [(end - begin) // _UNIT_BYTES or 1 for begin, end in pieces]
+
+
 def _units(capacity_bytes: float) -> int:
     return max(0, int(min(capacity_bytes, 2.0**60)) // _UNIT_BYTES)
 
@@ -474,6 +395,8 @@ _ASSUMED_KV_TOKENS: Final = 400_000
 # Bytes of text per token until requests say it, and of how many of them the mean is.
 _BYTES_PER_TOKEN: Final = 4.0
 _MEAN_OVER_REQUESTS: Final = 256
+# Of an instance that tells what it removes, so much more than its KV cache should hold.
+_ROOM_OF_EXACT: Final = 2.0
 # The index is made to fit anew when the ratio has moved by so much.
 _MOVED: Final = 1.1
 
@@ -498,11 +421,39 @@ class Prefix:
         self.cached_tokens = cached_tokens
 
 
+class CacheSource(enum.Enum):
+    """What is known of an instance's cache, the better the further down."""
+
+    OWN = "own"  # what this gateway has sent there
+    SHARED = "shared"  # what all gateways have
+    EXACT = "exact"  # what its engine tells
+
+
+class EngineWord(Protocol):
+    """What an engine tells of its blocks: ``engine_blocks``."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether it tells nothing any more, although there must be something."""
+        ...
+
+    def cleared(self) -> None:
+        """Its cache is empty, or nobody knows what is in it."""
+        ...
+
+
 class PrefixCaches:
-    """The index and the trust of every instance."""
+    """The index and the trust of every instance.
+
+    Attributes:
+        index: what is thought to be where.
+        is_shared: whether placements of other gateways are known, too, as of now.
+    """
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
+        self.is_shared: Callable[[], bool] = lambda: False
+        self._blocks: dict[InstanceId, EngineWord] = {}  # of those that tell
         self._trusts: dict[InstanceId, Trust] = {}
         self._kv_tokens: dict[InstanceId, float] = {}
         self._etas: dict[int, float] = {}  # by slot
@@ -525,22 +476,52 @@ class PrefixCaches:
     def change(self, before: InstanceSpec, spec: InstanceSpec) -> None:
         """Its cache may have another size; of one that is lost nobody knows what comes back."""
         tokens = _kv_tokens(spec)
+        if spec.instance_id in self._blocks:
+            tokens *= _ROOM_OF_EXACT
         if tokens != self._kv_tokens[spec.instance_id]:
-            self._kv_tokens[spec.instance_id] = tokens
-            self.index.resize(spec.instance_id, tokens * self._bytes_per_token)
+            self._set_tokens(spec.instance_id, tokens)
         if before.available and not spec.available:
             self.forget(spec.instance_id)
 
     def leave(self, instance_id: InstanceId) -> None:
         """It is gone. KeyError: unknown."""
+        self._blocks.pop(instance_id, None)
         self.index.leave(instance_id)
         del self._trusts[instance_id], self._kv_tokens[instance_id]
 
     def forget(self, instance_id: InstanceId) -> None:
         """Its cache is empty: restarted, asleep, reset, or lost from sight. KeyError: unknown."""
         self.index.forget(instance_id)
+        blocks = self._blocks.get(instance_id)
+        if blocks is not None:
+            blocks.cleared()
         self._trusts[instance_id].reset()
         self._note_trust(instance_id)
+
+    # What engines tell
+
+    def listen(self, instance_id: InstanceId, blocks: EngineWord) -> None:
+        """An engine tells of its blocks from now on. KeyError: unknown."""
+        if instance_id not in self._blocks:
+            # Of who tells what it removes nothing has to be guessed.
+            self._set_tokens(instance_id, _ROOM_OF_EXACT * self._kv_tokens[instance_id])
+        self._blocks[instance_id] = blocks
+
+    def listen_no_more(self, instance_id: InstanceId) -> None:
+        """It tells nothing any more: what is known of it stays, as if it had been sent there."""
+        if self._blocks.pop(instance_id, None) is not None:
+            self._set_tokens(instance_id, self._kv_tokens[instance_id] / _ROOM_OF_EXACT)
+
+    def _set_tokens(self, instance_id: InstanceId, tokens: float) -> None:
+        self._kv_tokens[instance_id] = tokens
+        self.index.resize(instance_id, tokens * self._bytes_per_token)
+
+    def source(self, instance_id: InstanceId) -> CacheSource:
+        """What knowledge of an instance's cache there is."""
+        blocks = self._blocks.get(instance_id)
+        if blocks is not None and not blocks.silent:
+            return CacheSource.EXACT
+        return CacheSource.SHARED if self.is_shared() else CacheSource.OWN
 
     # What is there
 

@@ -136,8 +136,8 @@ class Scheduler:
         self._dispatched = 0
         self._probes = Probes(self.members, active=queues)
         self._pumped_s = -math.inf
-        # Called with (instance, now_s) when a request was sent there. It must not raise.
-        self.on_dispatch: Callable[[InstanceId, float], None] | None = None
+        # Called with (dispatch, now_s) when a request was sent. It must not raise.
+        self.on_dispatch: Callable[[Dispatch, float], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self.members!r}>"
@@ -473,7 +473,7 @@ class Scheduler:
             if decision.choice.prefill_position >= 0:
                 ticket.prefill = self.legs.dispatch(decision, now_s)
                 if self.on_dispatch is not None:
-                    self.on_dispatch(ticket.prefill.instance_id, now_s)
+                    self.on_dispatch(ticket.prefill, now_s)
             ticket.dispatch = self.dispatch(decision, now_s)
             ticket.decision, ticket.waits = decision, False
         except Exception as error:
@@ -574,7 +574,7 @@ class Scheduler:
         if self.restraints.by_id:
             self.restraints.sent(dispatch, now_s)
         if self.on_dispatch is not None:
-            self.on_dispatch(decision.instance_id, now_s)
+            self.on_dispatch(dispatch, now_s)
         keys = request.prefix
         if keys is not None and self.caches is not None:
             if decision.prefix is not None:

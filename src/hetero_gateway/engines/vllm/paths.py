@@ -13,6 +13,7 @@ from typing import NamedTuple
 HEALTH = "/health"
 PING = "/ping"  # the same, by GET or POST
 VERSION = "/version"
+KV_EVENT_SOURCES = "/kv_event_sources"
 LOAD = "/load"  # always 0 unless --enable-server-load-tracking
 METRICS = "/metrics"
 MODELS = "/v1/models"
@@ -49,7 +50,7 @@ IS_PAUSED = "/is_paused"
 ENGINE_CALLS = {
     **dict.fromkeys(
         (
-            IS_SLEEPING, IS_PAUSED, LOAD, "/server_info", "/kv_event_sources",
+            IS_SLEEPING, IS_PAUSED, LOAD, "/server_info", KV_EVENT_SOURCES,
             "/fault_tolerance/status", "/weight_info", "/get_world_size",
         ),
         "GET",

@@ -16,7 +16,7 @@ import base64
 import hashlib
 import hmac
 
-from hetero_gateway.core.prefixes.caches import namespace
+from hetero_gateway.core.request import namespace
 from hetero_gateway.engines.vllm.added_fields import with_last_field
 from hetero_gateway.gateway.request.forms import is_form
 from hetero_gateway.http.heads import Inbound

@@ -55,6 +55,7 @@ from hetero_gateway.gateway.dataplane.dispatcher import Place, Waiting
 from hetero_gateway.gateway.dataplane.ended import Ended, EndedRequests
 from hetero_gateway.gateway.dataplane.handover import HandoverExchange
 from hetero_gateway.gateway.dataplane.intake import Placed, shorten_body
+from hetero_gateway.gateway.dataplane.prompt_names import named_prompt
 from hetero_gateway.gateway.dataplane.relay import MOST_EMPTY_BYTES, Exchange
 from hetero_gateway.gateway.dataplane.rooms import Rooms
 from hetero_gateway.gateway.dataplane.routes import Outside, OutsidePlace
@@ -331,6 +332,8 @@ class Attempts(TwoLegs):
         if rooms.priorities is not None:
             assert self._client is not None
             priority, body = rooms.priorities.given(inbound, self._client, body)
+        if instance.names_prompts:
+            body = named_prompt(inbound, self._job, body)
         if rooms.tracing is not None:
             if self._span is None:
                 self._span = rooms.tracing.begin(inbound)

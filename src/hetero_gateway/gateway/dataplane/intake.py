@@ -24,8 +24,7 @@ from hetero_gateway.core.lengths.predictors import (
 )
 from hetero_gateway.core.limits.accounts import Charge, LimitStanding
 from hetero_gateway.core.policies.base import Decision
-from hetero_gateway.core.prefixes.caches import namespace, seed_of
-from hetero_gateway.core.request import Request
+from hetero_gateway.core.request import Request, namespace, seed_of
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import RESPONSES, Work, asked_at, starts_with_a_token
 from hetero_gateway.errors import Refusal
@@ -207,15 +206,23 @@ class Intake:
         self.predictor = predictor
         self._bytes_per_token = bytes_per_token
         self._names = seed_of(prefix_secret)
-        self._seed = self._names if config.scheduler.prefix_cache else None
+        self._keyed, self._isolates = (
+            config.scheduler.prefix_cache,
+            config.scheduler.isolate_clients,
+        )
+        self.begin_keys_with(prefix_secret)
         self._classes = config.clients.wanted
         self.set(config.scheduler, tokenizer)
-        self._tenants = Tenants(prefix_secret) if config.scheduler.isolate_clients else None
         # Whether a response is its client's alone.
         self._owned = config.clients.wanted or config.scheduler.isolate_clients
         self.readers = BodyReaders(config.server.allow_engine_fields)
         self.responses = Responses()
         self.routes = ModelRoutes(config, fleet.contexts)
+
+    def begin_keys_with(self, secret: bytes) -> None:
+        """Have the keys of prompts, and the salts of clients, come from this from now on."""
+        self._seed = seed_of(secret) if self._keyed else None
+        self._tenants = Tenants(secret) if self._isolates else None
 
     def set(self, config: SchedulerConfig, tokenizer: Tokenizer | None) -> None:
         """Other settings from now on."""

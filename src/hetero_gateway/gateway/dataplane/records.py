@@ -33,6 +33,7 @@ from hetero_gateway.core.lengths.predictors import (
     can_hold,
     learn,
 )
+from hetero_gateway.core.prefixes.engine_blocks import EngineBlocks
 from hetero_gateway.core.types import CLIENT_DISCONNECTED, COMPLETED, Outcome, Usage
 from hetero_gateway.engines.vllm import (
     REALTIME,
@@ -41,6 +42,7 @@ from hetero_gateway.engines.vllm import (
     least_tokens_of_events,
     tokens_of_events,
 )
+from hetero_gateway.engines.vllm.kv_events import session_of
 from hetero_gateway.gateway.admission.usage import ClientUsage
 from hetero_gateway.gateway.dataplane.intake import Job, Placed, PrefillLeg
 from hetero_gateway.gateway.dataplane.observed import ObservedResponse
@@ -389,6 +391,8 @@ class Recorder:
         if request.prefix is not None:
             dispatch = placed.dispatch
             prefix = dispatch.state.prefix
+            if instance.engine_blocks is not None:
+                _note_end(instance.engine_blocks, job, dispatch, told_prompt)
             if dispatch.hit_tokens is not None or prefix.counts:
                 series = metrics.counts(request.model, instance.id)
                 series.cached_tokens += prefix.believed_hits(dispatch) or 0.0
@@ -506,3 +510,16 @@ def _expected_latency_s(placed: Placed) -> float:
     batch = min(batch, profile.max_num_seqs)
     result = prefill_time_s(c, 1, request.prompt_tokens)
     return result + decode_time_s(c, batch, request.prompt_tokens, request.predicted_output_tokens)
+
+
+def _note_end(blocks: EngineBlocks, job: Job, dispatch: Dispatch, told_prompt: int | None) -> None:
+    """A request is complete: its keys are those of the blocks that came with its prompt's name."""
+    keys, parsed = job.request.prefix, job.parsed
+    if keys is None or not keys.hashes or parsed.prompt_count != 1 or parsed.media_parts:
+        return
+    tokens, prefix = told_prompt or job.request.prompt_tokens, dispatch.state.prefix
+    hits = None
+    if dispatch.hit_tokens is not None or prefix.counts:
+        hits = prefix.believed_hits(dispatch)
+    computed = None if hits is None else tokens - hits
+    blocks.ended(session_of(keys.hashes[-1]), keys, tokens, computed)

@@ -26,11 +26,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
-from hetero_gateway.core.prefixes.caches import (
-    joined,
-    key_of_one,
-    namespace,
-)
+from hetero_gateway.core.request import joined, key_of_one, namespace
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 
 _MOST_RESPONSES = 100_000

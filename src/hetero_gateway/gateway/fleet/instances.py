@@ -25,6 +25,7 @@ from hetero_gateway.core.instances.outcomes import EjectionRules, Outcomes
 from hetero_gateway.core.instances.silence import Health
 from hetero_gateway.core.policies import POLICY_NAMES, Policy, PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo, Slos
+from hetero_gateway.core.prefixes.engine_blocks import EngineBlocks
 from hetero_gateway.core.scheduling.disciplines import ClassRule, make_discipline
 from hetero_gateway.core.scheduling.queue import QueueDiscipline
 from hetero_gateway.core.scheduling.scheduler import Scheduler
@@ -117,6 +118,9 @@ class Instance:
         self.engine_block_tokens: int | None = None  # of its KV cache
         self.engine_prefix_caching: bool | None = None
         self.engine_started_s: float | None = None  # Unix time, as it says itself
+        # What it tells of its prefix cache; None: nothing, or another process hears it.
+        self.engine_blocks: EngineBlocks | None = None
+        self.names_prompts = False  # it is to name prompts so, and is told the names
         # What came of its requests; from the fleet, when it is admitted.
         self.outcomes: Outcomes
 
@@ -522,6 +526,7 @@ class Fleet:
                     ejected=instance.outcomes.ejected,
                     prefix_trust=None if caches is None else caches.eta(instance.id),
                     prefix_bytes=None if caches is None else caches.index.bytes_on(instance.id)[0],
+                    prefix_source=None if caches is None else caches.source(instance.id),
                     refused_pairs=None if legs.pairs is None else refused[instance.id],
                 )
 

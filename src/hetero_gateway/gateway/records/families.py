@@ -22,6 +22,7 @@ from prometheus_client.core import (
 
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
+from hetero_gateway.core.prefixes.caches import CacheSource
 
 if TYPE_CHECKING:
     from hetero_gateway.core.sharing.exchange import Mode
@@ -55,8 +56,21 @@ class InstanceGauges:
     ejected: bool = False
     prefix_trust: float | None = None
     prefix_bytes: int | None = None
+    prefix_source: CacheSource | None = None
     refused_pairs: int | None = None
     models: frozenset[str] = frozenset()
+
+
+KV_EVENTS = ("stored", "removed", "cleared", "gaps", "lost", "restarts", "rejected")
+
+
+class PlacementsView(Protocol):
+    """What is shared of prompts that were sent, as a scrape sees it."""
+
+    said_bytes: int
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
 
 
 class SharedView(Protocol):
@@ -66,6 +80,8 @@ class SharedView(Protocol):
     news: Counter[str]
     exchange_s: Histogram
 
+    @property
+    def placements(self) -> PlacementsView | None: ...
     @property
     def mode(self) -> Mode: ...
     @property
@@ -110,7 +126,7 @@ _OF_INSTANCES = (
     "instance_up", "instance_ejected", "in_flight_requests", "instance_workload",
     "instance_kv_usage_ratio", "instance_speed_factor", "instance_waiting_first_token",
     "profile_drift_ratio", "profile_age_seconds", "prompt_cached_tokens", "instance_prefix_trust",
-    "instance_prefix_bytes", "instance_refused_pairs",
+    "instance_prefix_bytes", "instance_prefix_source", "instance_refused_pairs",
 )  # fmt: skip
 
 
@@ -132,6 +148,9 @@ def _instance_rows(gauges: InstanceGauges) -> Iterator[Row]:
     yield "profile_age_seconds", (name,), gauges.profile_age_s
     yield "instance_prefix_trust", (name,), gauges.prefix_trust
     yield "instance_prefix_bytes", (name,), gauges.prefix_bytes
+    if gauges.prefix_source is not None:
+        for source in CacheSource:
+            yield "instance_prefix_source", (name, source.value), gauges.prefix_source is source
     yield "instance_refused_pairs", (name,), gauges.refused_pairs
 
 
@@ -177,3 +196,8 @@ def sharing_families(sharing: SharedView) -> Iterator[Metric]:
     yield family("sharing_exchanges", {(k,): v for k, v in sharing.outcomes.items()})
     yield family("sharing_news", {(k,): v for k, v in sharing.news.items()})
     yield single("sharing_exchange_seconds", sharing.exchange_s)
+    if sharing.placements is not None:
+        counts = sharing.placements.counts
+        results = ("said", "heard", "left_out", "rejected", "foreign")
+        yield family("sharing_placements", {(each,): counts.get(each, 0) for each in results})
+        yield single("sharing_placements_bytes", sharing.placements.said_bytes)

@@ -18,7 +18,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import (
@@ -35,6 +35,7 @@ from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram, Taken
 from hetero_gateway.core.types import DEFAULT_CLASS
 from hetero_gateway.gateway.records.families import (
+    KV_EVENTS,
     InstanceGauges,
     Row,
     SharedView,
@@ -132,6 +133,8 @@ class Metrics:
         # (different keys, bytes of memory) of the prefix index; None: there is none.
         self.prefix_index: Callable[[], tuple[int, int]] | None = None
         self.late_probes: Callable[[], int] = lambda: 0
+        # Of engines that tell of their caches; None: nobody could hear them.
+        self.kv_events: Mapping[str, int] | None = None
         # (name, instances, whether it cannot be asked now) of each source of instances.
         self.sources: Callable[[], Iterable[tuple[str, int, bool]]] = lambda: ()
         self.reloads: Counter[str] = Counter()
@@ -348,6 +351,8 @@ class Metrics:
         # What the process is short of, what sources name, and what became of the configuration
         yield single("event_loop_tasks", _task_count())
         yield single("probes_late", self.late_probes())
+        if self.kv_events is not None:
+            yield family("kv_events", {(e,): self.kv_events.get(e, 0) for e in KV_EVENTS})
         yield family("config_reloads", _from_zero(_RELOAD_OUTCOMES, self.reloads))
         sources = tuple(self.sources())
         yield family("source_instances", {(name,): count for name, count, _ in sources})

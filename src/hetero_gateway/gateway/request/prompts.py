@@ -7,7 +7,7 @@ How long (docs/design/scheduling.md, "Prompt length"):
   ``\\uXXXX`` escape as three bytes, and divided by the model's learnt bytes-per-token ratio.
 - Each image, audio clip or video counts ``image_tokens``, and the base64 data none.
 
-Its keys (``core/prefixes/caches``):
+Its keys (``core/request``):
 
 Nothing is decoded: a part of the text is the JSON of a message, a tool or a content block as the
 client wrote it, byte for byte. A client writes what it has said before in the same way again, and
@@ -32,7 +32,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from hetero_gateway.core.prefixes.caches import Buffer, keys_of, namespace
+from hetero_gateway.core.request import Buffer, keys_of, namespace
 from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.gateway.request.body_fields import LEAST_BYTES, Extent
 from hetero_gateway.gateway.request.byte_counts import (

@@ -27,6 +27,7 @@ from hetero_gateway.lab.emulator.errors import (
     refused,
     validate,
 )
+from hetero_gateway.lab.emulator.kv_events import KVEventPublisher
 from hetero_gateway.lab.emulator.kv_transfer import KVTransfer
 from hetero_gateway.lab.emulator.loop import EngineLoop
 from hetero_gateway.lab.emulator.openai import ChatReply, CompletionReply
@@ -73,6 +74,10 @@ class EmulatedVLLM:
         if settings.kv_transfer is not None:
             self.transfer = KVTransfer(settings, settings.kv_transfer, self.loop, VERSION, self.die)
             self._block_keys = common_block_keys
+        self.events: KVEventPublisher | None = None
+        if settings.kv_events is not None and settings.kv_events.enable_kv_cache_events:
+            self.events = KVEventPublisher(settings.kv_events, self.loop.engine)
+            self.loop.on_steps.append(self.events.after_step)
         self.is_dead = False
         self.on_death: Callable[[], None] = lambda: None
         self._random = Random(settings.seed)
@@ -84,6 +89,7 @@ class EmulatedVLLM:
             paths.HEALTH: self._health,
             paths.PING: self._health,
             paths.VERSION: lambda: {"version": VERSION},
+            paths.KV_EVENT_SOURCES: lambda: {} if self.events is None else self.events.sources(),
             paths.LOAD: lambda: {"server_load": 0},  # as without its tracking flag
             paths.METRICS: self.loop.metrics.render,
             paths.MODELS: self._models,
@@ -123,8 +129,14 @@ class EmulatedVLLM:
             stepping = tasks.create_task(self.loop.run())
             if self.transfer is not None:
                 await self.transfer.open(tasks.create_task)
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
+            if self.events is not None:
+                await self.events.open()
+            try:
+                await send({"type": "lifespan.startup.complete"})
+                await receive()
+            finally:
+                if self.events is not None:
+                    self.events.close()
             stepping.cancel()
             if self.transfer is not None:
                 self.transfer.close()
@@ -142,7 +154,10 @@ class EmulatedVLLM:
             elif path in self._pages:
                 await _respond(send, self._pages[path]())
             elif path == paths.RESET_PREFIX_CACHE:
-                await _respond(send, {"success": self.loop.engine.reset_prefix_cache()})
+                success = self.loop.engine.reset_prefix_cache()
+                if success and self.events is not None:
+                    self.events.cleared()
+                await _respond(send, {"success": success})
             elif path in self._forms:
                 form = self._forms[path](_decode(await _read(receive), scope))
                 await _respond(send, form)
@@ -243,6 +258,8 @@ class EmulatedVLLM:
                 if settings.prefix_caching:
                     tokens = prompt + answer_tokens(answer.pieces)
                     keys = self._block_keys(tokens, (adapter, ask.cache_salt))
+                    if self.events is not None:
+                        self.events.asked(keys, ask.session)
                 reply.add(len(prompt) // BYTES_PER_TOKEN, answer, keys)
 
     def _limit(self, ask: Ask, prompt_tokens: int) -> int:
@@ -351,11 +368,12 @@ class EmulatedVLLM:
 
 
 def _content(raw: bytes, body: Json) -> bytes:
-    """The body but for what says where its prompt was computed: that changes no answer."""
-    if "kv_transfer_params" not in body:
-        return raw
-    before, mark, _ = raw.rpartition(b',"kv_transfer_params":')
-    return before + b"}" if mark else raw
+    """The body but for what a gateway adds, as its last fields: that changes no answer."""
+    for name in ("session_id", "kv_transfer_params"):
+        if name in body:
+            before, mark, _ = raw.rpartition(b',"%b":' % name.encode())
+            raw = before + b"}" if mark else raw
+    return raw
 
 
 async def _read(receive: Receive) -> bytes:

@@ -52,6 +52,7 @@ class Ask:
     tool: str | None = None
     tool_finish: str = "stop"
     cache_salt: str | None = None
+    session: str | None = None
     top_logprobs: int | None = None
 
     @property
@@ -73,6 +74,7 @@ class _StreamOptions(BaseModel):
 
 
 class _Sampling(EngineBody):
+    session_id: str | None = None
     n: int | None = 1
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -112,6 +114,7 @@ class _Sampling(EngineBody):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
             "cache_salt": self.cache_salt,
+            "session": self.session_id,
             "n": self.n or 1,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,

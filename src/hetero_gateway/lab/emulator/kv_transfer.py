@@ -98,7 +98,7 @@ class KVTransfer(Collector):
         self._fetched: dict[ReplyChoice, tuple[PinnedBlocks, int]] = {}
         self._tasks: dict[EmulatedReply, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
-        loop.on_step = self._after_step
+        loop.on_steps.append(self._after_step)
         loop.metrics.add(self)
         self.external_tokens = 0
         self.failed = self.expired = self.late = 0

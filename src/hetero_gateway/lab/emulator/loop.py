@@ -54,7 +54,7 @@ class EngineLoop:
         self._work = asyncio.Event()
         self._submitted_s = 0.0
         self._open: set[EmulatedReply] = set()
-        self.on_step: Callable[[], None] = lambda: None  # after each
+        self.on_steps: list[Callable[[], None]] = []  # after each
 
     def submit(self, reply: EmulatedReply) -> None:
         """Queue every sequence of a reply whose response is open."""
@@ -143,7 +143,8 @@ class EngineLoop:
                 choice.reply.on_end(choice)
             if not choice.reply.streamed:
                 choice.reply.on_finished()
-        self.on_step()
+        for call in self.on_steps:
+            call()
 
 
 async def _sleep_until(when_s: float) -> None:

@@ -9,6 +9,7 @@ from typing import Self
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.lab.emulator.event_settings import KVEventsConfig
 from hetero_gateway.lab.emulator.transfer_settings import KVTransferSettings
 from hetero_gateway.sim.engine import Scheduling
 
@@ -101,6 +102,7 @@ class EmulatorSettings:
         num_gpu_blocks: a KV cache of this many blocks of 16 tokens instead of the profile's.
         lora_modules: further names, each an adapter that shares no cached prefix with others.
         kv_transfer: how it hands KV caches over; None: it does not.
+        kv_events: where it tells of its prefix cache; None: it does not.
         dtype, attention_backend: what others compare, before one takes the other's KV cache.
 
     Raises:
@@ -125,6 +127,7 @@ class EmulatorSettings:
     lora_modules: tuple[str, ...] = ()
     store_responses: bool = False
     kv_transfer: KVTransferSettings | None = None
+    kv_events: KVEventsConfig | None = None
     dtype: str = "auto"
     attention_backend: str = "auto"
 
@@ -139,6 +142,8 @@ class EmulatorSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1, not {value}")
+        if self.kv_events is not None and not self.prefix_caching:
+            raise ConfigError("--kv-events-config: there is no prefix cache to tell of")
         if self.kv_transfer is not None and not self.prefix_caching:
             raise ConfigError("--kv-transfer-config: is emulated with a prefix cache only")
         capacity_tokens = self.capacity_tokens

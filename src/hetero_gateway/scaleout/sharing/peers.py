@@ -23,6 +23,7 @@ from typing import Any
 
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
 from hetero_gateway.core.histogram import Histogram
+from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.limits.accounts import Account
 from hetero_gateway.core.sharing.belief import EngineReport
 from hetero_gateway.core.sharing.breaker import Breaker
@@ -33,7 +34,10 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import EngineMetrics
 from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
-from hetero_gateway.scaleout.sharing.store import RedisStore, Store, StoreError
+from hetero_gateway.scaleout.sharing.log import PlacementLog
+from hetero_gateway.scaleout.sharing.node import StoreError
+from hetero_gateway.scaleout.sharing.placements import SharedPlacements
+from hetero_gateway.scaleout.sharing.store import RedisStore, Store
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +59,22 @@ def make_sharing(
     fleet: Fleet,
     base_dir: Path,
     accounts: Callable[[], Iterable[Account]] = tuple,
+    prefix_secret: bytes | None = None,
 ) -> "Sharing":
-    """Of ``scheduler.shared``. Raises ConfigError."""
+    """Of ``scheduler.shared``. Raises ConfigError.
+
+    Args:
+        accounts: of clients that have limits.
+        prefix_secret: what keys of prompts begin with, as configured; None: to be agreed on.
+    """
     # Of this process alone: one that is started anew has nothing outstanding, and what its
     # predecessor said of itself must run out.
     name = secrets.token_hex(8)
-    return Sharing(config, fleet, RedisStore(config, base_dir, name), name, accounts)
+    sharing = Sharing(config, fleet, RedisStore(config, base_dir, name), name, accounts)
+    if fleet.scheduler.caches is not None and config.sharing.placements:
+        log = PlacementLog(config, base_dir)
+        sharing.placements = SharedPlacements(fleet, log, name, prefix_secret)
+    return sharing
 
 
 class Sharing:
@@ -109,12 +123,16 @@ class Sharing:
         self._news_bytes = 0
         self._wake = asyncio.Event()
         self._due_s = 0.0  # the next exchange
+        # None: prompts' keys stay here.
+        self.placements: SharedPlacements | None = None
         # Called when others may have made room.
         self.on_change: Callable[[], None] = lambda: None
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Exchange once, so that the first request finds a view, and go on in the background."""
         await self._turn()
+        if self.placements is not None:
+            await self.placements.start(tasks)
         self._fleet.scheduler.on_dispatch = self._on_dispatch
         self._fleet.on_scrape = self._on_scrape
         self._tasks = [tasks.create_task(self._loop()), tasks.create_task(self._listen())]
@@ -122,6 +140,8 @@ class Sharing:
     async def stop(self) -> None:
         """Say good-bye, unless the store is away."""
         self._fleet.scheduler.on_dispatch = self._fleet.on_scrape = None
+        if self.placements is not None:
+            await self.placements.stop()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -132,10 +152,12 @@ class Sharing:
 
     # What wakes the exchange
 
-    def _on_dispatch(self, instance_id: InstanceId, _now_s: float) -> None:
+    def _on_dispatch(self, dispatch: Dispatch, _now_s: float) -> None:
         """On the path of each request: nothing but a note."""
+        if self.placements is not None and dispatch.request.prefix is not None:
+            self.placements.note(dispatch)
         if self._exchange.replicas:
-            self._placed.add(instance_id)
+            self._placed.add(dispatch.instance_id)
             self._wake.set()
 
     def _on_scrape(self, instance_id: InstanceId, told: EngineMetrics | None) -> None:
@@ -357,6 +379,7 @@ class Sharing:
             "news": dict(self.news),
             "interval_s": self._settings.interval_s,
             "ttl_s": self._settings.ttl_s,
+            "placements": None if self.placements is None else self.placements.describe(),
             "others": {
                 instance_id: {
                     "in_flight": round(load.in_flight),

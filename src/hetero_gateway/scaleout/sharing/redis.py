@@ -7,7 +7,8 @@ believes what a reply declares about itself; ``*1000000000`` alone, 13 bytes, ha
     a line (status, error, number)   ``_LONGEST_LINE`` bytes
     a string                         ``MOST_BYTES``, a message of another gateway
     an array                         ``_MOST_ELEMENTS``, and as many bytes as two strings; arrays in
-                                     arrays are refused
+                                     arrays are refused, or, for who asks for a log's entries,
+                                     count as what they hold
     all replies to one question      as many bytes as the caller allows
 
 Whatever is beyond that, or is no reply at all, is a ``ReplyError``: the connection cannot be used
@@ -52,9 +53,14 @@ _PENDING = object()
 
 
 class ReplyReader:
-    """Takes bytes as they come and yields whole replies. Does no I/O."""
+    """Takes bytes as they come and yields whole replies. Does no I/O.
 
-    def __init__(self) -> None:
+    Args:
+        flattens: what an array in an array holds is in the outer one.
+    """
+
+    def __init__(self, *, flattens: bool = False) -> None:
+        self._flattens = flattens
         self._buffer = bytearray()
         self._at = 0  # what is before it was read
         self._searched = 0  # there is no line's end before it
@@ -109,7 +115,10 @@ class ReplyReader:
             self._string = number
             return self._rest_of_string()
         if self._array is not None:
-            raise ReplyError("a reply is an array of arrays")
+            if not self._flattens or len(self._array) + self._left + number > _MOST_ELEMENTS:
+                raise ReplyError("a reply is an array of arrays")
+            self._left += number - 1
+            return self._array
         self._array, self._left, self._array_bytes = [], number, 0
         return self._array
 
@@ -153,10 +162,12 @@ def login(username: str | None, password: str | None, database: int) -> list[tup
 class RedisConnection:
     """One connection; made by ``connect``. After any exception it has to be closed."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, replies: ReplyReader
+    ) -> None:
         self._reader = reader
         self._writer = writer
-        self._replies = ReplyReader()
+        self._replies = replies
 
     async def ask(
         self, commands: Sequence[tuple[bytes, ...]], most_bytes: int = MOST_BYTES
@@ -198,14 +209,18 @@ class RedisConnection:
 
 
 async def connect(
-    address: tuple[str, int], commands: list[tuple[bytes, ...]], context: ssl.SSLContext | None
+    address: tuple[str, int],
+    commands: list[tuple[bytes, ...]],
+    context: ssl.SSLContext | None,
+    *,
+    flattens: bool = False,
 ) -> RedisConnection:
-    """Connect, and begin with these commands (``login``).
+    """Connect, and begin with these commands (``login``). ``flattens``: see ``ReplyReader``.
 
     Raises OSError, ReplyError; PermissionError: it refuses the login.
     """
     reader, writer = await asyncio.open_connection(*address, ssl=context)
-    connection = RedisConnection(reader, writer)
+    connection = RedisConnection(reader, writer, ReplyReader(flattens=flattens))
     try:
         raw: socket.socket | None = writer.get_extra_info("socket")
         if raw is not None:

@@ -10,9 +10,8 @@ is older by an exchange.
 The braces are Redis Cluster's: all keys of a group lie in one slot, so on one node, and one
 connection to that node is enough. Another node answers MOVED, which is followed.
 
-Nothing waits for the store: there are no retries, one time-out over each turn, and after any
-failure a new connection. ``Sharing`` decides when to try again. What the store replies is not
-believed: names are checked, sizes and numbers are bounded (``redis.py``).
+Nothing waits for the store (``node.py``), and ``Sharing`` decides when to try again. What it
+replies is not believed: names are checked, sizes and numbers are bounded (``redis.py``).
 
 The set of names is what everybody adds itself to at each turn, so that anything can be taken out of
 it, or all of it: a living replica is back a turn later. Each turn looks at ``_MOST_REPLICAS`` names
@@ -24,29 +23,17 @@ import asyncio
 import contextlib
 import logging
 import re
-import ssl
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import Protocol
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
-from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.scheduler_config import SchedulerConfig
-from hetero_gateway.files.secrets import password
-from hetero_gateway.scaleout.sharing.redis import (
-    RedisConnection,
-    Reply,
-    ReplyError,
-    ServerError,
-    connect,
-    login,
-)
+from hetero_gateway.scaleout.sharing.node import RedisNode, StoreError, check, in_words
+from hetero_gateway.scaleout.sharing.redis import RedisConnection, Reply, ReplyError, ServerError
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _NAME_BYTES = 16
 _NAME = re.compile(rb"[0-9a-f]{16}")
@@ -60,12 +47,6 @@ _MOST_STEP_BYTES = 2 * _MOST_REPLICAS * _SHORT_BYTES
 # Of a core, at most, for reading news.
 _MOST_SHARE = 1 / 20
 _LEAST_PAUSE_S = 0.001
-_DEFAULT_PORT = 6379
-_MOST_MOVES = 3
-
-
-class StoreError(Exception):
-    """The store does not answer, or not as it should. The text holds no secret."""
 
 
 class Store(Protocol):
@@ -100,20 +81,8 @@ class RedisStore:
     """
 
     def __init__(self, config: SchedulerConfig, base_dir: Path, name: str) -> None:
-        assert config.shared is not None
         sharing = config.sharing
-        parts = urlsplit(config.shared)
-        self._home = self._address = (parts.hostname or "localhost", parts.port or _DEFAULT_PORT)
-        self._login = login(
-            parts.username,
-            password(sharing.password_env, "scheduler.sharing.password_env"),
-            int(parts.path.strip("/") or 0),
-        )
-        self._context: ssl.SSLContext | None = None
-        if parts.scheme in ("rediss", "valkeys"):
-            self._context = _context(
-                None if sharing.ca_file is None else base_dir / sharing.ca_file
-            )
+        self._node = RedisNode(config, base_dir)
         self._name = name.encode()
         self._ttl_s = sharing.ttl_s
         self._timeout_s = sharing.timeout_s
@@ -122,43 +91,15 @@ class RedisStore:
         self._prefix = f"{tag}:".encode()
         self._channel = f"{tag}:news".encode()
         self._may_tell = True
-        self._connection: RedisConnection | None = None
         self._known: tuple[bytes, ...] = ()  # that had a message at the last turn
         self._begins_anew = False  # the set of names could not be read
 
     async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
-        return await self._in_time(lambda connection: self._turn(connection, value))
+        return await self._node.in_time(lambda connection: self._turn(connection, value))
 
     async def tell(self, news: bytes) -> None:
         if self._may_tell:
-            await self._in_time(lambda to: self._publish(to, self._name + news))
-
-    async def _in_time(self, work: Callable[[RedisConnection], Coroutine[Any, Any, T]]) -> T:
-        """Do this in time, on the node that it is for; or drop the connection: StoreError."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                for _ in range(_MOST_MOVES):
-                    if self._connection is None:
-                        self._connection = await connect(self._address, self._login, self._context)
-                    try:
-                        return await work(self._connection)
-                    except _Moved as moved:
-                        # An empty host means the one that was asked.
-                        self._address = (moved.host or self._address[0], moved.port)
-                        self._drop()
-            raise StoreError("it is sent from node to node")
-        except BaseException as error:
-            # Also cancelled in the middle of an answer: nobody may read the rest of it.
-            self._drop()
-            self._address = self._home  # wherever it was moved to
-            if isinstance(error, TimeoutError | OSError | ReplyError):
-                raise StoreError(_in_words(error)) from error
-            raise
-
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+            await self._node.in_time(lambda to: self._publish(to, self._name + news))
 
     async def _publish(self, connection: RedisConnection, news: bytes) -> None:
         (reply,) = await connection.ask([(b"PUBLISH", self._channel, news)])
@@ -170,14 +111,14 @@ class RedisStore:
                 self._channel.decode(),
             )
             return
-        _check(reply)
+        check(reply)
 
     async def listen(self, hear: Callable[[str, bytes], None]) -> None:
         connection: RedisConnection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 # A connection of its own, since one that listens can do nothing else.
-                connection = await connect(self._address, self._login, self._context)
+                connection = await self._node.connect()
             connection.send([(b"SUBSCRIBE", self._channel)])
             alive = True
             while True:
@@ -200,7 +141,7 @@ class RedisStore:
                 if pause_s > _LEAST_PAUSE_S:
                     await asyncio.sleep(pause_s)
         except (TimeoutError, OSError, ReplyError) as error:
-            raise StoreError(_in_words(error)) from error
+            raise StoreError(in_words(error)) from error
         finally:
             if connection is not None:
                 connection.close()
@@ -238,7 +179,7 @@ class RedisStore:
         names = replies[told - 1]
         self._begins_anew = isinstance(names, ServerError) and names.code == "WRONGTYPE"
         for reply in replies[:told]:
-            _check(reply)
+            check(reply)
         drawn = {n for n in names if isinstance(n, bytes)} if isinstance(names, list) else set()
         values = _values(known, replies[told:])
         drawn -= {self._name, *values}
@@ -270,51 +211,15 @@ class RedisStore:
     async def leave(self) -> None:
         name = self._prefix + self._name
         with contextlib.suppress(StoreError):
-            await self._in_time(
+            await self._node.in_time(
                 lambda connection: connection.ask(
                     [(b"DEL", name), (b"SREM", self._index, self._name)]
                 )
             )
-        self._drop()
-
-
-class _Moved(Exception):
-    """The slot is on another node. ``host``: "": the one that was asked."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(f"{host}:{port}")
-        self.host = host
-        self.port = port
-
-
-def _check(reply: Reply) -> None:
-    """Raises StoreError, _Moved: the reply is an error."""
-    if not isinstance(reply, ServerError):
-        return
-    if reply.code == "MOVED":
-        host, _, port = reply.text.partition(" ")[2].rpartition(":")
-        if port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16:
-            raise _Moved(host, int(port[:6]))
-    raise StoreError(str(reply))
+        self._node.drop()
 
 
 def _values(names: Iterable[bytes], replies: Iterable[Reply]) -> dict[bytes, bytes]:
     """Those that have a message."""
     found = zip(names, replies, strict=True)
     return {name: data for name, data in found if isinstance(data, bytes) and data}
-
-
-def _context(ca_file: Path | None) -> ssl.SSLContext:
-    """Raises ConfigError."""
-    if ca_file is not None and not ca_file.is_file():
-        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file} is not there")
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file}: {error}") from error
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, TimeoutError) and not str(error):
-        return "no answer in time"
-    return f"{type(error).__name__}: {error}"[:200]

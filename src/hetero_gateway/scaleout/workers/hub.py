@@ -68,7 +68,8 @@ class WorkerSession(RequestSession):
             self.channel.abort()
             return
         hub = self._hub
-        for message in (hub.config, hub.listed(), hub.instances(), hub.keys):
+        told = (hub.config, hub.prefix_secret, hub.listed(), hub.instances(), hub.keys)
+        for message in told:
             if message is not None:
                 self.channel.send(message)
 
@@ -136,6 +137,7 @@ class Hub:
         self._told_listed: messages.Listed | None = None
         self.config: messages.Configuration | None = None  # None: as when the processes started
         self.keys: messages.Keys | None = None  # the same
+        self.prefix_secret: messages.PrefixSecret | None = None  # the same
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
         self.metrics.workers = self.__len__
         self.metrics.client_connections = lambda: sum(s.connections for s in self.sessions)
@@ -203,6 +205,7 @@ class Hub:
                     instance.draining,
                     instance.silent,
                     instance.leave_at_s,
+                    instance.names_prompts,
                 )
             )
         for gone in self._configs.keys() - self._fleet.instances.keys():
@@ -215,6 +218,10 @@ class Hub:
     def tell_settings(self, config: GatewayConfig) -> None:
         self.config = messages.Configuration(config.model_dump_json().encode())
         self._send(self.config)
+
+    def tell_prefix_secret(self, secret: bytes) -> None:
+        self.prefix_secret = messages.PrefixSecret(secret)
+        self._send(self.prefix_secret)
 
     def _send(self, message: Any) -> None:
         """To all workers."""

@@ -9,6 +9,7 @@ share, in seconds. ``key`` numbers a request within its worker.
     Outstanding   what it has placed already        InstanceLoads once a second
                                                     Listed        answers at /readyz, /v1/models
                                                     Keys          clients', once they have changed
+                                                    PrefixSecret  of several gateways
     Submit        a request                         PlacedAt      where it goes
     Resubmit      its next attempt                  Rejected      nobody can take it
     Leave         it wants no place any more        Refused       it waited too long; queue full
@@ -303,6 +304,7 @@ class InstanceNow(_Record):
     draining: bool
     silent: bool
     leave_at_s: float
+    names_prompts: bool
 
 
 class Instances(_FromScheduler, tag=101):
@@ -355,6 +357,12 @@ class Keys(_FromScheduler, tag=108):
     """``text``: a ``KeysFile`` as JSON; it has hashes alone."""
 
     text: bytes
+
+
+class PrefixSecret(_FromScheduler, tag=112):
+    """What keys of prompts begin with from now on: other gateways' do, too."""
+
+    secret: bytes
 
 
 class Listed(_FromScheduler, tag=109):

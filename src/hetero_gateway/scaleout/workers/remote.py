@@ -159,6 +159,7 @@ class FleetMirror:
         instance.up = member.available
         instance.silent = member.silent
         instance.leave_at_s = member.leave_at_s
+        instance.names_prompts = member.names_prompts
         instance.draining = member.draining
         fleet.publish(instance)
 
@@ -508,6 +509,8 @@ class RemoteDispatcher:
                 self.mirror.listed = message
             elif kind is messages.Configuration:
                 self._on_config(GatewayConfig.model_validate_json(message.config))
+            elif kind is messages.PrefixSecret:
+                self._local.intake.begin_keys_with(message.secret)
             elif kind is messages.Counted:
                 self._untold = [each for each in self._untold if each.number > message.number]
             elif kind is messages.InstanceLoads:

@@ -309,7 +309,9 @@ async def explain(
     waits = result.waits or waiting > 0
     reason = result.waiting_reason(waiting) if waits else result.reason("would get it")
     document |= {"chosen": result.instance_id, "reason": reason, "waits": waits}
-    return json_answer(document | {"candidates": describe_decision(result)})
+    return json_answer(
+        document | {"candidates": describe_decision(result, gateway.fleet.scheduler.caches)}
+    )
 
 
 @router.get("/observations")

@@ -10,6 +10,8 @@ from fastapi import Request, Response
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.policies.base import Decision
+from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.types import Candidate
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.serve.wiring.gateway import Gateway
@@ -41,12 +43,15 @@ def json_answer(document: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(document), status, NO_STORE, "application/json")
 
 
-def describe_decision(decision: Decision) -> list[dict[str, Any]]:
+def describe_decision(
+    decision: Decision, caches: PrefixCaches | None = None
+) -> list[dict[str, Any]]:
     """The candidates of a decision as JSON; figures that an excluded one never had are null.
 
     A policy that estimates (finish-time) adds its estimates; without any profile they are no
     times, and of them only the cost is told: sequences per weight. ``prefix``: what of the prompt
-    is thought to be cached there, where any instance has some.
+    is thought to be cached there, where any instance has some; by what source, where ``caches`` are
+    those of the decision's moment.
     """
     estimates, missing = "room" in decision.choice.figures, dict.fromkeys(_ESTIMATES)
     return [
@@ -61,9 +66,17 @@ def describe_decision(decision: Decision) -> list[dict[str, Any]]:
             "excluded": row.excluded,
         }
         | (missing | dict(row.estimates) | {"room": row.room} if estimates else {})
-        | ({} if row.cached is None else {"prefix": row.cached._asdict()})
+        | ({} if row.cached is None else {"prefix": _describe_cached(row, caches)})
         for row in decision.explain()
     ]
+
+
+def _describe_cached(row: Candidate, caches: PrefixCaches | None) -> dict[str, Any]:
+    assert row.cached is not None
+    document = row.cached._asdict()
+    if caches is not None and row.instance_id in caches.index:
+        document["source"] = caches.source(row.instance_id).value
+    return document
 
 
 def _describe_prefixes(gateway: Gateway, instance: Instance) -> dict[str, Any]:
@@ -74,6 +87,7 @@ def _describe_prefixes(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "prefix_trust": None if caches is None else caches.eta(instance.id),
         "prefix_bytes": used,
         "prefix_capacity_bytes": room,
+        "prefix_source": None if caches is None else caches.source(instance.id).value,
     }
 
 

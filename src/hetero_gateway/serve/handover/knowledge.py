@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor, BytesPerToken
-from hetero_gateway.core.prefixes.caches import seed_of
+from hetero_gateway.core.request import seed_of
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.instance_config import InstanceConfig

@@ -27,6 +27,7 @@ from hetero_gateway.gateway.dataplane.placement import Placement
 from hetero_gateway.gateway.dataplane.predictor import make_predictor
 from hetero_gateway.gateway.dataplane.recording import RunFile
 from hetero_gateway.gateway.dataplane.relay import Deadlines
+from hetero_gateway.gateway.fleet import kv_events
 from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.health import HealthMonitor
@@ -94,8 +95,9 @@ class Parts:
         self.tls = server_tls(config.server, base_dir, section="server", protocol="http/1.1")
         # What all workers have in common; the keys of prompts begin with it, or the operator's own.
         shared = os.environ.get(SECRET_ENV)
-        named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env") or shared
-        self.prefix_secret = named.encode() if named else None
+        named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
+        self._named_prefix_secret = named.encode() if named else None
+        self.prefix_secret = (named or shared or "").encode() or None
         self.fleet = Fleet(config, base_dir, Hops(shared))
         scheduler = self.fleet.scheduler
         self.metrics = Metrics(config.scheduler.policy, self.fleet.gauges, lambda: scheduler.queued)
@@ -213,6 +215,7 @@ class Gateway(Parts):
         )
         self.health: HealthMonitor
         self.engine_calls: EngineCalls
+        self.kv_events: kv_events.KvEventReaders | None = None  # None: nobody could hear them
         self.board: Board
         self.following: Following | None = None  # None: it is off
         self.roles: RoleSearch | None = None  # the same
@@ -236,12 +239,22 @@ class Gateway(Parts):
         self.health = HealthMonitor(self.fleet, self.config.health, tasks)
         self.roster.health = self.health
         self._stack.callback(self.health.stop)
+        wanted = self.config.scheduler.kv_events and self.fleet.scheduler.caches is not None
+        if wanted and kv_events.available():
+            timeout_s = self.config.health.probe_timeout_s
+            self.kv_events = kv_events.KvEventReaders(self.fleet, timeout_s, tasks)
+            self.kv_events.start()
+            self.metrics.kv_events = self.kv_events.counts
+            self._stack.push_async_callback(self.kv_events.stop)
         self.engine_calls = EngineCalls(self.fleet, self.health)
         self._stack.callback(self.engine_calls.close)
         self._begin_placing(self.health.ask, recalibrate=self.config.scheduler.recalibrate)
         if self.sharing is not None:
             self.sharing.on_change = self.placement.pump_soon
             await self.sharing.start(tasks)
+            if (placements := self.sharing.placements) is not None:
+                self.prefix_secret = placements.secret
+                placements.on_secret = self._take_up_prefix_secret
             self._stack.push_async_callback(self.sharing.stop)
         expiry = tasks.create_task(self.fleet.close_idle_connections())
         self._stack.callback(expiry.cancel)
@@ -296,6 +309,8 @@ class Gateway(Parts):
                 self._hub_listener,
                 self.drain,
             )
+            if self.prefix_secret is not None and self.sharing is not None:
+                self.hub.tell_prefix_secret(self.prefix_secret)
             await self.hub.start()
             self._stack.push_async_callback(self.hub.stop)
 
@@ -307,7 +322,20 @@ class Gateway(Parts):
         # What it says and hears is in arrays: numpy comes with it, 13 MB.
         from hetero_gateway.scaleout.sharing.peers import make_sharing
 
-        return make_sharing(config, self.fleet, self._base_dir, self.admission.accounts)
+        return make_sharing(
+            config,
+            self.fleet,
+            self._base_dir,
+            self.admission.accounts,
+            self._named_prefix_secret,
+        )
+
+    def _take_up_prefix_secret(self, secret: bytes) -> None:
+        """Have keys of prompts begin with this from now on, as other gateways' do."""
+        self.prefix_secret = secret
+        self.dataplane.intake.begin_keys_with(secret)
+        if self.hub is not None:
+            self.hub.tell_prefix_secret(secret)
 
     def _register_settings(self) -> None:
         """What can change while serving, and who takes it up."""

@@ -1,0 +1,223 @@
+"""Which beginnings of prompts an engine really has, by what it tells of its blocks.
+
+An engine knows tokens and hashes of blocks, a gateway texts and their keys (``caches``). They meet
+in a request: the gateway gives it a name, the engine names it with the blocks that it caches for
+it, and so the gateway learns which block each key ends in. From then on a block that is removed
+takes its keys with it: of what is bound, the index is what the engine has, to a block.
+
+    stored       blocks are there, each behind another one; chains of them stand for texts
+    ended        the request of a name is over: its keys are bound to the blocks of its chain, which
+                 began, maybe, with other requests, or past the gateway
+    removed      a block is gone, and the keys that end in it
+    cleared      all are
+
+Where a key ends in tokens follows from its bytes: the prompt's tokens are known when it is over,
+and are spread over its text evenly between the places that are bound already.
+
+What a request found cached causes no event. Its beginning was bound when it was computed; what is
+bound to nothing (a beginning that was computed before anybody listened, what other gateways sent)
+stays in the index as a placement, and is forgotten as those are, the least recently used first.
+
+A publisher may lie, of its own instance alone: nothing here is shared between instances. At most
+``most_blocks`` are kept, the oldest go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from hetero_gateway.core.prefixes.caches import PrefixIndex
+from hetero_gateway.core.types import InstanceId, PrefixKeys
+
+T = TypeVar("T")
+
+# Requests whose blocks, or whose end, are still to come.
+_MOST_SESSIONS = 4096
+# Blocks of one chain that are looked at: 262 144 tokens of 16 each.
+_MOST_DEPTH = 1 << 14
+_ASSUMED_BLOCK_TOKENS = 128
+# So many prompts of which blocks had to be computed, and not a word: nobody speaks any more.
+_SILENT_AFTER = 8
+# And so many whose names did not come with their blocks: this engine does not know of names.
+_NAMELESS_AFTER = 64
+
+
+class _Block:
+    """``parent``: the hash in front of it; None: it begins a text. ``depth``: how many are in front
+    of it; below 0: unknown. ``keys``: that end in it.
+    """
+
+    __slots__ = ("depth", "keys", "parent", "tokens")
+
+    def __init__(self, parent: int | None, depth: int, tokens: int) -> None:
+        self.parent = parent
+        self.depth = depth
+        self.tokens = tokens
+        self.keys: list[int] | None = None
+
+
+class EngineBlocks:
+    """One instance's blocks.
+
+    Args:
+        index: where its keys are.
+        instance_id: is in the index.
+        most_blocks: more are not kept.
+    """
+
+    def __init__(self, index: PrefixIndex, instance_id: InstanceId, most_blocks: int) -> None:
+        self._index = index
+        self._instance_id = instance_id
+        self._most_blocks = most_blocks
+        self._blocks: dict[int, _Block] = {}
+        # Block and tokens in front of the end, of each key that is bound.
+        self._bound: dict[int, tuple[int, int]] = {}
+        self._latest: dict[str, int] = {}  # the last block that each request has stored
+        self._ended: dict[str, tuple[PrefixKeys, int]] = {}  # before their blocks were told
+        self._unanswered = self._unnamed = 0
+        self._block_tokens = _ASSUMED_BLOCK_TOKENS
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"<EngineBlocks of {self._instance_id}: {len(self)}, {len(self._bound)} keys bound>"
+
+    @property
+    def bound_keys(self) -> int:
+        """Keys of which it is known to a block that the engine has them."""
+        return len(self._bound)
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is told any more, although there must be something to tell."""
+        return self._unanswered >= _SILENT_AFTER or self.nameless
+
+    @property
+    def nameless(self) -> bool:
+        """Whether it tells of blocks without the names of their prompts."""
+        return self._unnamed >= _NAMELESS_AFTER
+
+    def hashes(self) -> Iterator[int]:
+        """Of all blocks that are thought to be there."""
+        return iter(self._blocks)
+
+    def stored(
+        self, hashes: Sequence[int], parent: int | None, block_tokens: int, session: str = ""
+    ) -> None:
+        """Blocks are there, one behind the other."""
+        blocks = self._blocks
+        self._unanswered = 0
+        before = None if parent is None else blocks.get(parent)
+        depth = 0 if parent is None else -1
+        if before is not None and before.depth >= 0:
+            depth = before.depth + 1
+        for each in hashes:
+            known = blocks.pop(each, None)
+            if known is None:
+                known = _Block(parent, depth, block_tokens)
+            blocks[each] = known
+            parent, depth = each, known.depth + 1 if known.depth >= 0 else -1
+        while len(blocks) > self._most_blocks:
+            self._remove(next(iter(blocks)))
+        if session and hashes:
+            _keep(self._latest, session, hashes[-1])
+            self._unnamed = 0
+            ended = self._ended.get(session)
+            if ended is not None:
+                self._bind(*ended, hashes[-1])
+
+    def removed(self, hashes: Sequence[int]) -> None:
+        """Blocks are gone; those that are not known are no error."""
+        for each in hashes:
+            self._remove(each)
+
+    def _remove(self, each: int) -> None:
+        block = self._blocks.pop(each, None)
+        if block is not None and block.keys is not None:
+            for key in block.keys:
+                if self._bound.get(key, (None,))[0] == each:
+                    del self._bound[key]
+                    self._index.drop(self._instance_id, key)
+
+    def cleared(self) -> None:
+        """Nothing is known to be there any more, and the index has nothing of it."""
+        self._blocks = {}
+        self._bound = {}
+        self._latest = {}
+        self._ended = {}
+        self._index.forget(self._instance_id)
+
+    def ended(
+        self,
+        session: str,
+        keys: PrefixKeys,
+        prompt_tokens: int,
+        computed_tokens: float | None = None,
+    ) -> None:
+        """A request is complete, whose prompt had these keys and so many tokens.
+
+        Args:
+            computed_tokens: of them, what was not cached; None: unknown.
+        """
+        latest = self._latest.pop(session, None)
+        if latest is not None:
+            self._bind(keys, prompt_tokens, latest)
+            return
+        _keep(self._ended, session, (keys, prompt_tokens))
+        if computed_tokens is not None and computed_tokens >= 2 * self._block_tokens:
+            self._unanswered += 1
+            self._unnamed += 1
+
+    def _bind(self, keys: PrefixKeys, prompt_tokens: int, latest: int) -> None:
+        chain = self._chain(latest)
+        if chain is None or not keys.text_bytes:
+            return
+        block_tokens = self._block_tokens = self._blocks[latest].tokens
+        bound, held = self._bound, []
+        # Where the last key that is bound ends: from there on bytes and tokens go evenly.
+        from_bytes = from_tokens = 0
+        begin = 0
+        for key, end in zip(keys.hashes, keys.ends, strict=True):
+            size_bytes, begin = end - begin, end
+            known = bound.get(key)
+            if known is not None and known[0] in self._blocks:
+                from_bytes, from_tokens = end, known[1]
+                continue
+            share = (end - from_bytes) / max(1, keys.text_bytes - from_bytes)
+            tokens = from_tokens + int(share * max(0, prompt_tokens - from_tokens))
+            at = max(0, tokens // block_tokens - 1)
+            if at >= len(chain):
+                break
+            block = self._blocks[chain[at]]
+            if block.keys is None:
+                block.keys = []
+            block.keys.append(key)
+            bound[key] = (chain[at], tokens)
+            held.append((key, size_bytes))
+        self._index.confirm(self._instance_id, held)
+
+    def _chain(self, latest: int) -> list[int] | None:
+        """The hashes of a text's blocks, its beginning first; None: that is not known."""
+        chain: list[int] = []
+        at: int | None = latest
+        while at is not None:
+            block = self._blocks.get(at)
+            # What is told may lead in circles: depths do not.
+            if block is None or not 0 <= block.depth < _MOST_DEPTH:
+                return None
+            if chain and block.depth != self._blocks[chain[-1]].depth - 1:
+                return None
+            chain.append(at)
+            at = block.parent
+        chain.reverse()
+        return chain
+
+
+def _keep(kept: dict[str, T], name: str, value: T) -> None:
+    """The latest of them."""
+    kept.pop(name, None)
+    kept[name] = value
+    if len(kept) > _MOST_SESSIONS:
+        del kept[next(iter(kept))]

@@ -1,0 +1,134 @@
+"""One node of a Redis or Valkey, asked in time and followed where keys are moved to.
+
+Nothing waits for it: there are no retries, one time-out over each piece of work, and after any
+failure a new connection.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.scheduler_config import SchedulerConfig
+from hetero_gateway.files.secrets import password
+from hetero_gateway.scaleout.sharing.redis import (
+    RedisConnection,
+    Reply,
+    ReplyError,
+    ServerError,
+    connect,
+    login,
+)
+
+T = TypeVar("T")
+
+_DEFAULT_PORT = 6379
+_MOST_MOVES = 3
+
+
+class StoreError(Exception):
+    """The store does not answer, or not as it should. The text holds no secret."""
+
+
+class RedisNode:
+    """The node that has a group's keys.
+
+    Args:
+        config: ``shared`` is set.
+        base_dir: what ``ca_file`` is relative to.
+        flattens: see ``ReplyReader``.
+
+    Raises:
+        ConfigError: the password is missing, or the certificates.
+    """
+
+    def __init__(self, config: SchedulerConfig, base_dir: Path, *, flattens: bool = False) -> None:
+        assert config.shared is not None
+        sharing = config.sharing
+        parts = urlsplit(config.shared)
+        self._home = self._address = (parts.hostname or "localhost", parts.port or _DEFAULT_PORT)
+        self._login = login(
+            parts.username,
+            password(sharing.password_env, "scheduler.sharing.password_env"),
+            int(parts.path.strip("/") or 0),
+        )
+        self._context: ssl.SSLContext | None = None
+        if parts.scheme in ("rediss", "valkeys"):
+            self._context = _context(
+                None if sharing.ca_file is None else base_dir / sharing.ca_file
+            )
+        self._timeout_s = sharing.timeout_s
+        self._flattens = flattens
+        self._connection: RedisConnection | None = None
+
+    async def connect(self) -> RedisConnection:
+        """A connection of the caller's own. Raises OSError, ReplyError, PermissionError."""
+        return await connect(self._address, self._login, self._context, flattens=self._flattens)
+
+    async def in_time(self, work: Callable[[RedisConnection], Coroutine[Any, Any, T]]) -> T:
+        """Do this in time, on the node that it is for; or drop the connection: StoreError."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for _ in range(_MOST_MOVES):
+                    if self._connection is None:
+                        self._connection = await self.connect()
+                    try:
+                        return await work(self._connection)
+                    except _Moved as moved:
+                        # An empty host means the one that was asked.
+                        self._address = (moved.host or self._address[0], moved.port)
+                        self.drop()
+            raise StoreError("it is sent from node to node")
+        except BaseException as error:
+            # Also cancelled in the middle of an answer: nobody may read the rest of it.
+            self.drop()
+            self._address = self._home  # wherever it was moved to
+            if isinstance(error, TimeoutError | OSError | ReplyError):
+                raise StoreError(in_words(error)) from error
+            raise
+
+    def drop(self) -> None:
+        """Close its connection; the next work makes another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+class _Moved(Exception):
+    """The slot is on another node. ``host``: "": the one that was asked."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"{host}:{port}")
+        self.host = host
+        self.port = port
+
+
+def check(reply: Reply) -> None:
+    """Raises StoreError, _Moved: the reply is an error."""
+    if not isinstance(reply, ServerError):
+        return
+    if reply.code == "MOVED":
+        host, _, port = reply.text.partition(" ")[2].rpartition(":")
+        if port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 2**16:
+            raise _Moved(host, int(port[:6]))
+    raise StoreError(str(reply))
+
+
+def _context(ca_file: Path | None) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    if ca_file is not None and not ca_file.is_file():
+        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file} is not there")
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"scheduler.sharing.ca_file: {ca_file}: {error}") from error
+
+
+def in_words(error: Exception) -> str:
+    """What a failure was, for people."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
+    return f"{type(error).__name__}: {error}"[:200]
