@@ -42,7 +42,7 @@ def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
 @pytest.mark.slow
 def test_workers_and_their_scheduler_are_killed_too() -> None:
     document = run(
-        "tests.chaos", "--seed", "3", "--seconds", "14", "--clients", "40", "--workers", "2"
+        "tests.chaos", "--seed", "3", "--seconds", "17", "--clients", "30", "--workers", "2"
     )
     assert document["outcomes"]["completed"] > 100
     assert {"worker killed", "scheduler killed"} <= document["disturbances"].keys()
