@@ -1,6 +1,7 @@
 """What engines tell of their prefix caches, in both encodings, and what is no such message."""
 
 import json
+import tracemalloc
 
 import msgspec
 import pytest
@@ -75,12 +76,27 @@ def test_of_several_groups_full_attention_counts() -> None:
         pack([1.0, [STORED | {"block_hashes": ["x"]}], 0]),
         pack([1.0, [STORED | {"block_hashes": [1] * 70_000}], 0]),
         pack([1.0, [["AllBlocksCleared"]] * 70_000, 0]), b"\xdd\xff\xff\xff\xff",
-        b"\x91" * 100_000, b"x" * (2**24 + 1),
+        pack([1.0, [STORED | {"block_hashes": [1] * 16_000}] * 5, 0]),
+        b"\x91" * 100_000, b"x" * (2**22 + 1),
     ],
 )  # fmt: skip
 def test_what_is_no_message_is_refused(payload: bytes) -> None:
     with pytest.raises(KvEventError):
         read_kv_events(payload)
+
+
+@pytest.mark.parametrize(
+    "inside", [b"", b"\x91\x82\xa4type\xabBlockStored\xacblock_hashes", b"\x91"]
+)
+def test_millions_of_nothings_are_refused_by_their_head(inside: bytes) -> None:
+    """As events, as hashes of one, as fields of one: no object for each."""
+    payload = b"\x92\xcb" + bytes(8) + inside + b"\xdd\x00\x3d\x09\x00" + b"\xc0" * 4_000_000
+    tracemalloc.start()
+    with pytest.raises(KvEventError):
+        read_kv_events(payload)
+    # An event's own bytes are copied once or twice.
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(payload)
+    tracemalloc.stop()
 
 
 @given(st.binary(max_size=300), st.integers(0, 400))

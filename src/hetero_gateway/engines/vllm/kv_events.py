@@ -24,15 +24,18 @@ A payload comes from an instance, which may be broken or hostile: what does not 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
-# A step that fills thousands of blocks, with their tokens.
-MOST_PAYLOAD_BYTES = 1 << 24
-_MOST_EVENTS = 1 << 16
-_MOST_HASHES = 1 << 16
+# A step that fills thousands of blocks, with their tokens. What is more is refused by its head,
+# before there is an object for each.
+MOST_PAYLOAD_BYTES = 1 << 22
+_MOST_EVENTS = 1 << 14
+_MOST_HASHES = 1 << 14
+_MOST_HASHES_AT_ONCE = 1 << 16
+_MOST_FIELDS = 64
 _MOST_SESSION = 256
 _MOST_BLOCK_TOKENS = 1 << 16
 _MOST_RANKS = 1024
@@ -90,7 +93,7 @@ class KvEvents(NamedTuple):
     rank: int = 0
 
 
-_Hashes = list[int | bytes]
+_Hashes = Annotated[list[int | bytes], msgspec.Meta(max_length=_MOST_HASHES)]
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
@@ -139,14 +142,15 @@ class _ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_EVENTS)]
     data_parallel_rank: int | None = None
 
 
 _batch = msgspec.msgpack.Decoder(_Batch).decode
 _of_map = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared).decode
 _of_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
-_kind_of_array = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_Fields = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST_FIELDS)]
+_kind_of_array = msgspec.msgpack.Decoder(_Fields).decode
 _kind = msgspec.msgpack.Decoder(str).decode
 
 
@@ -165,12 +169,21 @@ def read_kv_events(payload: bytes) -> KvEvents:
     try:
         batch = _batch(payload)
         rank = batch.data_parallel_rank or 0
-        if len(batch.events) > _MOST_EVENTS or not 0 <= rank < _MOST_RANKS:
-            raise KvEventError("too many events, or ranks")
-        events = [_read(raw) for raw in batch.events]
+        if not 0 <= rank < _MOST_RANKS:
+            raise KvEventError(f"a rank {rank}")
+        events, hashes = [], 0
+        for raw in batch.events:
+            event = _read(raw)
+            if event is None:
+                continue
+            if not isinstance(event, AllBlocksCleared):
+                hashes += len(event.hashes)
+            if hashes > _MOST_HASHES_AT_ONCE:
+                raise KvEventError("too many blocks")
+            events.append(event)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise KvEventError(f"not a message of KV events: {error}") from error
-    return KvEvents([event for event in events if event is not None], rank)
+    return KvEvents(events, rank)
 
 
 def _read(raw: msgspec.Raw) -> KvEvent | None:
@@ -186,8 +199,6 @@ def _read(raw: msgspec.Raw) -> KvEvent | None:
     if isinstance(told, _Cleared | _ClearedArray):
         return AllBlocksCleared()
     hashes = told.block_hashes
-    if len(hashes) > _MOST_HASHES:
-        raise KvEventError("too many blocks")
     if told.group_idx and getattr(told, "kv_cache_spec_kind", None) != FULL_ATTENTION:
         return None
     medium = told.medium or GPU

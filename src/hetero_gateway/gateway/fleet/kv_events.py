@@ -293,28 +293,33 @@ class _Followed:
 
         host = host_of(self.instance.config.base_url)
         socket = self._context.socket(zmq.DEALER)
-        due, whole = first, True
+        due, whole, took_s = first, True, 0.0
         try:
             _set_up(socket)
             # Where it is bound on the engine's loopback, only who is there, too, can reach it.
             socket.connect(f"tcp://{host}:{source.replay_port}")
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
-            async with asyncio.timeout(_REPLAY_S):
-                for _ in range(_MOST_REPLAYED):
+            for seen in range(_MOST_REPLAYED):
+                if seen % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                async with asyncio.timeout(_REPLAY_S):
                     _, *frames = await socket.recv_multipart()
-                    number = _number_in(frames)
-                    if number is None:
-                        break  # -1: the end
-                    if number < due or (end is not None and number >= end):
-                        continue
-                    if number > due:
-                        whole = False  # older ones are kept no longer
-                        if first:
-                            break
-                    self._take(frames[2])
-                    due = number + 1
-                    if number % 64 == 0:
-                        await asyncio.sleep(0)
+                number = _number_in(frames)
+                if number is None:
+                    break  # -1: the end
+                if number < due or (end is not None and number >= end):
+                    continue
+                if number > due:
+                    whole = False  # older ones are kept no longer
+                    if first:
+                        break
+                begun_s = time.process_time()
+                self._take(frames[2])
+                due = number + 1
+                took_s += time.process_time() - begun_s
+                if took_s > _LEAST_S:
+                    await asyncio.sleep(took_s / _MOST_SHARE)
+                    took_s = 0.0
         except (zmq.ZMQError, TimeoutError, ValueError, OverflowError):
             whole = False
         finally:
