@@ -31,7 +31,7 @@ async def test_whatever_an_api_server_says_the_next_good_list_is_read() -> None:
 
 
 async def test_whatever_is_told_of_caches_costs_no_more_than_what_is_known_of_one() -> None:
-    await run(fuzz_cache_news, 500, s200=50, s400=50)
+    await run(fuzz_cache_news, 500, s200=10, s400=50)
 
 
 @pytest.mark.system

@@ -447,12 +447,12 @@ class PrefixCaches:
 
     Attributes:
         index: what is thought to be where.
-        is_shared: whether placements of other gateways are known, too, as of now.
+        is_shared: whether placements of other gateways are known, too, as of now; None: never.
     """
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
-        self.is_shared: Callable[[], bool] = lambda: False
+        self.is_shared: Callable[[], bool] | None = None
         self._blocks: dict[InstanceId, EngineWord] = {}  # of those that tell
         self._trusts: dict[InstanceId, Trust] = {}
         self._kv_tokens: dict[InstanceId, float] = {}
@@ -521,7 +521,8 @@ class PrefixCaches:
         blocks = self._blocks.get(instance_id)
         if blocks is not None and not blocks.silent:
             return CacheSource.EXACT
-        return CacheSource.SHARED if self.is_shared() else CacheSource.OWN
+        shared = self.is_shared is not None and self.is_shared()
+        return CacheSource.SHARED if shared else CacheSource.OWN
 
     # What is there
 

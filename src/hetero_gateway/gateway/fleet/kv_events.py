@@ -153,7 +153,7 @@ class KvEventReaders:
                 return  # an engine without events, or without this path
             sources = read_kv_event_sources(answer.body)
         except (InstanceError, KvEventError) as error:
-            _log.info("instance %s tells no KV events: %s", instance.id, error)
+            _log.debug("instance %s tells no KV events: %s", instance.id, error)
             return
         finally:
             probe.close()
