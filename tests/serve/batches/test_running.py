@@ -11,7 +11,7 @@ import pytest
 from hetero_gateway.serve.batches.ledger import Ledger
 from tests.fakes.running import eventually
 from tests.fakes.vllm import FakeInstance
-from tests.serve.batches.rigs import batch_rig, jsonl, line
+from tests.serve.batches.rigs import BatchRig, batch_rig, jsonl, line
 from tests.serve.batches.test_ends import Folder
 
 
@@ -75,19 +75,20 @@ async def test_a_disk_that_is_full_while_lines_are_looked_at_is_said(tmp_path, m
         assert list(batches.alarms()) == []
 
 
+async def ask_until(over: asyncio.Event, there: BatchRig) -> None:
+    """Somebody who is no batch, five times a second."""
+    while not over.is_set():
+        await there.openai.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=16
+        )
+        await asyncio.sleep(0.2)
+
+
 async def test_who_begins_beside_requests_leaves_them_their_machines(tmp_path):
     """What others ask is known before the first line goes."""
     async with batch_rig(tmp_path / "batches", 1) as there:
-        over = False
-
-        async def ask() -> None:
-            while not over:
-                await there.openai.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=16
-                )
-                await asyncio.sleep(0.2)
-
-        asking = asyncio.create_task(ask())
+        over = asyncio.Event()
+        asking = asyncio.create_task(ask_until(over, there))
         await asyncio.sleep(20)
         batch = await there.start([line(i, fake={"first_delay_s": 5}) for i in range(300)])
         most = 0
@@ -95,7 +96,7 @@ async def test_who_begins_beside_requests_leaves_them_their_machines(tmp_path):
             await asyncio.sleep(0.1)
             most = max(most, there.runner.choice.out.total())
         assert 0 < most < 40
-        over = True
+        over.set()
         await asking
         await there.openai.batches.cancel(batch.id)
         await there.ended(batch.id)
@@ -185,20 +186,12 @@ async def test_lines_give_way_to_requests(tmp_path):
         batch = await there.start([line(i, fake={"first_delay_s": 8}) for i in range(1200)])
         out = there.runner.choice.out
         await eventually(lambda: out.total() > 100)
-        over = False
-
-        async def ask() -> None:
-            while not over:
-                await there.openai.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=16
-                )
-                await asyncio.sleep(0.2)
-
-        asking = asyncio.create_task(ask())
+        over = asyncio.Event()
+        asking = asyncio.create_task(ask_until(over, there))
         await asyncio.sleep(20)
         beside = out.total()
         assert 0 < beside < 40
-        over = True
+        over.set()
         await asking
         await asyncio.sleep(130)
         assert out.total() > 2 * beside
