@@ -268,6 +268,8 @@ class EngineProtocol(HttpToolsProtocol, Watched):
             else:
                 self.watch.refused[_TOO_MANY.status] += 1
                 transport.abort()
+        elif self.watch.ending:
+            self._call_last()
 
     def data_received(self, data: bytes) -> None:
         phase = self.phase

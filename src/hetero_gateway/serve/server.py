@@ -1,6 +1,7 @@
 """uvicorn, set up for the gateway: one process, uvloop, our protocol, a long listen backlog."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -25,7 +26,7 @@ from hetero_gateway.http.clients import (
     default_max_connections,
     raise_descriptor_limit,
 )
-from hetero_gateway.http.protocol import Service, engine_protocol
+from hetero_gateway.http.protocol import LAST_CALL_S, Service, engine_protocol
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.serve.garbage import freeze_what_start_made
 from hetero_gateway.serve.heartbeat import Heartbeat
@@ -81,6 +82,8 @@ class GatewayServer(uvicorn.Server):
         self._is_taken = False  # another gateway serves by now
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
+        # What accepts clients, with what makes their connections.
+        self._accepting: dict[asyncio.base_events.Server, Callable[[], asyncio.Protocol]] = {}
         # What accepts at the listeners of others, by their numbers.
         self._covering: dict[int, asyncio.Task[asyncio.Server | None]] = {}
         self.admin_url = ""  # of its listener, where it has one
@@ -217,6 +220,7 @@ class GatewayServer(uvicorn.Server):
             loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
             loop.add_signal_handler(signal.SIGUSR1, self.taken_over)
         clients = [each for server in self.servers for each in server.sockets]
+        self._accepting = {server: self._connections({}) for server in self.servers}
         if admin is not None:
             is_unix = admin.family == socket.AF_UNIX
             connection = self._connections({ADMIN_LISTENER: UNIX if is_unix else ADDRESS})
@@ -240,6 +244,37 @@ class GatewayServer(uvicorn.Server):
             if self._heartbeat is not None:
                 self._heartbeat.start(self)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.watch.ending = True
+        waiting = self._accept_what_waits()
+        for server in self.servers:
+            server.close()
+        for each in sockets or ():
+            each.close()
+        if waiting:  # for TLS, too
+            await asyncio.wait(waiting, timeout=LAST_CALL_S)
+        await super().shutdown(sockets)
+
+    def _accept_what_waits(self) -> list[asyncio.Task[Any]]:
+        """Take in whoever has connected by now: the kernel resets those as a listener is closed.
+
+        (A turn of uvloop's loop accepts one, and may serve hundreds before it.)
+        """
+        assert self._loop is not None
+        waiting = []
+        for server, connection in self._accepting.items():
+            for each in server.sockets:
+                listener = socket.socket(fileno=os.dup(each.fileno()))
+                # Until none is left, or no descriptor.
+                with listener, contextlib.suppress(OSError):
+                    while True:
+                        client = listener.accept()[0]
+                        opened = self._loop.connect_accepted_socket(
+                            connection, client, ssl=self.config.ssl
+                        )
+                        waiting.append(self._loop.create_task(opened))
+        return waiting
+
     def _connections(self, state: dict[str, Any]) -> Callable[[], asyncio.Protocol]:
         """Makes connections as uvicorn does for its own listener."""
         return functools.partial(
@@ -259,9 +294,10 @@ class GatewayServer(uvicorn.Server):
         if self.should_exit or self._loop is None:
             listener.close()
             return None
+        connection = self._connections({})
         try:
             server = await self._loop.create_server(
-                self._connections({}), sock=listener, ssl=self.config.ssl, backlog=BACKLOG
+                connection, sock=listener, ssl=self.config.ssl, backlog=BACKLOG
             )
         except OSError as error:
             _log.error("cannot accept what comes in for another worker: %s", error)
@@ -271,6 +307,7 @@ class GatewayServer(uvicorn.Server):
             server.close()
             return None
         self.servers.append(server)  # whoever shuts down closes it with the others
+        self._accepting[server] = connection
         return server
 
     def leave(self, number: int) -> None:
@@ -282,6 +319,7 @@ class GatewayServer(uvicorn.Server):
         server = covering.result()
         if server is not None and server in self.servers:
             self.servers.remove(server)
+            del self._accepting[server]
             server.close()
 
 
