@@ -8,7 +8,8 @@ One line per trace, cluster, load and router: mean latency, mean and p99 TTFT, c
 are shares, in the trace's middle, of what ``finish-time`` without knowledge of the caches serves in
 its stride when everything is there at once. With ``--slo``: the highest load at which 95 % of the
 requests have their first token within 2 s. ``aware@W`` is ``finish-time`` with a
-``first_token_weight`` of W. Traces have the form of
+``first_token_weight`` of W; ``session`` is the
+policy of that name, consistent hashing by conversation with bounded loads. Traces have the form of
 docs/guide/simulate.md#traces-with-prefixes. What ``-o`` has already is not run again. At the
 end: ratios to the blind ``finish-time`` and to the best of the others in each cell, as geometric
 means.
@@ -36,6 +37,7 @@ from benchmarks.scheduling.prefix_peers import RULES, geometric_mean, peer
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.policies.slo import Slo
+from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.cluster_config import load_cluster
@@ -49,7 +51,7 @@ from hetero_gateway.sim.workload import Workload
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = {"A": "paper-a", "B": "paper-b", "eight": "eight-of-four-kinds", "mix": "modern-mix"}
 LOPSIDED = KINDS["lopsided"]
-BLIND, AWARE = "blind", "aware"
+BLIND, AWARE, SESSION = "blind", "aware", "session"
 ROUTERS = (BLIND, AWARE, *RULES)
 SLO = Slo(2.0, 1e9)
 SLO_SHARE = 0.95
@@ -109,6 +111,18 @@ def with_sessions_moved(rows: list[Any], rng: np.random.Generator) -> list[Any]:
     return sorted(moved, key=lambda row: row.arrival_s)
 
 
+class BySession(Scheduler):
+    """Told of each request's conversation: by its first block that does not stand in a run that
+    others begin with."""
+
+    texts: Sequence[KnownText] = ()
+
+    def place(self, request: Request, now_s: float, **options: Any) -> Any:
+        runs = self.texts[options["owner"]].runs
+        session = runs[min(1, len(runs) - 1)].first if runs else 0
+        return super().place(request.replace(session=session), now_s, **options)
+
+
 def run(
     router: str, instances: Sequence[SimulatedInstance], workload: Workload, seed: int
 ) -> RunResult:
@@ -119,6 +133,9 @@ def run(
     if router in RULES:
         gateway = peer(router, workload.prefixes, seed)
         options["watch"] = gateway.watch
+    elif router == SESSION:
+        gateway = BySession(make_policy(router), np.random.default_rng((seed, 2)))
+        gateway.texts = workload.prefixes.texts
     else:
         kind, _, weight = router.partition("@")
         gateway = Scheduler(
@@ -278,7 +295,7 @@ FIGURES = (("mean latency", "latency_s"), ("mean TTFT", "ttft_s"), ("TTFT p99", 
 
 def summarise_cells(cells: Cells, seed: int, routers: Sequence[str]) -> None:
     """Ratios over the cells that have all of these: to blind, and to the best peer of each cell."""
-    peers = [name for name in routers if name in RULES]
+    peers = [name for name in routers if name in RULES or name == SESSION]
     if not {BLIND, AWARE} <= set(routers) or not peers:
         return
     groups: dict[tuple[str, str, float], dict[str, dict[str, Any]]] = {}

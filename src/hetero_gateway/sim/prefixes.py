@@ -75,7 +75,7 @@ class Prefixes:
         if not len(texts) == len(prompt_tokens) == len(output_tokens):
             raise ValueError("there must be a text for each request")
         self.block_tokens = block_tokens
-        self._texts = tuple(texts)
+        self.texts = tuple(texts)
         self._prompt_tokens = prompt_tokens
         self._output_tokens = output_tokens
         for i, text in enumerate(texts):
@@ -88,7 +88,7 @@ class Prefixes:
         self._keys: list[PrefixKeys | None] = [None] * len(texts)
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self.texts)
 
     @property
     def most_tokens(self) -> int:
@@ -99,7 +99,7 @@ class Prefixes:
         """The keys of a request's full blocks, in an engine with blocks of this many tokens."""
         tokens = int(self._prompt_tokens[request] + self._output_tokens[request])
         numbers = np.arange(tokens // block_tokens)
-        ids = self._texts[request].ids()
+        ids = self.texts[request].ids()
         at = ((numbers + 1) * block_tokens - 1) // self.block_tokens
         own = np.full(max(0, int(at[-1]) + 1 - ids.size) if at.size else 0, FIRST_OWN_ID + request)
         return _keys(np.concatenate((ids, own))[at], numbers)
@@ -113,7 +113,7 @@ class Prefixes:
 
     def _parts(self, request: int) -> Iterator[bytes]:
         prompt_tokens = int(self._prompt_tokens[request])
-        ids = self._texts[request].ids()[: prompt_tokens // self.block_tokens]
+        ids = self.texts[request].ids()[: prompt_tokens // self.block_tokens]
         words = -(-self.block_tokens * BYTES_PER_TOKEN // 8)
         start = 0
         for i, block in enumerate(ids.tolist()):
