@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import PolicyOptions
-from hetero_gateway.core.policies.slo import Slo, Slos, late_behind, too_slow, violations
+from hetero_gateway.core.policies.slo import Slo, Slos, late_behind, too_late, too_slow, violations
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Outcome
@@ -129,6 +129,15 @@ def test_first_tokens_behind_a_prompt_are_late_where_others_come_and_the_limit_i
     assert late_behind(0.1, 0.1, 0.5, 1.0) == 0
     assert 0 < late_behind(0.5, 0.1, 0.5, 1.0) < late_behind(0.5, 0.2, 0.5, 1.0)
     assert late_behind(2.0, 0.1, 0.5, 1.0) == 0  # they are late anyway
+
+
+def test_what_waits_may_be_late_and_what_it_takes_itself_is_certain() -> None:
+    assert too_late(0.9, 0.9, 1.0) == 0.0
+    assert too_late(1.0, 0.5, 1.0) == 1.0
+    assert too_late(0.62, 0.5, 1.0) == 0.0  # a quarter of what the limit leaves for waiting
+    assert 0.4 < too_late(0.8, 0.5, 1.0) < 0.5
+    assert too_late(0.8, 0.5, 1.0) > too_late(0.8, 0.6, 1.0) > too_late(0.8, 0.7, 1.0)
+    assert too_late(5.0, 1.0, math.inf) == 0.0
 
 
 def test_a_first_token_waits_for_the_steps_between_its_prompts_chunks() -> None:

@@ -39,8 +39,8 @@ from hetero_gateway.core.request import Request
 # gather on slow machines otherwise, whose streams then stand still half of the time. 10 leaves them
 # there, 100 is no better.
 VIOLATION_PRICE_S: Final = 40.0
-# A first token that is predicted between these multiples of the limit is a violation in part: what
-# comes meanwhile may be in front of it.
+# A first token whose wait is predicted between these multiples of what the limit leaves for it is a
+# violation in part: what comes meanwhile may be in front of it.
 _TTFT_FROM, _TTFT_TO = 0.3, 1.0
 # The spread of a TPOT: of a step as predicted, a share; and of the prompts in between, as if each
 # had so many tokens. That is more than they have, as answers are of unequal lengths, too.
@@ -139,7 +139,8 @@ def violations(
     held_up_s = prompt_token_s * prefill
     after = too_slow(step_s, left, held_up_s, prompt_token_s, output, slo.tpot_s)
     before = too_slow(step_s - added_s, left, 0.0, prompt_token_s, output, slo.tpot_s)
-    late = surely((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
+    own_s = held_up_s + (step_s * prefill / _CHUNK_TOKENS if state.streaming else 0.0)
+    late = too_late(ttft_s, own_s, slo.ttft_s - waited_s)
     # The first token is the prefill's: an answer of one has no TPOT.
     slow = too_slow(step_s, left, 0.0, prompt_token_s, output, slo.tpot_s) if output > 1 else 0.0
     missed = n_r * (1.0 - (1.0 - late) * (1.0 - slow)) + n * (after - before)
@@ -168,7 +169,7 @@ def missed_by_prompt(
     prompt_token_s, left = state.speed * member[0], 1.0 - busy(state, member[0], now_s)
     step_s = token_s * max(1.0 - MOST_BUSY, left)
     left, held_up_s = max(1.0 - _MOST_BUSY, left), prompt_token_s * prefill
-    late = n_r * surely((waited_s + ttft_s) / slo.ttft_s, _TTFT_FROM, _TTFT_TO)
+    late = n_r * too_late(ttft_s, held_up_s, slo.ttft_s - waited_s)
     late += late_behind(ttft_s, held_up_s, left, slo.ttft_s)
     if not state.streaming:
         return late
@@ -226,6 +227,20 @@ def too_slow(
     if room_s <= -_MOST_SPREADS * spread_s:
         return 1.0
     return 1.0 / (1.0 + math.exp(_LOGISTIC * room_s / spread_s))
+
+
+def too_late(ttft_s: float, own_s: float, limit_s: float) -> float:
+    """How surely a first token comes later than ``limit_s`` from now.
+
+    What its own prompt takes (``own_s``, part of ``ttft_s``) is certain; what it waits for is not:
+    others may get in front.
+    """
+    if ttft_s >= limit_s:
+        return 1.0
+    wait_s = ttft_s - own_s
+    if wait_s <= 0.0:
+        return 0.0
+    return surely(wait_s / (limit_s - own_s), _TTFT_FROM, _TTFT_TO)
 
 
 def late_behind(ttft_s: float, held_up_s: float, left: float, limit_s: float) -> float:
