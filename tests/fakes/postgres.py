@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
+
 from benchmarks.ports import free_port
 
 _START_S = 30.0
@@ -21,7 +23,7 @@ def postgres_binaries() -> Path | None:
     """Where they are: Debian has none of the server's in PATH."""
     found = shutil.which("initdb")
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    return Path(found).parent if found else debian[-1].parent if debian else None
+    return Path(found).resolve().parent if found else debian[-1].parent if debian else None
 
 
 class PostgresServer:
@@ -71,12 +73,11 @@ class PostgresServer:
                 cwd="/",
                 **self._as,  # type: ignore[arg-type]
             )
-        ready = ("-h", "127.0.0.1", "-p", str(self.port), "-q")
         end_s = time.monotonic() + _START_S
         while time.monotonic() < end_s:
             assert self._process.poll() is None, "postgres ended"
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self._run("pg_isready", *ready)
+            with contextlib.suppress(psycopg.OperationalError):
+                psycopg.connect(self.url, password=PASSWORD).close()
                 return
             time.sleep(0.05)
         raise RuntimeError("postgres did not come up")
@@ -94,8 +95,8 @@ def postgres() -> Iterator[PostgresServer]:
     # Not under a folder that only root can enter.
     with tempfile.TemporaryDirectory(prefix="postgres-", dir="/tmp") as directory:
         server = PostgresServer(Path(directory))
-        server.start()
         try:
+            server.start()
             yield server
         finally:
             server.stop()

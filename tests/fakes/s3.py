@@ -2,13 +2,14 @@
 
 import contextlib
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -68,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             getattr(self, f"_{self.command.lower()}")(bucket, key, query, body)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
+    do_GET = do_HEAD = do_PUT = do_POST = _handle
 
     def _keep(self, bucket: FakeBucket, key: str, body: bytes) -> str:
         bucket.objects[key], bucket.put_at[key] = body, time.time()
@@ -82,7 +83,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, ETag=self._keep(bucket, key, body))
 
     def _post(self, bucket: FakeBucket, key: str, query: dict[str, list[str]], body: bytes) -> None:
-        if "uploads" in query:
+        if "delete" in query:
+            keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
+            for each in keys:
+                bucket.objects.pop(unescape(each), None)
+            rows = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in keys)
+            told = f"<DeleteResult>{rows}</DeleteResult>"
+        elif "uploads" in query:
             upload = f"u{len(bucket.uploads)}"
             bucket.uploads[upload] = {}
             told = f"<InitiateMultipartUploadResult><Bucket>{bucket.name}</Bucket><Key>{key}</Key>"
@@ -112,10 +119,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, bucket.objects[key], ETag='"e"', Last_Modified=at)
 
     _head = _get
-
-    def _delete(self, bucket: FakeBucket, key: str, *_: object) -> None:
-        bucket.objects.pop(key, None)
-        self._answer(204)
 
 
 def _iso(unix_s: float) -> str:

@@ -76,7 +76,7 @@ def told(folder, file_id):
 
 def validated(folder, batch, judge=lambda _: Estimate("m", 10, 16, None)):
     validation = Validation(folder.ledger, batch, judge, 10**6, 10**6, 10**9, lambda: False)
-    with folder.blobs.path(batch.input_file_id).open("rb") as file:
+    with folder.blobs.open(batch.input_file_id) as file:
         return validation.run(file)
 
 

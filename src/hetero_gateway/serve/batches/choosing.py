@@ -42,9 +42,10 @@ _USUAL = (512.0, 256.0)
 class RunningBatch:
     """A batch whose lines are sent.
 
-    ``held``: by model, the next ones that wait; ``out``: how many are out, by instance. ``moved_s``:
-    by model, when lines were last fetched or sent, and ``rests_s``: until when none are fetched;
-    ``again_s``: before which it does not end, since others have lines of it out. All monotonic.
+    ``held``: by model, the next ones that wait; ``out``: how many are out, by instance.
+    ``moved_s``: by model, when lines were last fetched or sent; ``rests_s``: until when none are
+    fetched; ``again_s``: before which it does not end, since others have lines of it out. All
+    monotonic.
     """
 
     batch: Batch
@@ -131,7 +132,7 @@ class LineChoice:
         """What other gateways are to know."""
         instances = self._fleet.instances
         return {
-            instances[each].base_url: AskedThere(self.out[each], *counts)
+            instances[each].config.base_url: AskedThere(self.out[each], *counts)
             for each, counts in self._counts.items()
             if each in instances
         }
@@ -189,7 +190,7 @@ class LineChoice:
         if self._last:
             instances = self._fleet.instances
             counts = {
-                each: self._with_others(instances[each].base_url, own)
+                each: self._with_others(instances[each].config.base_url, own)
                 for each, own in counts.items()
             }
         self._others.look(counts, now_s)
@@ -350,7 +351,7 @@ class LineChoice:
             return False
         ours = self.out[pool.ids[i]] + load.lines
         if self._elsewhere:
-            ours += self._elsewhere[self._fleet.instances[pool.ids[i]].base_url]
+            ours += self._elsewhere[self._fleet.instances[pool.ids[i]].config.base_url]
         return alone or ours + 1 <= most_there(share, state, member, prompt, output)
 
 

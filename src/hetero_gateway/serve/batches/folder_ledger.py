@@ -94,7 +94,7 @@ class FolderLedger(Ledger):
         """Write and sync answers of a batch; returns how long its files are with them."""
         batch, good, bad = answers[0].line.batch, list[bytes](), list[bytes]()
         for each in answers:
-            (good if each.status < 400 else bad).append(self._answer(each))
+            (good if each.status < 400 else bad).append(self._answer(each, each.line.repeats))
         return (
             self._append_to(batch.output_file_id, batch.output_bytes, good),
             self._append_to(batch.error_file_id, batch.error_bytes, bad),

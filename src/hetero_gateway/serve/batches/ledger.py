@@ -15,6 +15,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
@@ -62,7 +63,7 @@ class Batch:
     repeated: int
     outcome: str | None = None  # while it is finalizing: what becomes of it
     left: dict[Kind, Sums] = field(default_factory=dict)
-    waiting: dict[str, int] = field(default_factory=dict)  # lines by model
+    waiting: Counter[str] = field(default_factory=Counter)  # lines by model
 
     @property
     def done(self) -> int:
@@ -237,16 +238,19 @@ class Ledger(ABC):
         return batch
 
     def _count_left(self, batch: Batch) -> None:
-        batch.left, batch.waiting = {}, {}
+        left: dict[Kind, Sums] = {}
+        waiting: Counter[str] = Counter()
         for model, prompt, output, state in self._db.run(
             "SELECT model, prompt_tokens, output_tokens, state FROM lines"
             " WHERE batch = ? AND state < ?",
             *(batch.seq, DONE),
         ):
             kind = kind_of(model, prompt, output)
-            batch.left.setdefault(kind, Sums()).add(prompt, output)
+            left.setdefault(kind, Sums()).add(prompt, output)
             if state == WAITS:
-                batch.waiting[model] = batch.waiting.get(model, 0) + 1
+                waiting[model] += 1
+        # At once: the event loop reads them.
+        batch.left, batch.waiting = left, waiting
 
     def read(self, batch: Batch, offset: int, size: int) -> BatchLine:
         """A line that was found good before. Raises InputLost."""
@@ -294,6 +298,7 @@ class Ledger(ABC):
 
     def recover(self, batch: Batch) -> None:
         """After a start: find what was answered, and have what was out go again."""
+        return  # of several gateways, none starts alone
 
     def claim(self, batch: Batch) -> bool:
         """Whether its lines are this gateway's to look at."""
@@ -301,6 +306,7 @@ class Ledger(ABC):
 
     def _check_mine(self, batch: Batch) -> None:
         """In a transaction. Raises NotOurs: another gateway looks at its lines by now."""
+        return  # of one, nobody else does
 
     # Validation
 
@@ -387,16 +393,20 @@ class Ledger(ABC):
         if file is not None:
             file.close()
 
-    def _answer(self, answer: Answer) -> bytes:
+    def _answer(self, answer: Answer, repeats: int) -> bytes:
         line = answer.line
         return answer_line(
             *(line_id(line.batch, line.number), answer.custom_id, answer.status),
             *(answer.request_id, answer.body),
-            repeated=line.repeats > 0,
+            repeated=repeats > 0,
         )
 
     def _unsent(self, batch: Batch, row: Any, status: str) -> bytes:
-        """The error of a line that is not done as its batch ends. ``row``: (number, offset, size)."""
+        """The error of a line that is not done as its batch ends.
+
+        Args:
+            row: its number, offset and size.
+        """
         number, offset, size = row
         custom_id = self._custom_id(batch, offset, size)
         return error_line(line_id(batch, number), custom_id, *REASONS[status])

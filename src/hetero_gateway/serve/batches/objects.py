@@ -52,7 +52,7 @@ class ObjectSink:
 
 
 class Objects:
-    """A bucket, or what is under a prefix of it. Its keys and region are in the environment (AWS_*).
+    """A bucket, or what is under a prefix of it. Keys and region are in the environment (AWS_*).
 
     Args:
         bucket: its name. prefix: "" or without a slash at its end.

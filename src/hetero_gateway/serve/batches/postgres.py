@@ -70,7 +70,7 @@ class PostgresDatabase:
 
     def _connected(self) -> psycopg.Connection[Any]:
         if self._db is None or self._db.closed:
-            more = {} if self._password is None else {"password": self._password}
+            more: dict[str, Any] = {} if self._password is None else {"password": self._password}
             self._db = psycopg.connect(
                 self._url,
                 autocommit=True,

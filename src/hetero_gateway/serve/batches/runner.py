@@ -320,7 +320,8 @@ class Runner:
         self, running: RunningBatch, line: WaitingLine, real: tuple[int, int] | None
     ) -> None:
         told = line.prompt_tokens, line.output_tokens
-        running.batch.left[line.kind].add(-told[0], -told[1], -1)
+        if (left := running.batch.left.get(line.kind)) is not None:
+            left.add(-told[0], -told[1], -1)
         if real is not None:
             running.seen.note(line.kind, told, real)
             self._pace.note(self._work_s(line.model, *real))

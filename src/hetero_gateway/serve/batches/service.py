@@ -208,7 +208,7 @@ class Batches:
             raise _refused(error) from error
 
     async def bring(self, incoming: Incoming | Joining) -> None:
-        """Have a file that has come in kept, while the database's thread goes on. Raises Refusal."""
+        """Keep a file that has come in, while the database's thread goes on. Raises Refusal."""
         bring = incoming.finish if isinstance(incoming, Incoming) else incoming.run
         running = asyncio.get_running_loop().run_in_executor(None, bring)
         try:

@@ -157,10 +157,9 @@ class SharedLedger(Ledger):
                 # What another gateway has answered, or its batch is over, is not written twice.
                 mine = [each for each in theirs if each.line.number in left]
                 good = sum(each.status < 400 for each in mine)
-                self._write(
-                    seq,
-                    [(each.line.number, each.status < 400, self._answer(each)) for each in mine],
-                )
+                texts = [self._answer(each, left[each.line.number]) for each in mine]
+                told = zip(mine, texts, strict=True)
+                self._write(seq, [(each.line.number, each.status < 400, t) for each, t in told])
                 self._db.run(
                     "UPDATE batches SET completed = completed + ?, failed = failed + ?,"
                     " input_tokens = input_tokens + ?, output_tokens = output_tokens + ?"
@@ -189,13 +188,15 @@ class SharedLedger(Ledger):
             ).rowcount
         )
 
-    def _not_done(self, seq: int, numbers: Sequence[int]) -> set[int]:
+    def _not_done(self, seq: int, numbers: Sequence[int]) -> dict[int, int]:
+        """Those lines that are not, and how often each goes again."""
         marks = ", ".join("?" * len(numbers))
         rows = self._db.rows(
-            f"SELECT number FROM lines WHERE batch = ? AND state < {DONE} AND number IN ({marks})",
+            "SELECT number, repeats FROM lines WHERE batch = ?"
+            f" AND state < {DONE} AND number IN ({marks})",
             *(seq, *numbers),
         )
-        return {row["number"] for row in rows}
+        return {row["number"]: row["repeats"] for row in rows}
 
     def _write(self, seq: int, rows: Sequence[tuple[int | None, bool, bytes]]) -> None:
         """Keep texts, and say that their lines are done. ``rows``: (number, whether good, text)."""
@@ -302,15 +303,17 @@ class SharedLedger(Ledger):
             batch.completed, batch.failed = row["completed"], row["failed"]
             if recount:
                 self._count_left(batch)
-            batch.waiting = {
-                each["model"]: each["n"]
-                for each in self._db.rows(
-                    f"SELECT model, COUNT(*) AS n FROM lines WHERE batch = ? AND state = {WAITS}"
-                    " AND (holder IS NULL OR holder = ?) GROUP BY model",
-                    *(batch.seq, self._name),
-                )
-            }
-        return new, {row["seq"] for row in rows}
+            waiting = self._db.rows(
+                f"SELECT model, COUNT(*) FROM lines WHERE batch = ? AND state = {WAITS}"
+                " AND (holder IS NULL OR holder = ?) GROUP BY model",
+                *(batch.seq, self._name),
+            )
+            batch.waiting = Counter(dict(waiting))
+        there = {row["seq"] for row in rows}
+        for each in known:
+            if each.seq not in there:
+                self._close_input(each)
+        return new, there
 
     # Validation
 
