@@ -74,8 +74,9 @@ def told(folder, file_id):
     return [json.loads(text) for text in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def validated(folder, batch, judge=lambda _: Estimate("m", 10, 16, None)):
-    validation = Validation(folder.ledger, batch, judge, 10**6, 10**6, 10**9, lambda: False)
+def validated(folder, batch, judge=lambda _: Estimate("m", 10, 16, None), most_key_lines=10**9):
+    most = 10**6, 10**6, most_key_lines
+    validation = Validation(folder.ledger, batch, judge, *most, lambda: False)
     with folder.blobs.open(batch.input_file_id) as file:
         return validation.run(file)
 
@@ -392,4 +393,47 @@ def test_pages(tmp_path):
     assert newest["data"][0]["id"] == ids[-1]
     with pytest.raises(Refusal):
         folder.files.listed("somebody", ids[0], 1, "desc", None)
+    folder.close()
+
+
+def test_quotas_are_of_each_key(tmp_path):
+    """Of bytes with what comes in and is answered, of lines to do, of batches that run."""
+    folder = OneGateway(tmp_path / "a", max_key_bytes=8000, max_key_batches=2)
+    most_key_lines = 2 * LINES - 1
+    batch = folder.begin(owner="one")
+    file_id = batch.input_file_id
+    # Lines: those of all its batches that are not done. Others have their own.
+    _, second = folder.ledger.create("one", file_id, None, ("24h", 86400.0), {})
+    with pytest.raises(Refusal, match="2 batches that are not over") as refused:
+        folder.ledger.create("one", file_id, None, ("24h", 86400.0), {})
+    assert refused.value.status == 429
+    assert not validated(folder, second, most_key_lines=most_key_lines)
+    (problem,) = folder.ledger.document("one", second.id)["errors"]["data"]
+    assert "more than 23 lines to do" in problem["message"]
+    lines = folder.ledger.next_lines(batch, "m", 1)
+    folder.ledger.turn([], lines)
+    folder.ledger.turn([answer(each) for each in lines], [])
+    _, third = folder.ledger.create("one", file_id, None, ("24h", 86400.0), {})
+    assert validated(folder, third, most_key_lines=most_key_lines)
+    other = folder.upload(jsonl(line(i) for i in range(LINES)), "other")
+    _, theirs = folder.ledger.create("other", other, None, ("24h", 86400.0), {})
+    assert validated(folder, theirs, most_key_lines=most_key_lines)
+    # Bytes: of files, of answers that are written yet, of parts, and of what is on its way.
+    answered = folder.blobs.path(batch.output_file_id).stat().st_size
+    coming = folder.files.begin("one")
+    coming.write(b"x" * 1000)
+    upload = folder.files.begin_upload("one", "x", 2000)["id"]
+    part = folder.files.begin_part("one", upload)
+    part.write(b"x" * 1000)
+    folder.files.add_part("one", upload, part)
+    files = folder.files.listed("one", None, 99, "asc", None)["data"]
+    left = 8000 - sum(each["bytes"] for each in files) - answered - 2000
+    last = folder.files.begin("one")
+    with pytest.raises(Refusal, match="more than 8000 bytes"):
+        last.write(b"x" * (left + 1))
+    last.write(b"x" * left)
+    for each in (coming, last):
+        folder.files.drop(each)
+    assert folder.upload(b"x" * 1000, "one")
+    assert folder.upload(b"x" * 5000, "other")
     folder.close()

@@ -66,11 +66,12 @@ class Objects:
         options: dict[str, str] = {}
         if endpoint is not None:
             options["endpoint"] = endpoint
+        plain = endpoint is not None and endpoint.startswith("http://")
         try:
             self._store = S3Store(
                 bucket,
                 prefix=prefix or None,
-                client_options={"allow_http": endpoint is not None, "timeout": "60s"},
+                client_options={"allow_http": plain, "timeout": "60s"},
                 retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=30)},
                 **options,  # type: ignore[arg-type]
             )

@@ -30,6 +30,7 @@ from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.serve.batches.choosing import LineChoice, Pick, RunningBatch, Spending
 from hetero_gateway.serve.batches.ledger import Answer, Batch, InputLost, Ledger, WaitingLine
+from hetero_gateway.serve.batches.storage import StorageUnavailable
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -180,7 +181,7 @@ class Runner:
         why = reason(error)
         if not self.paused:
             _log.error("batches are paused, and nothing is lost: %s", why)
-        self.paused = why
+        self.paused = shown_reason(error)
         self._wake.set()
         await asyncio.sleep(_AGAIN_S)
 
@@ -445,6 +446,13 @@ class Runner:
 def reason(error: OSError | sqlite3.Error) -> str:
     """Why something cannot be written."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def shown_reason(error: OSError | sqlite3.Error) -> str:
+    """The same for clients, who do not hear where the storage is."""
+    if isinstance(error, StorageUnavailable):
+        return "The storage cannot be reached"
+    return reason(error)
 
 
 def _key(line: WaitingLine) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from hetero_gateway.files.batch_lines import BatchLine, LineProblem, in_backgrou
 from hetero_gateway.gateway.records.families import batch_families
 from hetero_gateway.serve.batches.files import Document, Files, Incoming, Joining, no_space
 from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger, NotOurs
-from hetero_gateway.serve.batches.runner import Runner, RunnerParts, reason
+from hetero_gateway.serve.batches.runner import Runner, RunnerParts, reason, shown_reason
 from hetero_gateway.serve.batches.storage import Rows, StorageUnavailable
 from hetero_gateway.serve.batches.stores import Sharing, Store
 from hetero_gateway.serve.batches.validation import Validation
@@ -277,7 +277,7 @@ class Batches:
                 except NotOurs:
                     break
                 except (OSError, sqlite3.Error) as error:
-                    self._validation_waits = reason(error)
+                    self._validation_waits = shown_reason(error)
                     _log.error("%s cannot be validated now: %s", batch.id, error)
                     await asyncio.sleep(_AGAIN_S)
                     continue

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -54,17 +54,23 @@ class SharedWork:
         self._runner = runner
         self._look_at = look_at
         self._counted_s = time.monotonic()
-        self._failed = False
 
     async def run(self) -> None:
+        # Apart: a look may have to wait for the database's thread, and a lease may not.
+        await asyncio.gather(self._every_turn(self.renew), self._every_turn(self._look))
+
+    async def _every_turn(self, do: Callable[[], Awaitable[None]]) -> None:
+        failed = False
         while True:
             try:
-                await self._turn()
-                self._failed = False
+                await do()
+                failed = False
             except (OSError, sqlite3.Error) as error:
-                if not self._failed:
-                    _log.error("batches: others are not heard: %s", reason(error))
-                self._failed = True
+                if not failed:
+                    _log.error("batches: other gateways are not heard: %s", reason(error))
+                failed = True
+            except Exception:
+                _log.exception("batches: a look at other gateways failed")
             await asyncio.sleep(_TURN_S)
 
     async def renew(self) -> None:
@@ -73,8 +79,7 @@ class SharedWork:
         told = await loop.run_in_executor(self._thread, self._presence.renew, choice.told())
         choice.hear(_read(told))
 
-    async def _turn(self) -> None:
-        await self.renew()
+    async def _look(self) -> None:
         if out := await self._call(self._ledger.reclaim):
             _log.warning("a gateway is gone: %d lines that it had out go again", out)
         now_s = time.monotonic()
