@@ -139,7 +139,7 @@ class LineChoice:
 
     def hear(self, told: Mapping[str, Told]) -> None:
         """What other gateways say, by their names: all that are there."""
-        self._first = {name: self._first.get(name, said) for name, said in told.items()}
+        self._first = {name: said | self._first.get(name, {}) for name, said in told.items()}
         self._last = dict(told)
         self._elsewhere.clear()
         for said in told.values():
@@ -150,7 +150,7 @@ class LineChoice:
         """Also what they have asked since they were heard first."""
         for name, said in self._last.items():
             if (now := said.get(url)) is not None:
-                first = self._first[name].get(url, now)
+                first = self._first[name][url]
                 since = [a - b for a, b in zip(now[1:-1], first[1:-1], strict=True)]
                 since.append(now.there)
                 counts = InstanceCounts(*(a + b for a, b in zip(counts, since, strict=True)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.batches_config import BatchesConfig
-from hetero_gateway.serve.batches.storage import Blobs, Rows, Sink
+from hetero_gateway.serve.batches.storage import BatchRows, Blobs, BlobSink
 
 _UPLOAD_S = 3600
 _COPIED_BYTES = 1 << 18
@@ -62,7 +62,7 @@ class Incoming:
         self._too_long = too_long or file_too_large(most_bytes)
         self._check_room = check_room
         self._known = False
-        self._sink: Sink = blobs.create(file_id)
+        self._sink: BlobSink = blobs.create(file_id)
 
     def check(self, more_bytes: int) -> None:
         """Raises Refusal: 413, 429."""
@@ -98,7 +98,7 @@ class Files:
         config: quotas.
     """
 
-    def __init__(self, rows: Rows, blobs: Blobs, config: BatchesConfig) -> None:
+    def __init__(self, rows: BatchRows, blobs: Blobs, config: BatchesConfig) -> None:
         self._db = rows
         self.blobs = blobs
         self._config = config

@@ -25,7 +25,7 @@ from hetero_gateway.serve.batches.ledger import (
     WaitingLine,
     problem_line,
 )
-from hetero_gateway.serve.batches.storage import Rows
+from hetero_gateway.serve.batches.storage import BatchRows
 
 _AT_ONCE = 500
 
@@ -33,7 +33,7 @@ _AT_ONCE = 500
 class FolderLedger(Ledger):
     """See above."""
 
-    def __init__(self, rows: Rows, folder: Folder, config: BatchesConfig) -> None:
+    def __init__(self, rows: BatchRows, folder: Folder, config: BatchesConfig) -> None:
         super().__init__(rows, folder, config)
         self._folder = folder
 

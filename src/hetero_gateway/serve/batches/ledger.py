@@ -27,7 +27,7 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.batch_lines import BatchLine, LineProblem, answer_line, error_line
 from hetero_gateway.files.batches_config import BatchesConfig
 from hetero_gateway.serve.batches.files import Document, new_id, not_found, page
-from hetero_gateway.serve.batches.storage import Blobs, Rows, StorageUnavailable
+from hetero_gateway.serve.batches.storage import BatchRows, Blobs, StorageUnavailable
 
 WAITS, OUT, DONE = 0, 1, 2
 _MOST_OPEN = 32
@@ -137,7 +137,7 @@ class Ledger(ABC):
         config: quotas.
     """
 
-    def __init__(self, rows: Rows, blobs: Blobs, config: BatchesConfig) -> None:
+    def __init__(self, rows: BatchRows, blobs: Blobs, config: BatchesConfig) -> None:
         self._db = rows
         self._blobs = blobs
         self._config = config

@@ -38,7 +38,7 @@ _DIALECT = (
 )
 
 
-class Row(tuple[Any, ...]):
+class NamedRow(tuple[Any, ...]):
     """Its columns by number and by name."""
 
     names: dict[str, int]
@@ -49,7 +49,7 @@ class Row(tuple[Any, ...]):
 
 def _row_factory(cursor: psycopg.Cursor[Any]) -> Any:
     names = {each.name: i for i, each in enumerate(cursor.description or ())}
-    kind = type("Row", (Row,), {"names": names})
+    kind = type("NamedRow", (NamedRow,), {"names": names})
     return kind
 
 

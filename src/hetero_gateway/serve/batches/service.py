@@ -28,8 +28,8 @@ from hetero_gateway.gateway.records.families import batch_families
 from hetero_gateway.serve.batches.files import Document, Files, Incoming, Joining, no_space
 from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger, NotOurs
 from hetero_gateway.serve.batches.runner import Runner, RunnerParts, reason, shown_reason
-from hetero_gateway.serve.batches.storage import Rows, StorageUnavailable
-from hetero_gateway.serve.batches.stores import Sharing, Store
+from hetero_gateway.serve.batches.storage import BatchRows, StorageUnavailable
+from hetero_gateway.serve.batches.stores import BatchStore, WorkSharing
 from hetero_gateway.serve.batches.validation import Validation
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Batches:
         store: what they are kept in.
     """
 
-    def __init__(self, of: RunnerParts, store: Store) -> None:
+    def __init__(self, of: RunnerParts, store: BatchStore) -> None:
         self._of = of
         self._store = store
         self.config = of.config.batches
@@ -64,8 +64,8 @@ class Batches:
         self._stopping: asyncio.Task[None] | None = None
         self._to_validate: asyncio.Queue[Batch] = asyncio.Queue()
         self._queued: set[int] = set()  # of these
-        self._rows: Rows | None = None
-        self._sharing: Sharing | None = None
+        self._rows: BatchRows | None = None
+        self._sharing: WorkSharing | None = None
         self.files: Files
         self.ledger: Ledger
         self.runner: Runner | None = None

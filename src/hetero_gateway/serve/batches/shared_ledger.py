@@ -13,7 +13,7 @@ A batch ends by one gateway, when no other one has lines of it out: what is not 
 error, after which nothing of it changes any more, and its answers become its files. Should that
 gateway end, or be slow, another one writes the same files again.
 
-Transactions of all gateways run one after the other (``storage.Rows``), as those of a folder do.
+Transactions of all gateways run one after the other (``BatchRows``), as those of a folder do.
 """
 
 import time
@@ -37,7 +37,7 @@ from hetero_gateway.serve.batches.ledger import (
     WaitingLine,
     problem_line,
 )
-from hetero_gateway.serve.batches.storage import Blobs, Rows
+from hetero_gateway.serve.batches.storage import BatchRows, Blobs
 
 LEASE_S = 10.0
 _MOST_HELD = 64
@@ -71,7 +71,7 @@ class Presence:
         name: of the gateway.
     """
 
-    def __init__(self, rows: Rows, name: str) -> None:
+    def __init__(self, rows: BatchRows, name: str) -> None:
         self._db = rows
         self._name = name
 
@@ -107,7 +107,7 @@ class SharedLedger(Ledger):
         name: of this gateway, which nobody else has.
     """
 
-    def __init__(self, rows: Rows, blobs: Blobs, config: BatchesConfig, name: str) -> None:
+    def __init__(self, rows: BatchRows, blobs: Blobs, config: BatchesConfig, name: str) -> None:
         super().__init__(rows, blobs, config)
         self._name = name
 

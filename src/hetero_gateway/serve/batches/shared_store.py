@@ -10,7 +10,7 @@ from hetero_gateway.serve.batches.ledger import Batch, Ledger
 from hetero_gateway.serve.batches.runner import InThread, Runner
 from hetero_gateway.serve.batches.shared_ledger import SharedLedger, gateway_name
 from hetero_gateway.serve.batches.sharing import SharedWork
-from hetero_gateway.serve.batches.storage import Blobs, Rows, StorageUnavailable
+from hetero_gateway.serve.batches.storage import BatchRows, Blobs, StorageUnavailable
 
 try:
     from hetero_gateway.serve.batches.objects import Objects
@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 
-class SharedStore:
+class SharedBatchStore:
     """Storage that other gateways use at the same time.
 
     Raises:
@@ -57,7 +57,7 @@ class SharedStore:
     def rows(self) -> PostgresDatabase:
         return PostgresDatabase(self._url, self._password)
 
-    def ledger(self, rows: Rows) -> SharedLedger:
+    def ledger(self, rows: BatchRows) -> SharedLedger:
         return SharedLedger(rows, self.blobs, self._config, self.name)
 
     def share(

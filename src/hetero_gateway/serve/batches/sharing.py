@@ -18,7 +18,7 @@ from hetero_gateway.serve.batches.choosing import Told
 from hetero_gateway.serve.batches.ledger import Batch
 from hetero_gateway.serve.batches.runner import InThread, Runner, reason
 from hetero_gateway.serve.batches.shared_ledger import Presence, SharedLedger
-from hetero_gateway.serve.batches.storage import Rows
+from hetero_gateway.serve.batches.storage import BatchRows
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class SharedWork:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: BatchRows,
         name: str,
         ledger: SharedLedger,
         call: InThread,

@@ -22,7 +22,7 @@ class StorageUnavailable(OSError):
         super().__init__(errno.EIO, message)
 
 
-class Rows(Protocol):
+class BatchRows(Protocol):
     """One connection to a database, for one thread at a time.
 
     Values stand for ``?``; a row has its columns by number and by name. Of several connections one
@@ -50,7 +50,7 @@ class Rows(Protocol):
     def close(self) -> None: ...
 
 
-class Sink(Protocol):
+class BlobSink(Protocol):
     """Bytes on their way in."""
 
     def write(self, data: bytes) -> None: ...
@@ -65,7 +65,7 @@ class Sink(Protocol):
 class Blobs(Protocol):
     """Bytes under a name that a row has: none is of a client's making. All raise OSError."""
 
-    def create(self, name: str) -> Sink: ...
+    def create(self, name: str) -> BlobSink: ...
 
     def open(self, name: str) -> BinaryIO:
         """To read anywhere in it: a file of this machine, or a copy that goes when it is closed."""

@@ -10,10 +10,10 @@ from hetero_gateway.serve.batches.folder import Folder, FolderLock, make_folder
 from hetero_gateway.serve.batches.folder_ledger import FolderLedger
 from hetero_gateway.serve.batches.ledger import Batch, Ledger
 from hetero_gateway.serve.batches.runner import InThread, Runner
-from hetero_gateway.serve.batches.storage import Blobs, Rows
+from hetero_gateway.serve.batches.storage import BatchRows, Blobs
 
 
-class Sharing(Protocol):
+class WorkSharing(Protocol):
     """What a gateway does so that others may do a part (``sharing``)."""
 
     async def renew(self) -> None: ...
@@ -21,7 +21,7 @@ class Sharing(Protocol):
     def close(self) -> None: ...
 
 
-class Store(Protocol):
+class BatchStore(Protocol):
     """Storage of batches.
 
     ``is_here``: on this machine; ``waits_for``: what ``take`` waits for, in words.
@@ -37,10 +37,10 @@ class Store(Protocol):
     def release(self) -> None:
         """It is not used any more."""
 
-    def rows(self) -> Rows:
+    def rows(self) -> BatchRows:
         """A connection of its own, for a thread. Raises ConfigError, OSError."""
 
-    def ledger(self, rows: Rows) -> Ledger: ...
+    def ledger(self, rows: BatchRows) -> Ledger: ...
 
     def share(
         self,
@@ -48,7 +48,7 @@ class Store(Protocol):
         call: InThread,
         runner: Runner,
         look_at: Callable[[Batch], None],
-    ) -> Sharing | None:
+    ) -> WorkSharing | None:
         """The work of several gateways; None: nobody else has it."""
 
 
@@ -78,18 +78,18 @@ class FolderStore:
     def rows(self) -> Database:
         return Database(self._directory)
 
-    def ledger(self, rows: Rows) -> FolderLedger:
+    def ledger(self, rows: BatchRows) -> FolderLedger:
         return FolderLedger(rows, self._folder, self._config)
 
     def share(self, *_: object) -> None:
         return None
 
 
-def store_of(config: BatchesConfig, base_dir: Path) -> Store:
+def store_of(config: BatchesConfig, base_dir: Path) -> BatchStore:
     """What a configuration names. Raises ConfigError."""
     if config.directory is not None:
         return FolderStore(base_dir / config.directory, config)
     # Its libraries come with it.
-    from hetero_gateway.serve.batches.shared_store import SharedStore
+    from hetero_gateway.serve.batches.shared_store import SharedBatchStore
 
-    return SharedStore(config)
+    return SharedBatchStore(config)
