@@ -45,12 +45,11 @@ async def test_two_gateways_do_a_batch_together(tmp_path):
         assert (sum(asked), min(asked) > 50, ended.repeated_lines) == (400, True, 0)
         # It is cancelled at the one, and the other one hears of it.
         batch = await a.start(slow(100, 20))
-        await eventually(lambda: a.runner.choice.out.total() and b.runner.choice.out.total())
+        await eventually(lambda: a.runner.choice.out.total() and b.runner.running)
         await b.openai.batches.cancel(batch.id)
         ended = await a.ended(batch.id)
         counts = ended.request_counts
         assert (ended.status, counts.completed + counts.failed) == ("cancelled", 100)
-        assert counts.completed > 0
         await eventually(lambda: not (a.runner.running or b.runner.running))
 
 
@@ -58,7 +57,7 @@ async def test_a_gateway_that_dies_leaves_its_lines_to_the_other(tmp_path, monke
     monkeypatch.setattr(Presence, "end", lambda _: None)
     async with batch_rig(tmp_path, [FakeInstance()]) as b:
         async with batch_rig(tmp_path, [FakeInstance()]) as a:
-            batch = await a.start(slow(300, 6))
+            batch = await a.start(slow(280, 6))
             await eventually(lambda: a.runner.choice.out.total() and b.runner.choice.out.total())
             out = a.runner.choice.out.total()
             # What was answered and not written is lost with it.
@@ -66,7 +65,7 @@ async def test_a_gateway_that_dies_leaves_its_lines_to_the_other(tmp_path, monke
             await a.rig.running.gateway.batches.stop()
         ended = await b.ended(batch.id)
         told = await b.lines_of(ended.output_file_id)
-        assert sorted(each["custom_id"] for each in told) == sorted(f"c{i}" for i in range(300))
+        assert sorted(each["custom_id"] for each in told) == sorted(f"c{i}" for i in range(280))
         repeated = sum(each.get("repeated", False) for each in told)
         assert 0 < out == repeated == ended.repeated_lines
 
@@ -103,10 +102,10 @@ async def test_who_asks_another_gateway_is_given_way_to(tmp_path):
     async with batch_rig(tmp_path, [one]) as a, batch_rig(tmp_path, [one]) as b:
         over = asyncio.Event()
         asking = asyncio.create_task(ask_until(over, a))
-        await asyncio.sleep(20)
-        batch = await b.start(slow(300, 5))
+        await asyncio.sleep(16)
+        batch = await b.start(slow(200, 5))
         most = 0
-        for _ in range(60):
+        for _ in range(40):
             await asyncio.sleep(0.2)
             most = max(most, a.runner.choice.out.total() + b.runner.choice.out.total())
         over.set()
