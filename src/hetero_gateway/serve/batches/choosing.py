@@ -337,8 +337,13 @@ class LineChoice:
     ) -> bool:
         state, member, load = pool.states[i], pool.members[i], turn.loads[pool.ids[i]]
         prompt = float(line.prompt_tokens)
+        elsewhere = 0
+        if self._elsewhere:
+            elsewhere = self._elsewhere[self._fleet.instances[pool.ids[i]].config.base_url]
         waiting = state.waiting + state.peers.waiting + load.lines
-        there = waiting + state.streaming + state.peers.streaming
+        # Of gateways that do not share their load, their lines are known.
+        theirs = max(state.peers.streaming, elsewhere - state.peers.waiting)
+        there = waiting + state.streaming + theirs
         if there >= min(member.seats, state.seats):
             return False
         needed = prompt + load.prompt_tokens
@@ -349,9 +354,7 @@ class LineChoice:
         short = tokens < PREFILL_TOKENS and state.speed * member.p1 * tokens < LATE_S
         if waiting >= turn.depth and not short:
             return False
-        ours = self.out[pool.ids[i]] + load.lines
-        if self._elsewhere:
-            ours += self._elsewhere[self._fleet.instances[pool.ids[i]].config.base_url]
+        ours = self.out[pool.ids[i]] + load.lines + elsewhere
         return alone or ours + 1 <= most_there(share, state, member, prompt, output)
 
 

@@ -135,7 +135,11 @@ class Ledger(ABC):
     Args:
         rows: of batches and their lines. blobs: files.
         config: quotas.
+
+    ``shared``: other gateways do a part of the work.
     """
+
+    shared = False
 
     def __init__(self, rows: BatchRows, blobs: Blobs, config: BatchesConfig) -> None:
         self._db = rows

@@ -70,6 +70,8 @@ class PostgresDatabase:
 
     def _connected(self) -> psycopg.Connection[Any]:
         if self._db is None or self._db.closed:
+            if self._in_transaction:
+                raise psycopg.OperationalError("the connection was lost")
             more: dict[str, Any] = {} if self._password is None else {"password": self._password}
             self._db = psycopg.connect(
                 self._url,
@@ -123,6 +125,7 @@ class PostgresDatabase:
     def transaction(self) -> Iterator[None]:
         with self._in_words():
             db = self._connected()
+            self._in_transaction = True
             try:
                 with db.transaction():
                     db.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
@@ -131,6 +134,8 @@ class PostgresDatabase:
                 # Nobody knows whether it is any good.
                 db.close()
                 raise
+            finally:
+                self._in_transaction = False
 
     def run(self, sql: str, *values: Any) -> psycopg.Cursor[Any]:
         with self._in_words():

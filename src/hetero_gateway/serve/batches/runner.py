@@ -340,7 +340,9 @@ class Runner:
             return "cancelled"
         if time.time() >= batch.expires_at:
             return "expired"
-        return None if self.client_of(batch.owner) is not None else "failed"
+        # Of several gateways, another one may know the key.
+        known = self._ledger.shared or self.client_of(batch.owner) is not None
+        return None if known else "failed"
 
     async def _end_if_over(self, running: RunningBatch) -> None:
         batch = running.batch
@@ -392,15 +394,19 @@ class Runner:
             for batch in new:
                 self.add(batch)
 
-    def stuck(self, for_s: float) -> list[WaitingLine]:
-        """Lines that found no place here for so long: they are let go, for others to send."""
+    def stuck(self, for_s: float, rest_s: float) -> list[WaitingLine]:
+        """Lines that found no place here for so long: they are let go, for others to send.
+
+        Args:
+            rest_s: for so long none are fetched in their place.
+        """
         now_s, lines = time.monotonic(), list[WaitingLine]()
         for each in self.running:
             for model, held in each.held.items():
                 if held and now_s - each.moved_s.get(model, now_s) >= for_s:
                     lines += held
                     held.clear()
-                    each.rests_s[model] = now_s + for_s
+                    each.rests_s[model] = now_s + rest_s
         return lines
 
     # What is to be expected

@@ -106,10 +106,15 @@ class Batches:
         loop = asyncio.get_running_loop()
         unfinished = await loop.run_in_executor(self._thread, self._read)
         runner = Runner(self._of, self.ledger, self.call, self.config)
-        self._sharing = self._store.share(self.ledger, self.call, runner, self._look_at)
-        if self._sharing is not None:
-            await self._sharing.renew()
-            self._tasks.append(tasks.create_task(self._sharing.run()))
+        sharing = self._store.share(self.ledger, self.call, runner, self._look_at)
+        if sharing is not None:
+            try:
+                await sharing.renew()
+            except BaseException:
+                await loop.run_in_executor(None, sharing.close)
+                raise
+            self._sharing = sharing
+            self._tasks.append(tasks.create_task(sharing.run()))
         self.runner = runner
         for batch in unfinished:
             if batch.total:
@@ -127,6 +132,8 @@ class Batches:
 
     def _read(self) -> list[Batch]:
         """In the database's thread."""
+        if self._rows is not None:
+            self._rows.close()  # of a try before
         self._rows = rows = self._store.rows()
         self.files = Files(rows, self._store.blobs, self.config)
         self.ledger = self._store.ledger(rows)

@@ -39,11 +39,11 @@ from hetero_gateway.serve.batches.ledger import (
 )
 from hetero_gateway.serve.batches.storage import BatchRows, Blobs
 
-LEASE_S = 10.0
+_LEASE_S = 10.0
 _MOST_HELD = 64
 _AT_ONCE = 500
 # Of a file of answers, read at a time.
-_ANSWERS_AT_ONCE = 100
+_ANSWERS_AT_ONCE = 32
 _FORGOTTEN_S = 3600.0
 
 SHARED_SCHEMA = """
@@ -80,14 +80,14 @@ class Presence:
 
         Raises OSError, sqlite3.Error.
         """
-        with self._db.transaction():
-            now_s = self._db.now_s()
-            self._db.run(
-                "INSERT INTO gateways VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE"
-                " SET alive_until = excluded.alive_until, told = excluded.told",
-                *(self._name, now_s + LEASE_S, msgspec.json.encode(told).decode()),
-            )
-            self._db.run("DELETE FROM gateways WHERE alive_until <= ?", now_s - _FORGOTTEN_S)
+        # Each statement by itself: a lease waits for no transaction of others.
+        now_s = self._db.now_s()
+        self._db.run(
+            "INSERT INTO gateways VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE"
+            " SET alive_until = excluded.alive_until, told = excluded.told",
+            *(self._name, now_s + _LEASE_S, msgspec.json.encode(told).decode()),
+        )
+        self._db.run("DELETE FROM gateways WHERE alive_until <= ?", now_s - _FORGOTTEN_S)
         rows = self._db.rows(
             "SELECT name, told FROM gateways WHERE alive_until > ? AND name <> ?",
             *(now_s, self._name),
@@ -96,8 +96,7 @@ class Presence:
 
     def end(self) -> None:
         """Not be there: what is held is anybody's. Raises OSError, sqlite3.Error."""
-        with self._db.transaction():
-            self._db.run("DELETE FROM gateways WHERE name = ?", self._name)
+        self._db.run("DELETE FROM gateways WHERE name = ?", self._name)
 
 
 class SharedLedger(Ledger):
@@ -106,6 +105,8 @@ class SharedLedger(Ledger):
     Args:
         name: of this gateway, which nobody else has.
     """
+
+    shared = True
 
     def __init__(self, rows: BatchRows, blobs: Blobs, config: BatchesConfig, name: str) -> None:
         super().__init__(rows, blobs, config)

@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 # Between two renewals, and two looks at how far others are; between two counts of all lines.
 _TURN_S, _RECOUNT_S = 2.0, 30.0
-# Lines that wait for a place here for so long may be sent from elsewhere.
-_STUCK_S = 5.0
+# Lines that wait for a place here for so long may be sent from elsewhere, if that is soon done.
+_STUCK_S, _REST_S = 5.0, 2.5
 
 
 class SharedWork:
@@ -54,6 +54,7 @@ class SharedWork:
         self._runner = runner
         self._look_at = look_at
         self._counted_s = time.monotonic()
+        self._others: dict[str, Told] = {}
 
     async def run(self) -> None:
         # Apart: a look may have to wait for the database's thread, and a lease may not.
@@ -77,7 +78,8 @@ class SharedWork:
         """Be there. Raises OSError, sqlite3.Error."""
         loop, choice = asyncio.get_running_loop(), self._runner.choice
         told = await loop.run_in_executor(self._thread, self._presence.renew, choice.told())
-        choice.hear(_read(told))
+        self._others = _read(told)
+        choice.hear(self._others)
 
     async def _look(self) -> None:
         if out := await self._call(self._ledger.reclaim):
@@ -89,7 +91,7 @@ class SharedWork:
         known = [each.batch for each in self._runner.running]
         new, there = await self._call(self._ledger.progress, known, recount)
         self._runner.take_up(new, known, there)
-        if stuck := self._runner.stuck(_STUCK_S):
+        if self._others and (stuck := self._runner.stuck(_STUCK_S, _REST_S)):
             await self._call(self._ledger.let_go, stuck)
         for batch in await self._call(self._ledger.unlooked):
             self._look_at(batch)
