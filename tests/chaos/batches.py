@@ -1,13 +1,17 @@
 """A batch whose gateway, workers and instances are killed every few seconds.
 
-    python -m tests.chaos.batches [--lines 10000] [--every 5] [--seed 1] [--workers 1] [--json]
+    python -m tests.chaos.batches [--lines 10000] [--every 5] [--seed 1] [--workers 1]
+        [--gateways 1] [--json]
 
-Each custom_id is in the output or among the errors, once; what stood in the files of answers at any
-kill is there in the end, byte for byte; and what went again says so.
+Each custom_id is in the output or among the errors, once; what stood among the answers at any kill
+is there in the end, byte for byte; and what went again says so. Several gateways share PostgreSQL
+and an S3 bucket in memory; one of them is killed at a time.
 """
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import random
@@ -16,16 +20,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psycopg
 import yaml
 
 from tests.chaos.gateway import GatewayProcess
 from tests.chaos.instances import MODEL, Instance, make_instances, write_profiles
+from tests.fakes.postgres import PASSWORD, PASSWORD_ENV, PostgresServer, postgres
 from tests.fakes.processes import children_of
+from tests.fakes.s3 import KEYS, fake_bucket
 
 _OVER = ("completed", "failed", "expired", "cancelled")
 _WITHIN_S = 1800.0
@@ -47,14 +55,15 @@ class Seen:
 class Gateway:
     """One that comes back on its port."""
 
-    def __init__(self, config: Path, directory: Path, workers: int) -> None:
+    def __init__(self, config: Path, directory: Path, workers: int, name: str) -> None:
         self._config, self._directory, self._workers = config, directory, workers
+        self._name = name
         self._starts = 0
         self.process: GatewayProcess | None = None
 
     async def start(self) -> None:
         self._starts += 1
-        log = self._directory / f"gateway-{self._starts}.log"
+        log = self._directory / f"{self._name}-{self._starts}.log"
         port = [] if self.process is None else ["--port", str(self.process.port)]
         for tries_left in range(20, -1, -1):
             try:
@@ -96,7 +105,12 @@ def lines(count: int, rng: random.Random) -> bytes:
     return b"".join(made)
 
 
-def whole_answers(folder: Path) -> set[bytes]:
+def whole_answers(folder: Path, server: PostgresServer | None) -> set[bytes]:
+    """That are kept now."""
+    if server is not None:
+        with psycopg.connect(server.url, password=PASSWORD) as db:
+            sql = "SELECT text FROM hetero_gateway_batches.answers"
+            return {bytes(row[0]) for row in db.execute(sql)}
     found = set()
     for path in (folder / "files").iterdir():
         for text in path.read_bytes().splitlines(keepends=True):
@@ -105,75 +119,119 @@ def whole_answers(folder: Path) -> set[bytes]:
     return found
 
 
-async def kill_gateway(
-    gateway: Gateway, folder: Path, every_s: float, rng: random.Random, seen: Seen
+async def kill_gateways(
+    gateways: list[Gateway],
+    answers: Callable[[], set[bytes]],
+    every_s: float,
+    rng: random.Random,
+    seen: Seen,
+    over: asyncio.Event,
 ) -> None:
-    while True:
-        await asyncio.sleep(every_s * rng.uniform(0.6, 1.4))
+    # A start is not cancelled: what had begun would have the port.
+    while not await passed(every_s * rng.uniform(0.6, 1.4), over):
+        gateway = rng.choice(gateways)
         if gateway.kill(rng, seen):
-            seen.written |= whole_answers(folder)
+            seen.written |= answers()
             await gateway.start()
 
 
+async def passed(seconds: float, over: asyncio.Event) -> bool:
+    """Whether it is over by then."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(over.wait(), seconds)
+    return over.is_set()
+
+
 async def kill_instances(
-    instances: list[Instance], every_s: float, rng: random.Random, seen: Seen
+    instances: list[Instance],
+    every_s: float,
+    rng: random.Random,
+    seen: Seen,
+    over: asyncio.Event,
 ) -> None:
-    while True:
-        await asyncio.sleep(every_s * rng.uniform(0.6, 1.4))
+    while not await passed(every_s * rng.uniform(0.6, 1.4), over):
         victim = rng.choice(instances)
         victim.kill()
         seen.kills["instance"] += 1
         await victim.start()
 
 
-async def ask(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> httpx.Response:
-    """Again until it is answered: the gateway may be away."""
+async def ask(
+    gateways: list[httpx.AsyncClient], method: str, path: str, **more: Any
+) -> httpx.Response:
+    """Again until it is answered: a gateway may be away."""
     give_up_s = time.monotonic() + _WITHIN_S
     while True:
-        try:
-            answer = await http.request(method, path, **more)
-            if answer.status_code < 500:
-                answer.raise_for_status()
-                return answer
-        except httpx.TransportError:
-            pass
+        for gateway in gateways:
+            try:
+                answer = await gateway.request(method, path, **more)
+                if answer.status_code < 500:
+                    answer.raise_for_status()
+                    return answer
+            except httpx.TransportError:
+                pass
         if time.monotonic() > give_up_s:
             raise TimeoutError(path)
         await asyncio.sleep(0.2)
 
 
-async def run(args: argparse.Namespace, directory: Path) -> Seen:
+def shared_storage(stack: contextlib.ExitStack) -> tuple[PostgresServer, dict[str, str]]:
+    """What several gateways share, and their section."""
+    server, bucket = stack.enter_context(postgres()), stack.enter_context(fake_bucket())
+    os.environ.update({**KEYS, PASSWORD_ENV: PASSWORD})
+    return server, {
+        "database": server.url,
+        "password_env": PASSWORD_ENV,
+        "storage": "s3://bucket/batches",
+        "storage_endpoint": bucket.url,
+    }
+
+
+async def run(args: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> Seen:
     seen, rng = Seen(), random.Random(args.seed)
-    folder = directory / "batches"
+    folder, server = directory / "batches", None
+    section = {"directory": str(folder)}
+    if args.gateways > 1:
+        server, section = shared_storage(stack)
     instances = make_instances(4, args.seed)
     for instance in instances:
         await instance.start()
     profiles = write_profiles(instances, directory)
     config = {
         "health": {"probe_interval_s": 0.5},
-        "batches": {"directory": str(folder)},
+        "batches": section,
         "instances": [
             {"id": i.id, "base_url": i.url, "profile": profiles[i.id]} for i in instances
         ],
     }
     (directory / "gateway.yaml").write_text(yaml.safe_dump(config), "utf-8")
-    gateway = Gateway(directory / "gateway.yaml", directory, args.workers)
-    await gateway.start()
-    assert gateway.process is not None
+    gateways = [
+        Gateway(directory / "gateway.yaml", directory, args.workers, f"gateway-{n}")
+        for n in range(args.gateways)
+    ]
+    for gateway in gateways:
+        await gateway.start()
     killing: list[asyncio.Task[None]] = []
     try:
-        url = gateway.process.url
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+        async with contextlib.AsyncExitStack() as clients:
+            to = []
+            for gateway in gateways:
+                assert gateway.process is not None
+                url = gateway.process.url
+                client = httpx.AsyncClient(base_url=url, timeout=30, trust_env=False)
+                to.append(await clients.enter_async_context(client))
             form = {"purpose": "batch"}
             up = await ask(
-                http, "POST", "/v1/files", data=form, files={"file": lines(args.lines, rng)}
+                to, "POST", "/v1/files", data=form, files={"file": lines(args.lines, rng)}
             )
             asked = {"input_file_id": up.json()["id"], "endpoint": _PATH}
-            batch_id = (await ask(http, "POST", "/v1/batches", json=asked)).json()["id"]
+            batch_id = (await ask(to, "POST", "/v1/batches", json=asked)).json()["id"]
             began_s = time.monotonic()
+            answers = functools.partial(whole_answers, folder, server)
+            over = asyncio.Event()
             killing = [
-                asyncio.create_task(kill_gateway(gateway, folder, args.every, rng, seen)),
-                asyncio.create_task(kill_instances(instances, args.every, rng, seen)),
+                asyncio.create_task(kill_gateways(gateways, answers, args.every, rng, seen, over)),
+                asyncio.create_task(kill_instances(instances, args.every, rng, seen, over)),
             ]
             batch: dict[str, Any] = {"status": ""}
             while batch["status"] not in _OVER:
@@ -181,27 +239,40 @@ async def run(args: argparse.Namespace, directory: Path) -> Seen:
                     if each.done():
                         each.result()
                 await asyncio.sleep(0.5)
-                batch = (await ask(http, "GET", f"/v1/batches/{batch_id}")).json()
+                batch = (await ask(to, "GET", f"/v1/batches/{batch_id}")).json()
             seen.took_s = time.monotonic() - began_s
-            for each in killing:
-                each.cancel()
-            await asyncio.gather(*killing, return_exceptions=True)
-            if gateway.process.process.poll() is not None:
-                await gateway.start()
+            over.set()
+            await asyncio.gather(*killing)
+            for gateway in gateways:
+                assert gateway.process is not None
+                if gateway.process.process.poll() is not None:
+                    await gateway.start()
             texts: list[bytes] = []
             for name in ("output_file_id", "error_file_id"):
                 if batch[name] is not None:
-                    content = await ask(http, "GET", f"/v1/files/{batch[name]}/content")
+                    content = await ask(to, "GET", f"/v1/files/{batch[name]}/content")
                     texts += content.content.splitlines(keepends=True)
         judge(args.lines, batch, texts, seen)
-        seen.faults += gateway.process.alarms()
+        for gateway in gateways:
+            assert gateway.process is not None
+            seen.faults += gateway.process.alarms()
     finally:
         for each in killing:
             each.cancel()
-        await gateway.process.aclose()
+        for gateway in gateways:
+            if gateway.process is not None:
+                await gateway.process.aclose()
         for instance in instances:
             instance.close()
+    seen.faults += secrets_in(directory)
     return seen
+
+
+def secrets_in(directory: Path) -> list[str]:
+    """What logs must not have."""
+    texts = {log.name: log.read_text("utf-8", "replace") for log in directory.glob("gateway-*.log")}
+    hidden = PASSWORD, KEYS["AWS_SECRET_ACCESS_KEY"]
+    return [f"{n} has a secret" for n, text in texts.items() if any(s in text for s in hidden)]
 
 
 def judge(count: int, batch: dict[str, Any], texts: list[bytes], seen: Seen) -> None:
@@ -232,10 +303,14 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="batches-") as directory:
-        seen = asyncio.run(run(args, Path(directory)))
+    with (
+        tempfile.TemporaryDirectory(prefix="batches-") as directory,
+        contextlib.ExitStack() as stack,
+    ):
+        seen = asyncio.run(run(args, Path(directory), stack))
     document = {
         "kills": dict(seen.kills),
         "counts": seen.counts,

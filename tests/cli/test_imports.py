@@ -72,7 +72,7 @@ def test_a_gateway_imports_nothing_that_it_does_not_need(tmp_path):
     modules = modules_of(before)
     assert "fastapi" in modules_of(after)  # with the first look at /admin
     unwanted = {"numpy", "scipy", "numba", "rich", "pygments", "fastapi", "httpx", "websockets"}
-    unwanted |= {"ctypes", *DRAWING}
+    unwanted |= {"ctypes", "obstore", "psycopg", *DRAWING}
     ours = {"sim", "planner", "lab", "deploy", "core.sharing", "scaleout.sharing"}
     assert not modules & unwanted
     assert not {f"hetero_gateway.{name}" for name in ours} & set(before.split())

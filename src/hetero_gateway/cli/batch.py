@@ -94,7 +94,7 @@ class _Gateway:
         except (ValueError, KeyError, TypeError):
             said = response.reason_phrase
         if response.status_code == 404 and "nothing at" in said:
-            said = "it has no batches: set batches.directory in its configuration"
+            said = "it has no batches: set batches in its configuration"
         raise HeteroGatewayError(f"{self._url}: {response.status_code}: {said}")
 
 

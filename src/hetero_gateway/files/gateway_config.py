@@ -158,9 +158,10 @@ class GatewayConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_batches(self) -> Self:
-        if self.batches.directory is not None and self.scheduler.policy != "finish-time":
+        if self.batches.on and self.scheduler.policy != "finish-time":
             why = "batches follow what finish-time knows; with another policy there are none"
-            raise Misfits([(("batches", "directory"), why)])
+            key = "database" if self.batches.directory is None else "directory"
+            raise Misfits([(("batches", key), why)])
         return self
 
     @model_validator(mode="after")

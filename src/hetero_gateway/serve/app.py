@@ -172,7 +172,7 @@ class Control:
     def __init__(self, gateway: Gateway, lifespan: Lifespan[Starlette]) -> None:
         self._gateway = gateway
         self.paths = [*public_paths(gateway), _metrics_path(gateway)]
-        if gateway.config.batches.directory is not None:
+        if gateway.config.batches.on:
             from hetero_gateway.serve.control.batches import batch_paths
 
             self.paths += batch_paths(gateway)

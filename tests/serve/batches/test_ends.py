@@ -12,16 +12,18 @@ import pytest
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.batch_lines import LineProblem
 from hetero_gateway.files.batches_config import BatchesConfig
-from hetero_gateway.serve.batches.database import Database, FolderLock, make_folder
+from hetero_gateway.serve.batches.database import Database
 from hetero_gateway.serve.batches.files import Files
-from hetero_gateway.serve.batches.ledger import Answer, Estimate, InputLost, Ledger, NewLine
+from hetero_gateway.serve.batches.folder import Folder, FolderLock, make_folder
+from hetero_gateway.serve.batches.folder_ledger import FolderLedger
+from hetero_gateway.serve.batches.ledger import Answer, Estimate, InputLost, NewLine
 from hetero_gateway.serve.batches.validation import Validation
 from tests.serve.batches.rigs import jsonl, line
 
 LINES = 12
 
 
-class Folder:
+class OneGateway:
     """A folder of batches in one thread, as a gateway has it."""
 
     def __init__(self, directory, **config):
@@ -29,7 +31,9 @@ class Folder:
         self.directory = directory
         config = BatchesConfig(directory=directory, **config)
         self.database = Database(directory)
-        self.files, self.ledger = Files(self.database, config), Ledger(self.database, config)
+        self.blobs = Folder(directory)
+        self.files = Files(self.database, self.blobs, config)
+        self.ledger = FolderLedger(self.database, self.blobs, config)
 
     def upload(self, data, owner=""):
         incoming = self.files.begin(owner)
@@ -48,7 +52,7 @@ class Folder:
 
     def opened(self):
         """As at a start: swept and recovered."""
-        self.database.sweep()
+        self.files.sweep()
         found = self.ledger.unfinished()
         for batch in found:
             if batch.total:
@@ -66,13 +70,14 @@ def answer(line_of, status=200):
 
 
 def told(folder, file_id):
-    path = folder.database.path(file_id)
+    path = folder.blobs.path(file_id)
     return [json.loads(text) for text in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def validated(folder, batch, judge=lambda _: Estimate("m", 10, 16, None)):
-    validation = Validation(folder.ledger, batch, judge, 10**6, 10**6, 10**9, lambda: False)
-    with folder.database.path(batch.input_file_id).open("rb") as file:
+def validated(folder, batch, judge=lambda _: Estimate("m", 10, 16, None), most_key_lines=10**9):
+    most = 10**6, 10**6, most_key_lines
+    validation = Validation(folder.ledger, batch, judge, *most, lambda: False)
+    with folder.blobs.open(batch.input_file_id) as file:
         return validation.run(file)
 
 
@@ -103,7 +108,7 @@ def check_whole(folder, before, accepted=()):
         if each.startswith("upload_"):
             assert folder.files.upload("", each)["status"] in ("pending", "completed")
     for file_id, each in files.items():
-        assert folder.database.path(file_id).stat().st_size == each["bytes"]
+        assert folder.blobs.path(file_id).stat().st_size == each["bytes"]
     answers = {}
     for batch in batches:
         if batch["status"] == "failed":
@@ -146,7 +151,9 @@ def story(folder, accepted):
         incoming = folder.files.begin_part("", upload)
         incoming.write(piece)
         parts.append(folder.files.add_part("", upload, incoming)["id"])
-    accepted.add(whole := folder.files.complete_upload("", upload, parts)["file"]["id"])
+    joining = folder.files.begin_joining("", upload, parts)
+    joining.run()
+    accepted.add(whole := folder.files.end_joining("", upload, joining)["file"]["id"])
     left = folder.files.begin_upload("", "in.jsonl", 9)["id"]
     folder.files.cancel_upload("", left)
     accepted.add(folder.upload(data))
@@ -190,7 +197,7 @@ def test_an_end_at_any_write_loses_and_repeats_nothing(tmp_path, monkeypatch):
         if cut is not None:
             os.truncate(there / log.name, cut)
         (there / "batches.sqlite-shm").unlink(missing_ok=True)
-        again = Folder(there)
+        again = OneGateway(there)
         again.database.run("PRAGMA synchronous=OFF")
         check_whole(again, journal(there) if accepted else [], accepted)
         again.close()
@@ -218,7 +225,7 @@ def test_an_end_at_any_write_loses_and_repeats_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(Database, "transaction", transaction)
-    folder = Folder(directory)
+    folder = OneGateway(directory)
     folder.database.run("PRAGMA wal_autocheckpoint=0")
     story(folder, accepted)
     folder.close()
@@ -227,17 +234,17 @@ def test_an_end_at_any_write_loses_and_repeats_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cut", [1, 7, 40])
 def test_a_torn_answer_is_asked_again_and_says_so(tmp_path, cut):
-    folder = Folder(tmp_path / "a")
+    folder = OneGateway(tmp_path / "a")
     batch = folder.begin()
     lines = folder.ledger.next_lines(batch, "m", 3)
     folder.ledger.turn([], lines)
     # The process ends in the middle of the second answer, before any row says that one is there.
     size = folder.ledger._append([answer(each) for each in lines[:2]])[0]
     folder.close()
-    path = folder.database.path(batch.output_file_id)
+    path = folder.blobs.path(batch.output_file_id)
     with path.open("r+b") as file:
         file.truncate(size - cut)
-    again = Folder(tmp_path / "a")
+    again = OneGateway(tmp_path / "a")
     (batch,) = again.opened()
     assert (batch.completed, batch.repeated) == (1, 2)
     check_whole(again, journal(tmp_path / "a"))
@@ -245,7 +252,7 @@ def test_a_torn_answer_is_asked_again_and_says_so(tmp_path, cut):
 
 
 def test_what_is_not_finished_becomes_an_error_of_its_own(tmp_path):
-    folder = Folder(tmp_path / "a")
+    folder = OneGateway(tmp_path / "a")
     batch = folder.begin()
     lines = folder.ledger.next_lines(batch, "m", 4)
     folder.ledger.turn([], lines)
@@ -263,7 +270,7 @@ def test_what_is_not_finished_becomes_an_error_of_its_own(tmp_path):
 
 
 def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch):
-    folder = Folder(tmp_path / "a")
+    folder = OneGateway(tmp_path / "a")
     batch = folder.begin()
     lines = folder.ledger.next_lines(batch, "m", 4)
     folder.ledger.turn([], lines)
@@ -278,7 +285,7 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="space"):
         folder.ledger.turn(answers, [])
     monkeypatch.setattr(os, "pwrite", real)
-    assert folder.database.path(batch.output_file_id).stat().st_size == 0
+    assert folder.blobs.path(batch.output_file_id).stat().st_size == 0
     # The answers are here, and the database cannot say so: they are written anew.
     real_run = folder.database.run
 
@@ -298,11 +305,11 @@ def test_a_disk_that_is_full_loses_nothing(tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_spoilt_ends_its_batch_and_loses_no_answer(tmp_path):
-    folder = Folder(tmp_path / "a")
+    folder = OneGateway(tmp_path / "a")
     batch = folder.begin()
     lines = folder.ledger.next_lines(batch, "m", 2)
     folder.ledger.turn([], lines[:1])
-    path = folder.database.path(batch.input_file_id)
+    path = folder.blobs.path(batch.input_file_id)
     path.write_bytes(b"x" * path.stat().st_size)
     with pytest.raises(InputLost):
         folder.ledger.turn([answer(lines[0])], lines[1:])
@@ -316,7 +323,7 @@ def test_a_file_that_is_spoilt_ends_its_batch_and_loses_no_answer(tmp_path):
 
 
 def test_lines_go_by_their_beginnings_and_then_by_their_work(tmp_path):
-    folder = Folder(tmp_path / "a")
+    folder = OneGateway(tmp_path / "a")
     file_id = folder.upload(b"\n")
     _, batch = folder.ledger.create("", file_id, None, ("24h", 86400.0), {})
     kinds = [(100, None), (10, 7), (300, 7), (20, None), (150, 8), (140, 8)]
@@ -360,7 +367,7 @@ def test_what_is_no_database_is_said(tmp_path):
 
 
 def test_what_is_old_goes_and_what_is_read_stays(tmp_path):
-    folder = Folder(tmp_path / "a", keep_s=1000.0)
+    folder = OneGateway(tmp_path / "a", keep_s=1000.0)
     batch = folder.begin()
     folder.upload(b"old")
     folder.files.forget_old(4e9)
@@ -376,7 +383,7 @@ def test_what_is_old_goes_and_what_is_read_stays(tmp_path):
 
 
 def test_pages(tmp_path):
-    folder = Folder(tmp_path / "a")
+    folder = OneGateway(tmp_path / "a")
     ids = [folder.upload(b"x%d" % i) for i in range(5)]
     first = folder.files.listed("", None, 2, "asc", None)
     assert ([each["id"] for each in first["data"]], first["has_more"]) == (ids[:2], True)
@@ -386,4 +393,47 @@ def test_pages(tmp_path):
     assert newest["data"][0]["id"] == ids[-1]
     with pytest.raises(Refusal):
         folder.files.listed("somebody", ids[0], 1, "desc", None)
+    folder.close()
+
+
+def test_quotas_are_of_each_key(tmp_path):
+    """Of bytes with what comes in and is answered, of lines to do, of batches that run."""
+    folder = OneGateway(tmp_path / "a", max_key_bytes=8000, max_key_batches=2)
+    most_key_lines = 2 * LINES - 1
+    batch = folder.begin(owner="one")
+    file_id = batch.input_file_id
+    # Lines: those of all its batches that are not done. Others have their own.
+    _, second = folder.ledger.create("one", file_id, None, ("24h", 86400.0), {})
+    with pytest.raises(Refusal, match="2 batches that are not over") as refused:
+        folder.ledger.create("one", file_id, None, ("24h", 86400.0), {})
+    assert refused.value.status == 429
+    assert not validated(folder, second, most_key_lines=most_key_lines)
+    (problem,) = folder.ledger.document("one", second.id)["errors"]["data"]
+    assert "more than 23 lines to do" in problem["message"]
+    lines = folder.ledger.next_lines(batch, "m", 1)
+    folder.ledger.turn([], lines)
+    folder.ledger.turn([answer(each) for each in lines], [])
+    _, third = folder.ledger.create("one", file_id, None, ("24h", 86400.0), {})
+    assert validated(folder, third, most_key_lines=most_key_lines)
+    other = folder.upload(jsonl(line(i) for i in range(LINES)), "other")
+    _, theirs = folder.ledger.create("other", other, None, ("24h", 86400.0), {})
+    assert validated(folder, theirs, most_key_lines=most_key_lines)
+    # Bytes: of files, of answers that are written yet, of parts, and of what is on its way.
+    answered = folder.blobs.path(batch.output_file_id).stat().st_size
+    coming = folder.files.begin("one")
+    coming.write(b"x" * 1000)
+    upload = folder.files.begin_upload("one", "x", 2000)["id"]
+    part = folder.files.begin_part("one", upload)
+    part.write(b"x" * 1000)
+    folder.files.add_part("one", upload, part)
+    files = folder.files.listed("one", None, 99, "asc", None)["data"]
+    left = 8000 - sum(each["bytes"] for each in files) - answered - 2000
+    last = folder.files.begin("one")
+    with pytest.raises(Refusal, match="more than 8000 bytes"):
+        last.write(b"x" * (left + 1))
+    last.write(b"x" * left)
+    for each in (coming, last):
+        folder.files.drop(each)
+    assert folder.upload(b"x" * 1000, "one")
+    assert folder.upload(b"x" * 5000, "other")
     folder.close()

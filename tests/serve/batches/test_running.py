@@ -12,7 +12,7 @@ from hetero_gateway.serve.batches.ledger import Ledger
 from tests.fakes.running import eventually
 from tests.fakes.vllm import FakeInstance
 from tests.serve.batches.rigs import BatchRig, batch_rig, jsonl, line
-from tests.serve.batches.test_ends import Folder
+from tests.serve.batches.test_ends import OneGateway
 
 
 async def test_a_gateway_that_ends_goes_on_where_it_was(tmp_path):
@@ -43,7 +43,7 @@ async def test_a_batch_that_was_looked_at_is_looked_at_again(tmp_path):
 
 async def test_one_that_was_cancelled_before_it_was_looked_at_ends_cancelled(tmp_path):
     """Its gateway ended in between."""
-    folder = Folder(tmp_path / "batches")
+    folder = OneGateway(tmp_path / "batches")
     file_id = folder.upload(jsonl(line(i) for i in range(5)))
     made, _ = folder.ledger.create("", file_id, None, ("24h", 86400.0), {})
     folder.ledger.cancel("", made["id"])

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,16 +43,37 @@ class RunningBatch:
     """A batch whose lines are sent.
 
     ``held``: by model, the next ones that wait; ``out``: how many are out, by instance.
+    ``moved_s``: by model, when lines were last fetched or sent; ``rests_s``: until when none are
+    fetched; ``again_s``: before which it does not end, since others have lines of it out. All
+    monotonic.
     """
 
     batch: Batch
     seen: LineLengths = field(default_factory=LineLengths)
     held: defaultdict[str, deque[WaitingLine]] = field(default_factory=lambda: defaultdict(deque))
     out: Counter[InstanceId] = field(default_factory=Counter)
+    moved_s: dict[str, float] = field(default_factory=dict)
+    rests_s: dict[str, float] = field(default_factory=dict)
+    again_s: float = 0.0
 
     @property
     def lines_out(self) -> int:
         return sum(self.out.values())
+
+
+class AskedThere(NamedTuple):
+    """What a gateway has to do with an engine: lines that are out, and ``InstanceCounts``."""
+
+    lines_out: int
+    sent: int
+    answered: int
+    prompt_tokens: int
+    output_tokens: int
+    there: int
+
+
+# Of a gateway, by the engines' addresses.
+Told = dict[str, AskedThere]
 
 
 class Pick(NamedTuple):
@@ -101,6 +122,39 @@ class LineChoice:
         self.output_tokens: Counter[InstanceId] = Counter()
         self.out: Counter[InstanceId] = Counter()
         self.bytes_out = 0
+        self._counts: dict[InstanceId, InstanceCounts] = {}
+        # Of other gateways, by their names: what they said at first, and last.
+        self._first: dict[str, Told] = {}
+        self._last: dict[str, Told] = {}
+        self._elsewhere: Counter[str] = Counter()  # their lines, by the engines' addresses
+
+    def told(self) -> Told:
+        """What other gateways are to know."""
+        instances = self._fleet.instances
+        return {
+            instances[each].config.base_url: AskedThere(self.out[each], *counts)
+            for each, counts in self._counts.items()
+            if each in instances
+        }
+
+    def hear(self, told: Mapping[str, Told]) -> None:
+        """What other gateways say, by their names: all that are there."""
+        self._first = {name: said | self._first.get(name, {}) for name, said in told.items()}
+        self._last = dict(told)
+        self._elsewhere.clear()
+        for said in told.values():
+            for url, asked in said.items():
+                self._elsewhere[url] += asked.lines_out
+
+    def _with_others(self, url: str, counts: InstanceCounts) -> InstanceCounts:
+        """Also what they have asked since they were heard first."""
+        for name, said in self._last.items():
+            if (now := said.get(url)) is not None:
+                first = self._first[name][url]
+                since = [a - b for a, b in zip(now[1:-1], first[1:-1], strict=True)]
+                since.append(now.there)
+                counts = InstanceCounts(*(a + b for a, b in zip(counts, since, strict=True)))
+        return counts
 
     def placed(self, at: InstanceId) -> None:
         """A line is sent there."""
@@ -132,6 +186,13 @@ class LineChoice:
                 output - self.output_tokens[instance_id],
                 max(0, table[instance_id].in_flight - self.out[instance_id]),
             )
+        self._counts = counts
+        if self._last:
+            instances = self._fleet.instances
+            counts = {
+                each: self._with_others(instances[each].config.base_url, own)
+                for each, own in counts.items()
+            }
         self._others.look(counts, now_s)
         self._shares.clear()
 
@@ -276,8 +337,13 @@ class LineChoice:
     ) -> bool:
         state, member, load = pool.states[i], pool.members[i], turn.loads[pool.ids[i]]
         prompt = float(line.prompt_tokens)
+        elsewhere = 0
+        if self._elsewhere:
+            elsewhere = self._elsewhere[self._fleet.instances[pool.ids[i]].config.base_url]
         waiting = state.waiting + state.peers.waiting + load.lines
-        there = waiting + state.streaming + state.peers.streaming
+        # Of gateways that do not share their load, their lines are known.
+        theirs = max(state.peers.streaming, elsewhere - state.peers.waiting)
+        there = waiting + state.streaming + theirs
         if there >= min(member.seats, state.seats):
             return False
         needed = prompt + load.prompt_tokens
@@ -288,7 +354,7 @@ class LineChoice:
         short = tokens < PREFILL_TOKENS and state.speed * member.p1 * tokens < LATE_S
         if waiting >= turn.depth and not short:
             return False
-        ours = self.out[pool.ids[i]] + load.lines
+        ours = self.out[pool.ids[i]] + load.lines + elsewhere
         return alone or ours + 1 <= most_there(share, state, member, prompt, output)
 
 

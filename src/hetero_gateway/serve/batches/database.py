@@ -1,16 +1,8 @@
-"""The folder that batches are kept in: its lock, its SQLite database, its files.
+"""The rows of batches, and the SQLite database of one gateway's folder (write-ahead log)."""
 
-    lock             held by the one gateway that uses the folder
-    batches.sqlite   what there is, and how far it is (write-ahead log)
-    files/ID         what was uploaded, parts of it, answers
-
-What is in a file is synced before a row says so, and a row before anybody hears of it. A file that
-no row knows is left of an end in between, and goes at the next start.
-"""
-
-import fcntl
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +12,7 @@ from hetero_gateway.errors import ConfigError
 
 _VERSION = 1
 _BUSY_S = 30.0
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
     filename TEXT NOT NULL, purpose TEXT NOT NULL, bytes INTEGER NOT NULL,
@@ -39,7 +31,7 @@ CREATE INDEX IF NOT EXISTS parts_of ON parts (upload_id);
 CREATE TABLE IF NOT EXISTS batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
     status TEXT NOT NULL, outcome TEXT, input_file_id TEXT NOT NULL, endpoint TEXT,
-    window TEXT NOT NULL, metadata TEXT NOT NULL, created_at INTEGER NOT NULL,
+    "window" TEXT NOT NULL, metadata TEXT NOT NULL, created_at INTEGER NOT NULL,
     expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER,
     cancelling_at INTEGER, ended_at INTEGER,
     output_file_id TEXT NOT NULL, error_file_id TEXT NOT NULL,
@@ -51,7 +43,7 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, seq);
 CREATE TABLE IF NOT EXISTS lines (
-    batch INTEGER NOT NULL, number INTEGER NOT NULL, offset INTEGER NOT NULL,
+    batch INTEGER NOT NULL, number INTEGER NOT NULL, "offset" INTEGER NOT NULL,
     size INTEGER NOT NULL, model TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     output_tokens INTEGER NOT NULL, prefix INTEGER, custom BLOB NOT NULL,
     state INTEGER NOT NULL DEFAULT 0, repeats INTEGER NOT NULL DEFAULT 0, position INTEGER,
@@ -59,41 +51,6 @@ CREATE TABLE IF NOT EXISTS lines (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lines_next ON lines (batch, state, model, position);
 """
-
-
-class FolderLock:
-    """Of one folder; free again with the process, however that ends."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "lock"
-        self._file: int | None = None
-
-    def take(self) -> bool:
-        """False: another gateway has it."""
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            return False
-        self._file = file
-        return True
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-def make_folder(directory: Path) -> None:
-    """Raises ConfigError: it cannot be used."""
-    try:
-        for each in (directory, directory / "files"):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(each, os.R_OK | os.W_OK | os.X_OK):
-                raise ConfigError(f"batches.directory: {each} cannot be written")
-    except OSError as error:
-        raise ConfigError(f"batches.directory: {directory}: {error.strerror}") from error
 
 
 class Database:
@@ -104,7 +61,6 @@ class Database:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
         path = directory / "batches.sqlite"
         try:
             self._db = sqlite3.connect(
@@ -120,7 +76,7 @@ class Database:
                 raise ConfigError(f"batches.directory: {path} is of a newer version of the gateway")
             if version < _VERSION:
                 self._db.executescript(
-                    f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;"
+                    f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;"
                 )
         except sqlite3.Error as error:
             raise ConfigError(f"batches.directory: {path}: {error}") from error
@@ -159,31 +115,5 @@ class Database:
         """One whole number; 0 where it is NULL."""
         return int(self._db.execute(sql, values).fetchone()[0] or 0)
 
-    # Files
-
-    def path(self, file_id: str) -> Path:
-        """Of an id that a row has: it is none of a client's making."""
-        return self.directory / "files" / file_id
-
-    def sync_names(self) -> None:
-        """What was made or renamed among the files is there after any end."""
-        folder = os.open(self.directory / "files", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def unlink(self, file_id: str) -> None:
-        self.path(file_id).unlink(missing_ok=True)
-
-    def sweep(self) -> int:
-        """Remove files that no row knows; returns how many. For the start alone."""
-        known = {row[0] for row in self.rows("SELECT id FROM files UNION ALL SELECT id FROM parts")}
-        for row in self.rows(
-            "SELECT output_file_id, error_file_id FROM batches WHERE ended_at IS NULL"
-        ):
-            known.update(row)
-        stray = [each for each in (self.directory / "files").iterdir() if each.name not in known]
-        for each in stray:
-            each.unlink(missing_ok=True)
-        return len(stray)
+    def now_s(self) -> float:
+        return time.time()

@@ -6,12 +6,11 @@ Everything here is for the thread that has the database.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.batches_config import BatchesConfig
-from hetero_gateway.serve.batches.database import Database
+from hetero_gateway.serve.batches.storage import BatchRows, Blobs, BlobSink
 
 _UPLOAD_S = 3600
 _COPIED_BYTES = 1 << 18
@@ -51,7 +50,7 @@ class Incoming:
 
     def __init__(
         self,
-        database: Database,
+        blobs: Blobs,
         file_id: str,
         most_bytes: int,
         too_long: Refusal | None = None,
@@ -63,8 +62,7 @@ class Incoming:
         self._too_long = too_long or file_too_large(most_bytes)
         self._check_room = check_room
         self._known = False
-        self._database = database
-        self._file: BinaryIO | None = database.path(file_id).open("xb", buffering=0)
+        self._sink: BlobSink = blobs.create(file_id)
 
     def check(self, more_bytes: int) -> None:
         """Raises Refusal: 413, 429."""
@@ -75,19 +73,12 @@ class Incoming:
     def write(self, data: bytes) -> None:
         """Raises Refusal, OSError."""
         self.check(len(data))
-        assert self._file is not None
-        view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
+        self._sink.write(data)
         self.size_bytes += len(data)
 
     def finish(self) -> None:
-        """It is all here, whatever happens from now on. Raises OSError."""
-        assert self._file is not None
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        self._database.sync_names()
+        """It is all here, whatever happens from now on; for any thread. Raises OSError."""
+        self._sink.finish()
 
     def keep(self) -> None:
         """A row says that it is there."""
@@ -95,23 +86,21 @@ class Incoming:
 
     def drop(self) -> None:
         """It is not wanted, unless it is known already."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
         if not self._known:
-            self._database.unlink(self.file_id)
+            self._sink.drop()
 
 
 class Files:
     """The files of all keys; ``owner`` is a key's name, "" of those without one.
 
     Args:
-        database: whose rows they are.
+        rows: of all files. blobs: what is in them.
         config: quotas.
     """
 
-    def __init__(self, database: Database, config: BatchesConfig) -> None:
-        self._db = database
+    def __init__(self, rows: BatchRows, blobs: Blobs, config: BatchesConfig) -> None:
+        self._db = rows
+        self.blobs = blobs
         self._config = config
         self._coming: dict[Incoming, str] = {}  # whose they are
 
@@ -129,7 +118,7 @@ class Files:
         if left < most_bytes:
             most_bytes, too_long = left, self._no_room()
         incoming = Incoming(
-            self._db,
+            self.blobs,
             new_id(prefix),
             most_bytes,
             too_long,
@@ -202,10 +191,6 @@ class Files:
             raise not_found("file", file_id)
         return row
 
-    def path(self, file_id: str) -> Path:
-        """Where a file is that has a row."""
-        return self._db.path(file_id)
-
     def document(self, owner: str, file_id: str) -> Document:
         return _document(self.row(owner, file_id))
 
@@ -234,8 +219,19 @@ class Files:
                 message = "A batch that is not over reads this file; cancel it first."
                 raise Refusal(409, "file_in_use", message, param="id")
             self._db.run("DELETE FROM files WHERE id = ?", file_id)
-        self._db.unlink(file_id)
+        self.blobs.unlink(file_id)
         return {"id": file_id, "object": "file", "deleted": True}
+
+    def sweep(self) -> int:
+        """Remove what no row knows, and say how much it was. For a start alone."""
+        known = {
+            row[0] for row in self._db.rows("SELECT id FROM files UNION ALL SELECT id FROM parts")
+        }
+        for row in self._db.rows(
+            "SELECT output_file_id, error_file_id FROM batches WHERE ended_at IS NULL"
+        ):
+            known.update(row)
+        return self.blobs.sweep(known)
 
     def forget_old(self, now_s: float) -> None:
         """Files and uploads whose time is over, and batches that were over long ago."""
@@ -251,7 +247,7 @@ class Files:
                 "DELETE FROM batches WHERE ended_at <= ?", int(now_s - self._config.keep_s)
             )
         for row in old:
-            self._db.unlink(row["id"])
+            self.blobs.unlink(row["id"])
         for row in uploads:
             self._drop_parts(row["id"], "expired")
         with self._db.transaction():
@@ -324,8 +320,8 @@ class Files:
             "upload_id": upload_id,
         }
 
-    def complete_upload(self, owner: str, upload_id: str, part_ids: Sequence[str]) -> Document:
-        """Its parts become a file, in this order. Raises Refusal: 400, 404."""
+    def begin_joining(self, owner: str, upload_id: str, part_ids: Sequence[str]) -> "Joining":
+        """Its parts are to become a file, in this order. Raises Refusal: 400, 404."""
         row = self._upload_row(owner, upload_id, pending=True)
         parts: Mapping[str, int] = {
             each["id"]: each["bytes"]
@@ -337,22 +333,19 @@ class Files:
         if sum(parts[each] for each in part_ids) != row["bytes"]:
             message = f"The parts have {sum(parts[p] for p in part_ids)} bytes, not {row['bytes']}."
             raise Refusal(400, "invalid_part_ids", message, param="part_ids")
-        whole = Incoming(self._db, new_id("file-"), row["bytes"])
-        try:
-            for each in part_ids:
-                with self._db.path(each).open("rb") as part:
-                    while data := part.read(_COPIED_BYTES):
-                        whole.write(data)
-            whole.finish()
-            with self._db.transaction():
-                self._insert(owner, whole.file_id, row["filename"], row["bytes"], None)
-                self._db.run(
-                    "UPDATE uploads SET status = 'completed', file_id = ? WHERE id = ?",
-                    *(whole.file_id, upload_id),
-                )
-        except BaseException:
-            whole.drop()
-            raise
+        return Joining(self.blobs, part_ids, row["bytes"])
+
+    def end_joining(self, owner: str, upload_id: str, joining: "Joining") -> Document:
+        """The file is there. Raises Refusal: 400, 404."""
+        whole = joining.whole
+        with self._db.transaction():
+            row = self._upload_row(owner, upload_id, pending=True)
+            self._insert(owner, whole.file_id, row["filename"], row["bytes"], None)
+            self._db.run(
+                "UPDATE uploads SET status = 'completed', file_id = ? WHERE id = ?",
+                *(whole.file_id, upload_id),
+            )
+        whole.keep()
         self._drop_parts(upload_id, "completed")
         return self.upload(owner, upload_id)
 
@@ -371,7 +364,23 @@ class Files:
                 *(status, upload_id),
             )
         for row in parts:
-            self._db.unlink(row["id"])
+            self.blobs.unlink(row["id"])
+
+
+class Joining:
+    """Parts that become one file: ``run`` is for any thread. Raises OSError."""
+
+    def __init__(self, blobs: Blobs, part_ids: Sequence[str], size_bytes: int) -> None:
+        self._blobs = blobs
+        self._part_ids = part_ids
+        self.whole = Incoming(blobs, new_id("file-"), size_bytes)
+
+    def run(self) -> None:
+        for each in self._part_ids:
+            with self._blobs.open(each) as part:
+                while data := part.read(_COPIED_BYTES):
+                    self.whole.write(data)
+        self.whole.finish()
 
 
 def _document(row: Any) -> Document:

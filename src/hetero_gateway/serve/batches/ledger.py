@@ -4,10 +4,9 @@
         ↓             ↓ ↓                      failed, expired, cancelled
       failed      cancelling, expired → finalizing
 
-A line waits, is out, or is done. The row says that it is out before it is sent; its answer is in a
-file of the batch, and synced, before the row says that it is done. So of a gateway that was killed,
-what stands in the files beyond the length that the batch's row has is done as well (``recover``),
-and what was out goes again.
+A line waits, is out, or is done. The row says that it is out before it is sent. Where answers are
+kept until their batch is over, and what a gateway's end leaves, is for those that derive from this:
+``folder_ledger`` of one gateway, ``shared_ledger`` of several.
 
 Everything here is for the thread that has the database.
 """
@@ -15,24 +14,25 @@ Everything here is for the thread that has the database.
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from hetero_gateway.core.batches.outlook import Kind, Sums, kind_of
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.batch_lines import BatchLine, answer_line, error_line
+from hetero_gateway.files.batch_lines import BatchLine, LineProblem, answer_line, error_line
 from hetero_gateway.files.batches_config import BatchesConfig
-from hetero_gateway.serve.batches.database import Database
 from hetero_gateway.serve.batches.files import Document, new_id, not_found, page
+from hetero_gateway.serve.batches.storage import BatchRows, Blobs, StorageUnavailable
 
 WAITS, OUT, DONE = 0, 1, 2
-_AT_ONCE = 500
 _MOST_OPEN = 32
 _OVER = ("completed", "failed", "expired", "cancelled")
-_REASONS = {
+REASONS = {
     "expired": ("batch_expired", "The request was not done before the completion window was over."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before the request was done."),
     "failed": ("batch_failed", "The batch ended before the request was done."),
@@ -63,7 +63,7 @@ class Batch:
     repeated: int
     outcome: str | None = None  # while it is finalizing: what becomes of it
     left: dict[Kind, Sums] = field(default_factory=dict)
-    waiting: dict[str, int] = field(default_factory=dict)  # lines by model
+    waiting: Counter[str] = field(default_factory=Counter)  # lines by model
 
     @property
     def done(self) -> int:
@@ -76,6 +76,10 @@ class InputLost(Exception):
     def __init__(self, batch: Batch) -> None:
         super().__init__(f"{batch.input_file_id} is no longer what it was")
         self.batch = batch
+
+
+class NotOurs(Exception):
+    """Another gateway does this by now."""
 
 
 class WaitingLine(NamedTuple):
@@ -125,22 +129,27 @@ class NewLine(NamedTuple):
     custom: bytes
 
 
-class Ledger:
+class Ledger(ABC):
     """See above.
 
     Args:
-        database: whose rows they are.
+        rows: of batches and their lines. blobs: files.
         config: quotas.
+
+    ``shared``: other gateways do a part of the work.
     """
 
-    def __init__(self, database: Database, config: BatchesConfig) -> None:
-        self._db = database
+    shared = False
+
+    def __init__(self, rows: BatchRows, blobs: Blobs, config: BatchesConfig) -> None:
+        self._db = rows
+        self._blobs = blobs
         self._config = config
-        self._inputs: dict[str, int] = {}
+        self._inputs: dict[str, BinaryIO] = {}
 
     def close(self) -> None:
         for file in self._inputs.values():
-            os.close(file)
+            file.close()
         self._inputs.clear()
 
     # As clients see them
@@ -165,8 +174,8 @@ class Ledger:
                 message = f"The key has {running} batches that are not over."
                 raise Refusal(429, "quota_exceeded", message, kind="rate_limit_error")
             self._db.run(
-                "INSERT INTO batches (id, owner, status, input_file_id, endpoint, window, metadata,"
-                " created_at, expires_at, output_file_id, error_file_id)"
+                "INSERT INTO batches (id, owner, status, input_file_id, endpoint,"
+                ' "window", metadata, created_at, expires_at, output_file_id, error_file_id)'
                 " VALUES (?, ?, 'validating', ?, ?, ?, ?, ?, ?, ?, ?)",
                 *(batch_id, owner, file_id, endpoint, window[0], json.dumps(dict(metadata))),
                 *(int(now_s), int(now_s + window[1]), new_id("file-"), new_id("file-")),
@@ -233,72 +242,19 @@ class Ledger:
         return batch
 
     def _count_left(self, batch: Batch) -> None:
-        batch.left, batch.waiting = {}, {}
+        left: dict[Kind, Sums] = {}
+        waiting: Counter[str] = Counter()
         for model, prompt, output, state in self._db.run(
             "SELECT model, prompt_tokens, output_tokens, state FROM lines"
             " WHERE batch = ? AND state < ?",
             *(batch.seq, DONE),
         ):
             kind = kind_of(model, prompt, output)
-            batch.left.setdefault(kind, Sums()).add(prompt, output)
+            left.setdefault(kind, Sums()).add(prompt, output)
             if state == WAITS:
-                batch.waiting[model] = batch.waiting.get(model, 0) + 1
-
-    def next_lines(self, batch: Batch, model: str, most: int) -> list[WaitingLine]:
-        """The next ones of a model that wait."""
-        return [
-            WaitingLine(batch, *row)
-            for row in self._db.run(
-                "SELECT number, offset, size, model, prompt_tokens, output_tokens, repeats"
-                " FROM lines WHERE batch = ? AND state = ? AND model = ? ORDER BY position LIMIT ?",
-                *(batch.seq, WAITS, model, most),
-            )
-        ]
-
-    def turn(self, answers: Sequence[Answer], sends: Sequence[WaitingLine]) -> list[BatchLine]:
-        """Keep answers, and say that lines are out; returns what these have to say.
-
-        Raises:
-            InputLost: what a line says is no longer there.
-            OSError, sqlite3.Error: nothing of it is done, and it may be tried again.
-        """
-        bodies = [self.read(line.batch, line.offset, line.size) for line in sends]
-        by_batch: dict[int, list[Answer]] = {}
-        for answer in answers:
-            by_batch.setdefault(answer.line.batch.seq, []).append(answer)
-        told = [(each[0].line.batch, self._append(each)) for each in by_batch.values()]
-        with self._db.transaction():
-            for batch, (output_bytes, error_bytes) in told:
-                mine = by_batch[batch.seq]
-                good = sum(each.status < 400 for each in mine)
-                self._done(batch, [each.line.number for each in mine])
-                self._db.run(
-                    "UPDATE batches SET output_bytes = ?, error_bytes = ?,"
-                    " completed = completed + ?, failed = failed + ?,"
-                    " input_tokens = input_tokens + ?, output_tokens = output_tokens + ?"
-                    " WHERE seq = ?",
-                    *(output_bytes, error_bytes, good, len(mine) - good),
-                    sum(each.tokens[0] for each in mine),
-                    sum(each.tokens[1] for each in mine),
-                    batch.seq,
-                )
-            self._db.run_many(
-                f"UPDATE lines SET state = {OUT} WHERE batch = ? AND number = ?",
-                [(line.batch.seq, line.number) for line in sends],
-            )
-        for batch, (output_bytes, error_bytes) in told:
-            mine = by_batch[batch.seq]
-            good = sum(each.status < 400 for each in mine)
-            batch.output_bytes, batch.error_bytes = output_bytes, error_bytes
-            batch.completed += good
-            batch.failed += len(mine) - good
-        return bodies
-
-    def _done(self, batch: Batch, numbers: Iterable[int]) -> None:
-        self._db.run_many(
-            f"UPDATE lines SET state = {DONE} WHERE batch = ? AND number = ?",
-            [(batch.seq, number) for number in numbers],
-        )
+                waiting[model] += 1
+        # At once: the event loop reads them.
+        batch.left, batch.waiting = left, waiting
 
     def read(self, batch: Batch, offset: int, size: int) -> BatchLine:
         """A line that was found good before. Raises InputLost."""
@@ -307,70 +263,69 @@ class Ledger:
             if file is None:
                 if len(self._inputs) >= _MOST_OPEN:
                     self.close()
-                file = os.open(self._db.path(batch.input_file_id), os.O_RDONLY | os.O_CLOEXEC)
-                self._inputs[batch.input_file_id] = file
-            return msgspec.json.decode(os.pread(file, size, offset), type=BatchLine)
+                file = self._inputs[batch.input_file_id] = self._blobs.open(batch.input_file_id)
+            return msgspec.json.decode(os.pread(file.fileno(), size, offset), type=BatchLine)
+        except StorageUnavailable:
+            raise
         except (msgspec.DecodeError, OSError) as error:
             raise InputLost(batch) from error
 
-    def put_back(self, lines: Iterable[WaitingLine]) -> None:
-        """They were said to be out, and were not sent."""
-        with self._db.transaction():
-            self._db.run_many(
-                f"UPDATE lines SET state = {WAITS} WHERE batch = ? AND number = ?",
-                [(line.batch.seq, line.number) for line in lines],
-            )
+    @abstractmethod
+    def next_lines(self, batch: Batch, model: str, most: int) -> list[WaitingLine]:
+        """The next ones of a model that wait."""
 
-    def _append(self, answers: Sequence[Answer]) -> tuple[int, int]:
-        """Write and sync answers of a batch; returns how long its files are with them."""
-        batch, good, bad = answers[0].line.batch, list[bytes](), list[bytes]()
-        for each in answers:
-            text = answer_line(
-                *(line_id(batch, each.line.number), each.custom_id, each.status, each.request_id),
-                each.body,
-                repeated=each.line.repeats > 0,
-            )
-            (good if each.status < 400 else bad).append(text)
-        return (
-            self._append_to(batch.output_file_id, batch.output_bytes, good),
-            self._append_to(batch.error_file_id, batch.error_bytes, bad),
-        )
+    @abstractmethod
+    def turn(
+        self, answers: Sequence[Answer], sends: Sequence[WaitingLine]
+    ) -> list[BatchLine | None]:
+        """Keep answers, and say that lines are out.
 
-    def _append_to(self, file_id: str, at_bytes: int, lines: Sequence[bytes]) -> int:
-        if not lines:
-            return at_bytes
-        data = b"".join(lines)
-        file = os.open(self._db.path(file_id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            # What was begun before and not finished is not there.
-            os.ftruncate(file, at_bytes)
-            view, end = memoryview(data), at_bytes
-            try:
-                while view:
-                    written = os.pwrite(file, view, end)
-                    view, end = view[written:], end + written
-                os.fdatasync(file)
-            except OSError:
-                os.ftruncate(file, at_bytes)
-                raise
-        finally:
-            os.close(file)
-        if at_bytes == 0:
-            self._db.sync_names()
-        return end
+        Returns:
+            What these have to say; None: the line is another gateway's by now.
+
+        Raises:
+            InputLost: what a line says is no longer there.
+            OSError, sqlite3.Error: nothing of it is done, and it may be tried again.
+        """
+
+    @abstractmethod
+    def finish(self, batch: Batch, status: str) -> bool:
+        """It is over: what is not done gets an error, and its files are there for its key.
+
+        It may be called again after an end in between. False: another gateway has lines of it out
+        yet, or does this.
+        """
+
+    @abstractmethod
+    def note_problems(self, batch: Batch, problems: Sequence[tuple[int, LineProblem]]) -> None:
+        """Keep what is wrong with lines; the file of errors has all of it."""
+
+    def recover(self, batch: Batch) -> None:
+        """After a start: find what was answered, and have what was out go again."""
+        return  # of several gateways, none starts alone
+
+    def claim(self, batch: Batch) -> bool:
+        """Whether its lines are this gateway's to look at."""
+        return True
+
+    def _check_mine(self, batch: Batch) -> None:
+        """In a transaction. Raises NotOurs: another gateway looks at its lines by now."""
+        return  # of one, nobody else does
 
     # Validation
 
     def begin_lines(self, batch: Batch) -> None:
         """There are no lines (of a try that came to no end)."""
         with self._db.transaction():
+            self._check_mine(batch)
             self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
         batch.error_bytes = 0
 
     def add_lines(self, batch: Batch, rows: Sequence[NewLine]) -> None:
         with self._db.transaction():
+            self._check_mine(batch)
             self._db.run_many(
-                "INSERT INTO lines (batch, number, offset, size, model, prompt_tokens,"
+                'INSERT INTO lines (batch, number, "offset", size, model, prompt_tokens,'
                 " output_tokens, prefix, custom) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [(batch.seq, r.number, r.offset, r.size, *r.estimate, r.custom) for r in rows],
             )
@@ -388,14 +343,6 @@ class Ledger:
             ):
                 yield number, first
 
-    def note_problems(self, batch: Batch, problems: Sequence[tuple[int, Any]]) -> None:
-        """Keep what is wrong with lines; the file of errors has all of it."""
-        lines = [
-            error_line(line_id(batch, number), None, p.code, p.message, line=number, param=p.param)
-            for number, p in problems
-        ]
-        batch.error_bytes = self._append_to(batch.error_file_id, batch.error_bytes, lines)
-
     def lines_of(self, owner: str) -> int:
         """How many lines a key's batches have that are not over."""
         return self._db.number(
@@ -408,18 +355,19 @@ class Ledger:
         """All lines are good: put them in order. False: it was cancelled meanwhile."""
         work = "prompt_tokens + 4 * output_tokens"
         group = "COALESCE(prefix, -number)"
-        self._db.run("DROP TABLE IF EXISTS temp.places")
+        self._db.run("DROP TABLE IF EXISTS places")
         self._db.run(
             "CREATE TEMP TABLE places AS SELECT number, ROW_NUMBER() OVER"
             f" (ORDER BY mean, own, {work}, number) AS place FROM (SELECT *, {group} AS own,"
-            f" AVG({work}) OVER (PARTITION BY {group}) AS mean FROM lines WHERE batch = ?)",
+            f" AVG({work}) OVER (PARTITION BY {group}) AS mean FROM lines WHERE batch = ?) AS t",
             batch.seq,
         )
-        self._db.run("CREATE UNIQUE INDEX temp.place_of ON places (number)")
+        self._db.run("CREATE UNIQUE INDEX place_of ON places (number)")
         with self._db.transaction():
+            self._check_mine(batch)
             self._db.run(
                 "UPDATE lines SET position ="
-                " (SELECT place FROM temp.places p WHERE p.number = lines.number) WHERE batch = ?",
+                " (SELECT place FROM places p WHERE p.number = lines.number) WHERE batch = ?",
                 batch.seq,
             )
             begun = self._db.run(
@@ -429,12 +377,13 @@ class Ledger:
             ).rowcount
             if not begun:
                 self._db.run("UPDATE batches SET total = ? WHERE seq = ?", total, batch.seq)
-        self._db.run("DROP TABLE temp.places")
+        self._db.run("DROP TABLE places")
         return bool(begun)
 
     def fail(self, batch: Batch, problems: Sequence[Document]) -> None:
         """It does not begin: its lines, or the batch itself, are at fault."""
         with self._db.transaction():
+            self._check_mine(batch)
             self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
             self._keep_files(batch)
             self._db.run(
@@ -443,85 +392,28 @@ class Ledger:
                 *(int(time.time()), json.dumps(list(problems)), batch.error_bytes, batch.seq),
             )
 
-    # Ends
-
-    def recover(self, batch: Batch) -> None:
-        """After a start: what was answered beyond what its row says, and what goes again."""
-        found: list[tuple[int, bool]] = []
-        ends = []
-        for file_id, at_bytes, good in (
-            (batch.output_file_id, batch.output_bytes, True),
-            (batch.error_file_id, batch.error_bytes, False),
-        ):
-            beyond = list(_answers_beyond(self._db.path(file_id), at_bytes))
-            found += [(number, good) for _, number in beyond]
-            ends.append(beyond[-1][0] if beyond else at_bytes)
-        with self._db.transaction():
-            new = [
-                (number, good)
-                for number, good in found
-                if self._db.row(
-                    "SELECT 1 FROM lines WHERE batch = ? AND number = ? AND state < ?",
-                    *(batch.seq, number, DONE),
-                )
-            ]
-            self._done(batch, [number for number, _ in new])
-            completed = sum(good for _, good in new)
-            repeated = self._db.run(
-                f"UPDATE lines SET state = {WAITS}, repeats = repeats + 1"
-                f" WHERE batch = ? AND state = {OUT}",
-                batch.seq,
-            ).rowcount
-            self._db.run(
-                "UPDATE batches SET output_bytes = ?, error_bytes = ?, completed = completed + ?,"
-                " failed = failed + ?, repeated = repeated + ? WHERE seq = ?",
-                *(*ends, completed, len(new) - completed, repeated, batch.seq),
-            )
-        batch.output_bytes, batch.error_bytes = ends
-        batch.completed += completed
-        batch.failed += len(new) - completed
-        batch.repeated += repeated
-        self._count_left(batch)
-
-    def finish(self, batch: Batch, status: str) -> None:
-        """It is over: what is not done gets an error, and its files are there for its key.
-
-        It may be called again after an end in between.
-        """
-        with self._db.transaction():
-            self._db.run(
-                "UPDATE batches SET status = 'finalizing', outcome = ?, finalizing_at = ?"
-                " WHERE seq = ?",
-                *(status, int(time.time()), batch.seq),
-            )
-        while rows := self._db.rows(
-            "SELECT number, offset, size FROM lines WHERE batch = ? AND state < ? LIMIT ?",
-            *(batch.seq, DONE, _AT_ONCE),
-        ):
-            code, message = _REASONS[status]
-            texts = [
-                error_line(line_id(batch, number), self._custom_id(batch, at, size), code, message)
-                for number, at, size in rows
-            ]
-            error_bytes = self._append_to(batch.error_file_id, batch.error_bytes, texts)
-            with self._db.transaction():
-                self._done(batch, [row["number"] for row in rows])
-                self._db.run(
-                    "UPDATE batches SET error_bytes = ?, failed = failed + ? WHERE seq = ?",
-                    *(error_bytes, len(rows), batch.seq),
-                )
-            batch.error_bytes = error_bytes
-            batch.failed += len(rows)
-        with self._db.transaction():
-            self._keep_files(batch)
-            self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
-            self._db.run(
-                "UPDATE batches SET status = ?, ended_at = ? WHERE seq = ?",
-                *(status, int(time.time()), batch.seq),
-            )
+    def _close_input(self, batch: Batch) -> None:
         file = self._inputs.pop(batch.input_file_id, None)
         if file is not None:
-            os.close(file)
+            file.close()
+
+    def _answer(self, answer: Answer, repeats: int) -> bytes:
+        line = answer.line
+        return answer_line(
+            *(line_id(line.batch, line.number), answer.custom_id, answer.status),
+            *(answer.request_id, answer.body),
+            repeated=repeats > 0,
+        )
+
+    def _unsent(self, batch: Batch, row: Any, status: str) -> bytes:
+        """The error of a line that is not done as its batch ends.
+
+        Args:
+            row: its number, offset and size.
+        """
+        number, offset, size = row
+        custom_id = self._custom_id(batch, offset, size)
+        return error_line(line_id(batch, number), custom_id, *REASONS[status])
 
     def _custom_id(self, batch: Batch, offset: int, size: int) -> str | None:
         try:
@@ -537,42 +429,26 @@ class Ledger:
         ):
             if size:
                 self._db.run(
-                    "INSERT OR IGNORE INTO files (id, owner, filename, purpose, bytes, created_at,"
-                    " expires_at) VALUES (?, ?, ?, 'batch_output', ?, ?, ?)",
+                    "INSERT INTO files (id, owner, filename, purpose, bytes, created_at,"
+                    " expires_at) VALUES (?, ?, ?, 'batch_output', ?, ?, ?)"
+                    " ON CONFLICT DO NOTHING",
                     *(file_id, batch.owner, f"{batch.id}_{kind}.jsonl", size),
                     *(int(time.time()), expires_at),
                 )
 
 
+def problem_line(batch: Batch, number: int, problem: LineProblem) -> bytes:
+    """What is wrong with a line, as the file of errors says it."""
+    return error_line(
+        *(line_id(batch, number), None, problem.code, problem.message),
+        line=number,
+        param=problem.param,
+    )
+
+
 def line_id(batch: Batch, number: int) -> str:
     """By which an answer names its line, besides by the client's custom_id."""
     return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
-
-
-class _Answered(msgspec.Struct):
-    id: str
-
-
-def _answers_beyond(path: Any, at_bytes: int) -> Iterator[tuple[int, int]]:
-    """(where it ends, number of its line) of each whole answer that a file has from there on.
-
-    What follows the last whole one is cut off.
-    """
-    try:
-        file = path.open("r+b")
-    except FileNotFoundError:
-        return
-    with file:
-        file.seek(at_bytes)
-        end = at_bytes
-        while (text := file.readline()).endswith(b"\n"):
-            try:
-                number = int(msgspec.json.decode(text, type=_Answered).id.rpartition("_")[2])
-            except (msgspec.DecodeError, ValueError):
-                break
-            end += len(text)
-            yield end, number
-        file.truncate(end)
 
 
 def _document(row: Any) -> Document:

@@ -13,6 +13,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hetero_gateway.core.batches.outlook import LineOut, Pace, drain_s, ends_in_s, work_of
@@ -29,6 +30,7 @@ from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.http.errors import error_body
 from hetero_gateway.serve.batches.choosing import LineChoice, Pick, RunningBatch, Spending
 from hetero_gateway.serve.batches.ledger import Answer, Batch, InputLost, Ledger, WaitingLine
+from hetero_gateway.serve.batches.storage import StorageUnavailable
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -115,6 +117,8 @@ class Runner:
 
     def add(self, batch: Batch) -> None:
         """It is to be run from now on."""
+        if any(each.batch.seq == batch.seq for each in self.running):
+            return
         if not self._out:
             self._pace.begin(time.monotonic())
         self.running.append(RunningBatch(batch))
@@ -177,7 +181,7 @@ class Runner:
         why = reason(error)
         if not self.paused:
             _log.error("batches are paused, and nothing is lost: %s", why)
-        self.paused = why
+        self.paused = shown_reason(error)
         self._wake.set()
         await asyncio.sleep(_AGAIN_S)
 
@@ -210,9 +214,12 @@ class Runner:
         live = [each for each in self.running if self._outcome(each.batch) is None]
         for each in live:
             for model, waiting in list(each.batch.waiting.items()):
-                if waiting > 0 and not each.held[model]:
+                if waiting > 0 and not each.held[model] and each.rests_s.get(model, 0.0) <= now_s:
                     lines = await self._call(self._ledger.next_lines, each.batch, model, _HELD)
                     each.held[model].extend(lines)
+                    each.moved_s[model] = now_s
+                    if not lines:
+                        each.batch.waiting[model] = 0  # others have them
         due: list[WaitingLine] = []
         while self._again and self._again[0][0] <= now_s:
             due.append(heapq.heappop(self._again)[2])
@@ -252,14 +259,18 @@ class Runner:
 
     # Lines
 
-    def _send(self, picks: Sequence[Pick], bodies: Sequence[BatchLine]) -> None:
+    def _send(self, picks: Sequence[Pick], bodies: Sequence[BatchLine | None]) -> None:
         for (line, at), body in zip(picks, bodies, strict=True):
             running, client = self._running(line.batch), self.client_of(line.batch.owner)
             if _key(line) not in self._tries:
                 self._tries[_key(line)] = 0
                 line.batch.waiting[line.model] -= 1
+            if body is None:
+                del self._tries[_key(line)]  # another gateway has it
+                continue
             if running is None or client is None or self.stops:
                 continue  # it is out in the database alone, and done with its batch, or again
+            running.moved_s[line.model] = time.monotonic()
             known, choice = self._of.fleet.instances, self.choice
             attempts = LineAttempts.of(
                 self._of.dataplane.rooms, body.url, client, at, known, choice.placed, self._ended
@@ -310,7 +321,8 @@ class Runner:
         self, running: RunningBatch, line: WaitingLine, real: tuple[int, int] | None
     ) -> None:
         told = line.prompt_tokens, line.output_tokens
-        running.batch.left[line.kind].add(-told[0], -told[1], -1)
+        if (left := running.batch.left.get(line.kind)) is not None:
+            left.add(-told[0], -told[1], -1)
         if real is not None:
             running.seen.note(line.kind, told, real)
             self._pace.note(self._work_s(line.model, *real))
@@ -328,12 +340,14 @@ class Runner:
             return "cancelled"
         if time.time() >= batch.expires_at:
             return "expired"
-        return None if self.client_of(batch.owner) is not None else "failed"
+        # Of several gateways, another one may know the key.
+        known = self._ledger.shared or self.client_of(batch.owner) is not None
+        return None if known else "failed"
 
     async def _end_if_over(self, running: RunningBatch) -> None:
         batch = running.batch
         outcome = "completed" if batch.done >= batch.total else self._outcome(batch)
-        if outcome is None or self.stops:
+        if outcome is None or self.stops or time.monotonic() < running.again_s:
             return
         if running.lines_out:
             if outcome == "expired":
@@ -343,16 +357,57 @@ class Runner:
         if any(answer.line.batch is batch for answer in self._answers):
             self._wake.set()
             return
-        await self._call(self._ledger.finish, batch, outcome)
+        if not await self._call(self._ledger.finish, batch, outcome):
+            running.again_s = time.monotonic() + _LOOK_S
+            return
+        self._forget(running)
+        _log.info(
+            "%s is %s: %d lines, %d of them failed", batch.id, outcome, batch.total, batch.failed
+        )
+
+    def _forget(self, running: RunningBatch) -> None:
+        batch = running.batch
         self.running.remove(running)
         self._cancelled.discard(batch.id)
         self._ends_s.pop(batch.seq, None)
         self._again = [each for each in self._again if each[2].batch is not batch]
         heapq.heapify(self._again)
         self._tries = {key: n for key, n in self._tries.items() if key[0] != batch.seq}
-        _log.info(
-            "%s is %s: %d lines, %d of them failed", batch.id, outcome, batch.total, batch.failed
-        )
+
+    # Other gateways
+
+    def take_up(
+        self, new: Iterable[Batch], known: Iterable[Batch], there: AbstractSet[int]
+    ) -> None:
+        """Run what others have begun, and leave what they have ended.
+
+        Args:
+            known: what was asked about. there: the numbers of those that are not over.
+        """
+        gone = {each.seq for each in known} - there
+        for running in [each for each in self.running if each.batch.seq in gone]:
+            running.batch.outcome = running.batch.outcome or "completed"
+            for attempts in [a for a, out in self._out.items() if out.running is running]:
+                attempts.client_gone()
+            self._forget(running)
+        if not self.stops:
+            for batch in new:
+                self.add(batch)
+
+    def stuck(self, for_s: float, rest_s: float) -> list[WaitingLine]:
+        """Lines that found no place here for so long: they are let go, for others to send.
+
+        Args:
+            rest_s: for so long none are fetched in their place.
+        """
+        now_s, lines = time.monotonic(), list[WaitingLine]()
+        for each in self.running:
+            for model, held in each.held.items():
+                if held and now_s - each.moved_s.get(model, now_s) >= for_s:
+                    lines += held
+                    held.clear()
+                    each.rests_s[model] = now_s + rest_s
+        return lines
 
     # What is to be expected
 
@@ -397,6 +452,13 @@ class Runner:
 def reason(error: OSError | sqlite3.Error) -> str:
     """Why something cannot be written."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def shown_reason(error: OSError | sqlite3.Error) -> str:
+    """The same for clients, who do not hear where the storage is."""
+    if isinstance(error, StorageUnavailable):
+        return "The storage cannot be reached"
+    return reason(error)
 
 
 def _key(line: WaitingLine) -> tuple[int, int]:

@@ -1,19 +1,19 @@
 """Batches of a running gateway: opened, validated, run, and let go.
 
-The folder is one gateway's. While another one has it, as during a takeover, this one answers 503 on
-these paths and waits.
+While the storage cannot be used, since another gateway has the folder (as during a takeover) or the
+database is away, this one answers 503 on these paths and waits.
 """
 
 import asyncio
+import contextlib
 import errno
 import functools
 import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client.core import Metric
@@ -25,10 +25,11 @@ from hetero_gateway.engines.vllm.paths import RESPONSES
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.batch_lines import BatchLine, LineProblem, in_background
 from hetero_gateway.gateway.records.families import batch_families
-from hetero_gateway.serve.batches.database import Database, FolderLock, make_folder
-from hetero_gateway.serve.batches.files import Document, Files, no_space
-from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger
-from hetero_gateway.serve.batches.runner import Runner, RunnerParts, reason
+from hetero_gateway.serve.batches.files import Document, Files, Incoming, Joining, no_space
+from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger, NotOurs
+from hetero_gateway.serve.batches.runner import Runner, RunnerParts, reason, shown_reason
+from hetero_gateway.serve.batches.storage import BatchRows, StorageUnavailable
+from hetero_gateway.serve.batches.stores import BatchStore, WorkSharing
 from hetero_gateway.serve.batches.validation import Validation
 
 _log = logging.getLogger(__name__)
@@ -46,18 +47,13 @@ class Batches:
 
     Args:
         of: the gateway.
-        directory: of the files.
-
-    Raises:
-        ConfigError: the folder cannot be used.
+        store: what they are kept in.
     """
 
-    def __init__(self, of: RunnerParts, directory: Path) -> None:
-        make_folder(directory)
+    def __init__(self, of: RunnerParts, store: BatchStore) -> None:
         self._of = of
-        self._directory = directory
+        self._store = store
         self.config = of.config.batches
-        self._lock = FolderLock(directory)
         # One thread has the database; the other one looks at lines, for as long as that takes.
         self._thread = ThreadPoolExecutor(1, "batches")
         self._reading = ThreadPoolExecutor(1, "batch-lines")
@@ -67,7 +63,9 @@ class Batches:
         self._leaving: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._to_validate: asyncio.Queue[Batch] = asyncio.Queue()
-        self._database: Database | None = None
+        self._queued: set[int] = set()  # of these
+        self._rows: BatchRows | None = None
+        self._sharing: WorkSharing | None = None
         self.files: Files
         self.ledger: Ledger
         self.runner: Runner | None = None
@@ -76,38 +74,70 @@ class Batches:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Raises ConfigError."""
         self._loop = asyncio.get_running_loop()
-        if self._lock.take():
+        # What is elsewhere may keep one waiting: no other request waits for that.
+        if self._store.is_here and await self._take():
             await self._open(tasks)
         else:
-            _log.warning("batches: another gateway has %s; waiting for it", self._directory)
-            self._tasks.append(tasks.create_task(self._wait_for_lock(tasks)))
+            self._tasks.append(tasks.create_task(self._wait_for_store(tasks)))
 
-    async def _wait_for_lock(self, tasks: asyncio.TaskGroup) -> None:
-        while not self._lock.take():  # noqa: ASYNC110 - another process has it
+    async def _take(self) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._store.take)
+
+    async def _wait_for_store(self, tasks: asyncio.TaskGroup) -> None:
+        told = ""
+        while True:
+            try:
+                if await self._take():
+                    await self._open(tasks)
+                    return
+                why = self._store.waits_for
+            except StorageUnavailable as error:
+                why = reason(error)
+            except Exception:
+                _log.exception("batches cannot be opened")
+                self._store.release()
+                return
+            if why != told:
+                _log.warning("batches wait: %s", why)
+            told = why
             await asyncio.sleep(_LOCK_S)
-        try:
-            await self._open(tasks)
-        except Exception:
-            _log.exception("batches cannot be opened")
-            self._lock.release()
 
     async def _open(self, tasks: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         unfinished = await loop.run_in_executor(self._thread, self._read)
-        self.runner = Runner(self._of, self.ledger, self.call, self.config)
+        runner = Runner(self._of, self.ledger, self.call, self.config)
+        sharing = self._store.share(self.ledger, self.call, runner, self._look_at)
+        if sharing is not None:
+            try:
+                await sharing.renew()
+            except BaseException:
+                await loop.run_in_executor(None, sharing.close)
+                raise
+            self._sharing = sharing
+            self._tasks.append(tasks.create_task(sharing.run()))
+        self.runner = runner
         for batch in unfinished:
             if batch.total:
                 self.runner.add(batch)
             else:
-                self._to_validate.put_nowait(batch)
+                self._look_at(batch)
         for work in (self.runner.run(), self._validate_all(), self._tidy()):
             self._tasks.append(tasks.create_task(work))
 
+    def _look_at(self, batch: Batch) -> None:
+        """Have its lines looked at."""
+        if batch.seq not in self._queued:
+            self._queued.add(batch.seq)
+            self._to_validate.put_nowait(batch)
+
     def _read(self) -> list[Batch]:
         """In the database's thread."""
-        self._database = database = Database(self._directory)
-        self.files, self.ledger = Files(database, self.config), Ledger(database, self.config)
-        stray = database.sweep()
+        if self._rows is not None:
+            self._rows.close()  # of a try before
+        self._rows = rows = self._store.rows()
+        self.files = Files(rows, self._store.blobs, self.config)
+        self.ledger = self._store.ledger(rows)
+        stray = self.files.sweep()
         batches = self.ledger.unfinished()
         for batch in batches:
             if not batch.total:
@@ -160,11 +190,13 @@ class Batches:
 
     def _close(self) -> None:
         self._reading.shutdown()
-        if self._database is not None:
+        if self._sharing is not None:
+            self._sharing.close()
+        if self._rows is not None:
             self._thread.submit(self.ledger.close).result()
-            self._thread.submit(self._database.close).result()
+            self._thread.submit(self._rows.close).result()
         self._thread.shutdown()
-        self._lock.release()
+        self._store.release()
 
     # The database's thread
 
@@ -180,14 +212,31 @@ class Batches:
         try:
             return await self.call(function, *args)
         except (OSError, sqlite3.Error) as error:
-            if is_full(error):
-                raise no_space() from error
+            raise _refused(error) from error
+
+    async def bring(self, incoming: Incoming | Joining) -> None:
+        """Keep a file that has come in, while the database's thread goes on. Raises Refusal."""
+        bring = incoming.finish if isinstance(incoming, Incoming) else incoming.run
+        running = asyncio.get_running_loop().run_in_executor(None, bring)
+        try:
+            await asyncio.shield(running)
+        except OSError as error:
+            raise _refused(error) from error
+
+    async def join(self, owner: str, upload_id: str, part_ids: Sequence[str]) -> Document:
+        """An upload's parts become a file. Raises Refusal: 400, 404, 507."""
+        joining = await self.ask(self.files.begin_joining, owner, upload_id, part_ids)
+        try:
+            await self.bring(joining)
+            return await self.ask(self.files.end_joining, owner, upload_id, joining)
+        except BaseException:
+            await self.call(joining.whole.drop)
             raise
 
     def check_open(self) -> None:
-        """Raises Refusal: 503, another gateway has the folder yet."""
+        """Raises Refusal: 503, the storage cannot be used yet."""
         if self.runner is None or self._ends:
-            message = "Another gateway has the files and batches; ask again."
+            message = "The files and batches cannot be used yet; ask again."
             raise Refusal(503, "batches_not_ready", message, kind="server_error", retry_after_s=2)
 
     # Batches
@@ -199,7 +248,7 @@ class Batches:
         def made() -> Document:
             document, batch = self.ledger.create(owner, *args)
             # Whether or not somebody waits for the answer yet.
-            loop.call_soon_threadsafe(self._to_validate.put_nowait, batch)
+            loop.call_soon_threadsafe(self._look_at, batch)
             return document
 
         return await self.ask(made)
@@ -232,15 +281,18 @@ class Batches:
             while True:
                 try:
                     begun = await self._validate(batch)
+                except NotOurs:
+                    break
                 except (OSError, sqlite3.Error) as error:
-                    self._validation_waits = reason(error)
+                    self._validation_waits = shown_reason(error)
                     _log.error("%s cannot be validated now: %s", batch.id, error)
                     await asyncio.sleep(_AGAIN_S)
                     continue
                 except Exception:
                     _log.exception("%s cannot be validated", batch.id)
                     problem = {"code": "internal_error", "message": "The gateway failed."}
-                    await self.call(self.ledger.fail, batch, [problem])
+                    with contextlib.suppress(NotOurs):
+                        await self.call(self.ledger.fail, batch, [problem])
                     break
                 self._validation_waits = ""
                 if begun is not None:
@@ -248,6 +300,7 @@ class Batches:
                         assert self.runner is not None
                         self.runner.add(each)
                 break
+            self._queued.discard(batch.seq)
 
     async def _validate(self, batch: Batch) -> bool | None:
         loop = asyncio.get_running_loop()
@@ -270,10 +323,13 @@ class Batches:
             return known[model] or estimate
 
         def look() -> bool | None:
-            database = Database(self._directory)
+            rows = self._store.rows()
+            ledger = self._store.ledger(rows)
             try:
+                if not ledger.claim(batch):
+                    raise NotOurs(batch.id)
                 validation = Validation(
-                    Ledger(database, self.config),
+                    ledger,
                     batch,
                     judge,
                     self._of.config.server.max_body_bytes + _AROUND_BYTES,
@@ -281,10 +337,10 @@ class Batches:
                     self.config.max_key_lines,
                     lambda: self._ends,
                 )
-                with database.path(batch.input_file_id).open("rb") as file:
+                with self._store.blobs.open(batch.input_file_id) as file:
                     return validation.run(file)
             finally:
-                database.close()
+                rows.close()
 
         return await loop.run_in_executor(self._reading, look)
 
@@ -364,7 +420,7 @@ class Batches:
         """(severity, text)."""
         runner = self.runner
         if runner is None:
-            yield "warning", "Batches wait: another gateway has their folder."
+            yield "warning", f"Batches wait: {self._store.waits_for}."
             return
         if paused := runner.paused or self._validation_waits:
             yield "bad", f"Batches are paused, nothing can be written: {paused}."
@@ -386,6 +442,17 @@ class Batches:
         running = 0 if runner is None else len(runner.running)
         paused = runner is None or bool(runner.paused or self._validation_waits)
         yield from batch_families(running, late, paused, lines, out, answered)
+
+
+def _refused(error: OSError | sqlite3.Error) -> Exception:
+    """What a client hears of it."""
+    if is_full(error):
+        return no_space()
+    if isinstance(error, StorageUnavailable):
+        message = "The storage of files and batches cannot be reached; ask again."
+        more: dict[str, Any] = {"kind": "server_error", "retry_after_s": 5}
+        return Refusal(503, "storage_unavailable", message, **more)
+    return error
 
 
 def _whole(seconds: float | None) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.batch_lines import ENDPOINTS, window_s
@@ -60,6 +60,11 @@ class _Incoming:
         assert self.incoming is not None
         await self._batches.ask(self.incoming.write, data)
 
+    async def bring(self) -> None:
+        """It is all here."""
+        assert self.incoming is not None
+        await self._batches.bring(self.incoming)
+
     async def drop(self) -> None:
         if self.incoming is not None:
             await self._batches.call(self._batches.files.drop, self.incoming)
@@ -90,6 +95,7 @@ class _Paths:
                 form = await read_form(request, "file", sink)
                 _check_purpose(form.fields.get("purpose", "batch"))
                 keep_s = _whole(form.fields, "expires_after[seconds]", None, 2**31)
+                await sink.bring()
                 document = await batches.ask(
                     batches.files.add, owner, sink.incoming, form.filename, keep_s
                 )
@@ -120,8 +126,7 @@ class _Paths:
         """The file itself."""
         batches, owner = self._who(request)
         row = await batches.ask(batches.files.row, owner, request.path_params["file_id"])
-        path = batches.files.path(row["id"])
-        return FileResponse(path, media_type="application/octet-stream")
+        return batches.files.blobs.response(row["id"], row["bytes"])
 
     # Uploads
 
@@ -146,6 +151,7 @@ class _Paths:
         sink = _Incoming(batches, batches.files.begin_part, owner, upload_id)
         try:
             await read_form(request, "data", sink)
+            await sink.bring()
             document = await batches.ask(batches.files.add_part, owner, upload_id, sink.incoming)
         except BaseException:
             await sink.drop()
@@ -159,9 +165,7 @@ class _Paths:
         if len(asked.part_ids) > _MOST_PARTS:
             raise _bad(f"An upload may have {_MOST_PARTS} parts.", "part_ids")
         upload_id = request.path_params["upload_id"]
-        return JSONResponse(
-            await batches.ask(batches.files.complete_upload, owner, upload_id, asked.part_ids)
-        )
+        return JSONResponse(await batches.join(owner, upload_id, asked.part_ids))
 
     async def cancel_upload(self, request: Request) -> Response:
         """No more parts come, and those that are here go."""
@@ -213,7 +217,7 @@ class _Paths:
 
 
 def batch_paths(gateway: Gateway) -> list[PlainPath]:
-    """What answers them, where ``batches.directory`` is set."""
+    """What answers them, where ``batches`` are configured."""
     paths = _Paths(gateway)
     form = {"multipart/form-data": {"schema": _FORM}}
     part = {"multipart/form-data": {"schema": _PART}}

@@ -220,11 +220,11 @@ class Gateway(Parts):
         self.following: Following | None = None  # None: it is off
         self.roles: RoleSearch | None = None  # the same
         self.batches: Batches | None = None  # the same
-        if (directory := config.batches.directory) is not None:
+        if config.batches.on:
             # SQLite comes with it.
-            from hetero_gateway.serve.batches import service
+            from hetero_gateway.serve.batches import service, stores
 
-            self.batches = service.Batches(self, base_dir / directory)
+            self.batches = service.Batches(self, stores.store_of(config.batches, base_dir))
             self.metrics.batches = self.batches.families
         # Set before it starts; None: it cannot be taken over.
         self.handover: Handover | None = None

@@ -1,0 +1,117 @@
+"""Batches that several gateways share: who is there, whose lines are whose, how far they are.
+
+A thread of its own renews the lease, so that nothing that takes long holds it up. What each gateway
+asks of each engine, besides lines, goes with it: how many lines an engine may have is a matter of
+what all ask there.
+"""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from hetero_gateway.serve.batches.choosing import Told
+from hetero_gateway.serve.batches.ledger import Batch
+from hetero_gateway.serve.batches.runner import InThread, Runner, reason
+from hetero_gateway.serve.batches.shared_ledger import Presence, SharedLedger
+from hetero_gateway.serve.batches.storage import BatchRows
+
+_log = logging.getLogger(__name__)
+
+# Between two renewals, and two looks at how far others are; between two counts of all lines.
+_TURN_S, _RECOUNT_S = 2.0, 30.0
+# Lines that wait for a place here for so long may be sent from elsewhere, if that is soon done.
+_STUCK_S, _REST_S = 5.0, 2.5
+
+
+class SharedWork:
+    """This gateway's part. Needs a running event loop.
+
+    Args:
+        rows: a connection of its own. name: of this gateway.
+        ledger, call: of the database's thread.
+        look_at: has a batch's lines looked at.
+    """
+
+    def __init__(
+        self,
+        rows: BatchRows,
+        name: str,
+        ledger: SharedLedger,
+        call: InThread,
+        runner: Runner,
+        look_at: Callable[[Batch], None],
+    ) -> None:
+        self._presence = Presence(rows, name)
+        self._rows = rows
+        self._thread = ThreadPoolExecutor(1, "batches-lease")
+        self._ledger = ledger
+        self._call = call
+        self._runner = runner
+        self._look_at = look_at
+        self._counted_s = time.monotonic()
+        self._others: dict[str, Told] = {}
+
+    async def run(self) -> None:
+        # Apart: a look may have to wait for the database's thread, and a lease may not.
+        await asyncio.gather(self._every_turn(self.renew), self._every_turn(self._look))
+
+    async def _every_turn(self, do: Callable[[], Awaitable[None]]) -> None:
+        failed = False
+        while True:
+            try:
+                await do()
+                failed = False
+            except (OSError, sqlite3.Error) as error:
+                if not failed:
+                    _log.error("batches: other gateways are not heard: %s", reason(error))
+                failed = True
+            except Exception:
+                _log.exception("batches: a look at other gateways failed")
+            await asyncio.sleep(_TURN_S)
+
+    async def renew(self) -> None:
+        """Be there. Raises OSError, sqlite3.Error."""
+        loop, choice = asyncio.get_running_loop(), self._runner.choice
+        told = await loop.run_in_executor(self._thread, self._presence.renew, choice.told())
+        self._others = _read(told)
+        choice.hear(self._others)
+
+    async def _look(self) -> None:
+        if out := await self._call(self._ledger.reclaim):
+            _log.warning("a gateway is gone: %d lines that it had out go again", out)
+        now_s = time.monotonic()
+        recount = now_s - self._counted_s >= _RECOUNT_S
+        if recount:
+            self._counted_s = now_s
+        known = [each.batch for each in self._runner.running]
+        new, there = await self._call(self._ledger.progress, known, recount)
+        self._runner.take_up(new, known, there)
+        if self._others and (stuck := self._runner.stuck(_STUCK_S, _REST_S)):
+            await self._call(self._ledger.let_go, stuck)
+        for batch in await self._call(self._ledger.unlooked):
+            self._look_at(batch)
+
+    def close(self) -> None:
+        """What is held is others'. For another thread than the loop's."""
+        try:
+            self._thread.submit(self._presence.end).result()
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("batches: others wait for the end of a lease: %s", reason(error))
+        self._thread.submit(self._rows.close).result()
+        self._thread.shutdown()
+
+
+def _read(told: dict[str, str]) -> dict[str, Told]:
+    """What others say; nothing of what is malformed."""
+    read = {}
+    for name, text in told.items():
+        try:
+            read[name] = msgspec.json.decode(text, type=Told)
+        except (msgspec.DecodeError, ValueError):
+            _log.warning("batches: what %s says is malformed", name)
+    return read
