@@ -186,7 +186,7 @@ def blocks() -> Iterator[dict[str, Any]]:
         yield {text[0]: json.loads(text[1])}
 
 
-@pytest.mark.parametrize("values", blocks())
+@pytest.mark.parametrize("values", [*blocks()])
 def test_the_values_that_the_guide_shows_are_good(values: dict[str, Any]) -> None:
     check(rendered(values))
 
