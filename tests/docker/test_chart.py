@@ -1,4 +1,4 @@
-"""docker/kubernetes/chart: rendered by Helm's own library, and held against the published schemas."""
+"""docker/kubernetes/chart: rendered by Helm's own library, held against the published schemas."""
 
 import base64
 import json
@@ -159,7 +159,7 @@ def check(documents: list[dict[str, Any]]) -> None:
         assert mounts["keys"] == str(file.parent)
         secrets.append({"name": volumes["keys"]["secret"]["secretName"], "key": file.name})
     made = {d["metadata"]["name"]: d["data"].keys() for d in documents if d["kind"] == "Secret"}
-    assert all(s["key"] in made[s["name"]] for s in secrets if s["name"] in made or s["name"] != "mine")
+    assert all(s["key"] in made[s["name"]] for s in secrets if s["name"] != "mine")
     # Instances have a pod's own name, behind a headless Service.
     sets = [d for d in documents if d["kind"] == "StatefulSet"]
     pods = {
@@ -262,7 +262,8 @@ def test_discovery_has_an_account_that_may_read_pods_and_no_more() -> None:
     assert {r for rule in rules for r in rule["resources"]} == {"pods", "endpointslices"}
     without = rendered_by_name("nothing")
     assert not {"Role", "ServiceAccount"} & kinds(without)
-    assert not one(without, "Deployment")["spec"]["template"]["spec"]["automountServiceAccountToken"]
+    pod = one(without, "Deployment")["spec"]["template"]["spec"]
+    assert not pod["automountServiceAccountToken"]
 
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])

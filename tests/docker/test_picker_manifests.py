@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from benchmarks.envoy import HEADER_MUTATION, configuration, http_filter

@@ -25,6 +25,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.admin_key import forget, made_admin_key
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 from hetero_gateway.files.server_config import ServerConfig
+from hetero_gateway.files.setup_warnings import access_warnings
 from hetero_gateway.gateway.dataplane.access_log import LineWriter
 from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.serve import server
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = load_gateway_config(args.config, flags)
     start_logging(args.log_level, as_json=config.log.format == "json")
+    for warning in access_warnings(config.server, named=config.clients.wanted):
+        _log.warning("%s: %s", args.config, warning)
 
     if args.record is not None:
         _check_new(args.record)
