@@ -70,7 +70,7 @@ class ContainerFiles:
 
     def dashboard_expressions(self) -> list[str]:
         """Every query of the dashboard, with Grafana's variables as Grafana would fill them in."""
-        values = {"$__rate_interval": "20s", "$model": ".*", "$backend": ".*"}
+        values = {"$__rate_interval": "20s", "$model": ".*", "$backend": ".*", "$gateway": ".*"}
         expressions = []
         for panel in self.panels():
             for target in panel["targets"]:

@@ -11,7 +11,6 @@ from hetero_gateway.scaleout.sharing.usage import SharedUsage
 from tests.fakes.redis import RedisServer
 from tests.serve.test_client_usage import A, C, check_store, today, used
 
-
 pytestmark = pytest.mark.system
 
 
