@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -162,7 +163,7 @@ def test_a_certificate_that_is_not_trusted_is_told_with_the_flag_that_helps() ->
 
 
 def test_too_few_files_are_told_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients.resource, "getrlimit", lambda _: (20, 20))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     with pytest.raises(ConfigError, match=r"may open 20 files.*ulimit -n"):
         clients.check_descriptor_limit()
 

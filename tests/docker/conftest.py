@@ -118,6 +118,7 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "instance_up": ("gauge", "backend"),
         "instance_ejected": ("gauge", "backend"),
         "instance_refused_pairs": ("gauge", "backend"),
+        "instance_problem": ("gauge", "backend problem"),
         "instance_ejections_total": ("counter", "backend reason"),
         "routing_decisions_total": ("counter", "policy backend"),
         "scheduler_decision_seconds": ("histogram", ""),

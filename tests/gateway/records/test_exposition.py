@@ -80,7 +80,7 @@ async def test_basic_shows_sums_and_how_each_instance_is_and_changes_while_servi
     each = {n for n, labels in basic if dict(labels).get("backend")}
     assert each == {
         "instance_up", "instance_ejected", "in_flight_requests", "instance_kv_usage_ratio",
-        "instance_speed_factor",
+        "instance_speed_factor", "instance_problem",
     }  # fmt: skip
 
 

@@ -48,8 +48,12 @@ class InstanceGauges:
     prefix_source: CacheSource | None = None
     refused_pairs: int | None = None
     models: frozenset[str] = frozenset()
+    problems: frozenset[str] = frozenset()
 
 
+# Of an instance that is served all the same: what it says cannot be read, it serves other models
+# than it should, its steps take less than half or more than twice what they should.
+PROBLEMS = ("metrics_unreadable", "models_unreadable", "other_model", "speed")
 KV_EVENTS = ("stored", "removed", "cleared", "gaps", "lost", "restarts", "rejected")
 
 
@@ -127,12 +131,13 @@ _OF_INSTANCES = (
     "instance_kv_usage_ratio", "instance_speed_factor", "instance_waiting_first_token",
     "profile_drift_ratio", "profile_age_seconds", "prompt_cached_tokens", "instance_prefix_trust",
     "instance_prefix_bytes", "instance_prefix_source", "instance_refused_pairs",
+    "instance_problem",
 )  # fmt: skip
 
 
 _BASIC = frozenset(
     ("instance_up", "instance_ejected", "in_flight_requests", "instance_kv_usage_ratio",
-     "instance_speed_factor")
+     "instance_speed_factor", "instance_problem")
 )  # fmt: skip
 
 
@@ -162,6 +167,8 @@ def _instance_rows(gauges: InstanceGauges) -> Iterator[tuple[str, str, float | N
                 gauges.prefix_source is source,
             )
     yield "instance_refused_pairs", "", gauges.refused_pairs
+    for problem in PROBLEMS:
+        yield "instance_problem", f',problem="{problem}"', problem in gauges.problems
 
 
 def following_families(
