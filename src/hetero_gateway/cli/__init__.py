@@ -18,7 +18,8 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError, OutputError, 
 
 COMMANDS = (
     *("init", "serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
-    *("batch", "predictor", "status", "explain", "drain", "picker", "key"),
+    *("batch", "predictor", "status", "explain", "drain", "picker", "key", "doctor", "schema"),
+    "completion",
 )
 
 
@@ -94,11 +95,25 @@ def _write_out() -> int:
     return 0
 
 
+def _documentation() -> str | None:
+    """Where it is: at the project's address, as the package names it, or in a checkout."""
+    from importlib import metadata
+    from pathlib import Path
+
+    for entry in metadata.metadata("hetero-gateway").get_all("Project-URL") or ():
+        name, _, url = entry.partition(", ")
+        if name == "Documentation":
+            return f"documentation: {url}"
+    index = Path(__file__).parents[3] / "docs" / "index.md"
+    return f"documentation: {index}" if index.exists() else None
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """``run(args)`` of what it returns runs the command."""
     parser = _Parser(
         prog="hetero-gateway",
         description="A load-balancing gateway for unequal vLLM instances.",
+        epilog=_documentation() if words and words[0] in ("-h", "--help") else None,
     )
     version = f"hetero-gateway {__version__} (scheduler: {compiled.form()})"
     parser.add_argument("--version", action="version", version=version)
