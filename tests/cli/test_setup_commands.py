@@ -36,8 +36,6 @@ def test_the_schema_takes_every_configuration_that_is_shown_and_describes_each_k
     ]
     sections = {"group", "class"}  # of sections, whose class has the words
     assert [each for each in bare if each.split(".")[1] not in sections] == []
-        "KeyConfig" if "KeyConfig" in schema["$defs"] else "ClientLimits"
-    ]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
