@@ -13,7 +13,6 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from prometheus_client.core import Metric
 from starlette.routing import Route
 
 from hetero_gateway.cli import COMMANDS
@@ -32,6 +31,7 @@ from hetero_gateway.files.client_keys import KeyConfig, KeysFile
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.records.client_metrics import client_families
+from hetero_gateway.gateway.records.exposition import Family
 from hetero_gateway.gateway.records.families import batch_families, following_families
 from hetero_gateway.gateway.records.metrics import DECISION_BOUNDS_S, Metrics
 from hetero_gateway.serve.app import create_app
@@ -47,8 +47,9 @@ ABOUT_METRICS = """\
 What `/metrics` exposes, beside prometheus-client's own series of the process (`process_*`,
 `python_*`). `backend` is the id of an instance; `instance` is left to Prometheus, which names by it
 the gateway that was scraped. `model` is a name that instances serve; where a request reached none,
-`backend` is empty. Counters are there, at 0, from the start. Buckets of times are vLLM's own, so
-that panels overlay."""
+`backend` is empty. Counters are there, at 0, from the start. Buckets of times are among vLLM's own,
+so that panels overlay. A client that takes gzip gets it. With hundreds of instances,
+`metrics.per_backend: basic` leaves out what is needed least of each."""
 _ABOUT_A_RESPONSE = ("", "/cancel", "/input_items")
 
 
@@ -222,7 +223,7 @@ class _View:
         return None
 
 
-def metric_families() -> list[Metric]:
+def metric_families() -> list[Family]:
     """Every family that a gateway can expose: with workers, others beside it, and clients."""
     metrics = Metrics("finish-time", list)
     metrics.sharing, metrics.workers = _View(), lambda: 0
@@ -250,12 +251,12 @@ def metrics_page() -> str:
         "|---|---|---|---|",
     ]
     for family in metric_families():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        labels = ", ".join(f"`{label}`" for label in family._labelnames)
+        name = family.name + ("_total" if family.kind == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in family.labels)
         text = _text(family.documentation)
         if not text:
             raise SystemExit(f"{name}: it has no description")
-        lines.append(f"| `{name}` | {family.type} | {labels} | {text} |")
+        lines.append(f"| `{name}` | {family.kind} | {labels} | {text} |")
     return "\n".join(lines) + "\n"
 
 

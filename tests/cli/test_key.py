@@ -95,3 +95,50 @@ def test_envoy_gets_hashes_and_expiry_times_and_no_key(tmp_path, monkeypatch, ru
     assert output.stat().st_mode & 0o777 == 0o640
     assert line(keys["carol"], "never") in output.read_text().splitlines()
     assert "cannot be written" in error("key", "envoy", "-c", path, "-o", tmp_path / "no" / "x")
+
+
+def test_a_group_is_made_and_its_keys_share_what_it_says(tmp_path, run, error):
+    path = config_in(tmp_path)
+    flags = ("--class", "batch", "--classes", "interactive,batch", "--tokens-per-minute", "1000")
+    assert "group nightly is in" in run("key", "group", "nightly", "-c", path, *flags).err
+    key = run("key", "new", "a", "-c", path, "--group", "nightly").out.strip()
+    run("key", "group", "free", "-c", path)
+    run("key", "new", "b", "-c", path, "--group", "free")
+    admission = admission_of(path)
+    client = admission.client_of([(b"x-api-key", key.encode())])
+    assert (client.group, client.request_class) == ("nightly", "batch")
+    assert client.classes == {"interactive", "batch"}
+    assert {account.name for account in admission.accounts()} == {"group nightly"}
+    assert "there is a group named 'free' already" in error("key", "group", "free", "-c", path)
+    text = (tmp_path / "keys.yaml").read_text()
+    assert text.startswith("groups:\n  free: {}\n  nightly: {")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("groups: {a: {share: 2}}\nkeys: []\n", "add this to it: b: {share: 3.0}"),
+        ("groups:\n# what we have\n  a: {share: 2}\nkeys: []\n", ""),
+        ("keys: []  # none\n", ""),
+        ("groups: []\n", "groups"),
+    ],
+)
+def test_a_group_is_added_to_what_stands_there_or_nothing_is_written(
+    tmp_path, run, error, text, says
+):
+    path, file = config_in(tmp_path), tmp_path / "keys.yaml"
+    file.write_text(text)
+    words = ("key", "group", "b", "-c", path, "--share", "3")
+    if says:
+        assert says in error(*words)
+        assert file.read_text() == text
+    else:
+        run(*words)
+        assert read_clients(load_gateway_config(path).clients, tmp_path).groups["b"].share == 3
+        assert [line for line in text.splitlines() if line not in file.read_text()] == []
+
+
+def test_a_group_that_is_not_there_is_told_with_the_command_that_makes_it(tmp_path, error):
+    path = config_in(tmp_path)
+    told = error("key", "new", "a", "-c", path, "--group", "batch")
+    assert f"hetero-gateway key group batch -c {path}" in told

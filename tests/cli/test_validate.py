@@ -189,3 +189,26 @@ def test_the_picker_refuses_to_isolate_clients(tmp_path, error):
         "scheduler: {isolate_clients: true}\ninstances: [{id: a, base_url: http://127.0.0.1:1}]\n"
     )
     assert "scheduler.isolate_clients" in error("picker", "-c", path)
+
+
+@pytest.mark.parametrize(
+    ("server", "closed"),
+    [
+        ({"host": "0.0.0.0"}, ["/metrics", "/admin (reloading", "server.admin_key_env"]),
+        ({"host": "0.0.0.0", "expose": {"metrics": "open"}}, ["/admin (reloading"]),
+        ({}, ["/metrics wants the key of /admin", "server.admin_key_env"]),
+        ({"expose": {"metrics": "clients"}}, []),
+        ({"admin_listen": "unix:admin.sock", "host": "0.0.0.0"}, []),
+        ({"admin_key_env": "ADMIN_KEY_9", "host": "0.0.0.0"}, []),
+    ],
+)
+def test_validate_says_what_clients_keys_have_locked(tmp_path, monkeypatch, run, server, closed):
+    monkeypatch.setenv("ADMIN_KEY_9", "an-admin-key-of-ours")
+    (tmp_path / "keys.yaml").write_text("keys: []\n")
+    config = {"server": server, "instances": [instance()], "clients": {"keys_file": "keys.yaml"}}
+    err = run("validate", "-c", write(tmp_path / "gateway.yaml", config)).err
+    assert err.count("warning:") == bool(closed)
+    assert all(text in err for text in closed)
+    assert ("/metrics, " in err) == ("host" in server and len(closed) == 3)
+    without = {name: section for name, section in config.items() if name != "clients"}
+    assert run("validate", "-c", write(tmp_path / "open.yaml", without)).err == ""

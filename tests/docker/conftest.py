@@ -70,7 +70,7 @@ class ContainerFiles:
 
     def dashboard_expressions(self) -> list[str]:
         """Every query of the dashboard, with Grafana's variables as Grafana would fill them in."""
-        values = {"$__rate_interval": "20s", "$model": ".*", "$backend": ".*"}
+        values = {"$__rate_interval": "20s", "$model": ".*", "$backend": ".*", "$gateway": ".*"}
         expressions = []
         for panel in self.panels():
             for target in panel["targets"]:
@@ -118,6 +118,7 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
         "instance_up": ("gauge", "backend"),
         "instance_ejected": ("gauge", "backend"),
         "instance_refused_pairs": ("gauge", "backend"),
+        "instance_problem": ("gauge", "backend problem"),
         "instance_ejections_total": ("counter", "backend reason"),
         "routing_decisions_total": ("counter", "policy backend"),
         "scheduler_decision_seconds": ("histogram", ""),

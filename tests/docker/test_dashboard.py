@@ -82,6 +82,12 @@ def test_every_expression_parses_and_names_metrics_and_labels_that_exist(files, 
             assert grouped <= there, f"labels of {expression}"
 
 
+def test_every_panel_can_be_of_one_gateway(files):
+    for expression in files.dashboard_expressions():
+        for name, matched, _ in selectors(expression):
+            assert ("instance" in matched) == name.startswith("hetero_gateway_"), expression
+
+
 def test_a_counter_is_read_as_a_rate_and_a_gauge_is_not(files, metrics):
     kinds = {name: kind for name, (kind, _) in metrics.items()}
     for expression in files.dashboard_expressions():
@@ -152,7 +158,7 @@ def test_the_rows_ask_the_questions_in_order(files):
 
 def test_model_and_instance_can_be_chosen(files, metrics):
     variables = {v["name"]: v for v in files.dashboard()["templating"]["list"]}
-    assert set(variables) == {"datasource", "model", "backend"}
+    assert set(variables) == {"datasource", "gateway", "model", "backend"}
     for name in ("model", "backend"):
         query = variables[name]["query"]["query"]
         metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()

@@ -1,9 +1,8 @@
-"""docker/kubernetes: the picker's manifests and Helm chart, by the published schemas."""
+"""docker/kubernetes: the picker's manifests, by the published schemas."""
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from benchmarks.envoy import HEADER_MUTATION, configuration, http_filter
@@ -12,34 +11,7 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.yaml_file import parse_model
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
-CHART = FOLDER / "chart"
 KUBERNETES = "1.31"
-VALUES: list[dict[str, Any]] = [
-    {},
-    {
-        "replicas": 3,
-        "keysSecret": "keys",
-        "gateway": {
-            "scheduler": {"policy": "min-max"},
-            "instances": [{"id": "a", "base_url": "http://a-0.a:8000"}],
-        },
-    },
-    {"podDisruptionBudget": {"enabled": False}, "inferencePool": {"create": False}},
-]
-
-
-def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
-    import helm_python.chart as helm  # of Go: a third of a second, for each process of tests
-
-    with helm.Chart.load(str(CHART)) as chart:
-        texts = chart.render(values, name="picker", namespace="default")
-    return [
-        document
-        for name, text in texts.items()
-        if name.endswith(".yaml")
-        for document in yaml.safe_load_all(text)
-        if document
-    ]
 
 
 def manifests() -> list[dict[str, Any]]:
@@ -113,17 +85,15 @@ def check(documents: list[dict[str, Any]]) -> None:
         assert container[probe]["grpc"]["port"] == config.picker.health_port
     grace_s = pod["spec"]["terminationGracePeriodSeconds"]
     assert grace_s > config.picker.drain_s + config.server.shutdown_timeout_s
-    if "PodDisruptionBudget" in kinds:
-        budget = kinds["PodDisruptionBudget"]["spec"]
-        assert budget["selector"]["matchLabels"].items() <= labels
-        assert budget["minAvailable"] < kinds["Deployment"]["spec"]["replicas"]
-    if "InferencePool" in kinds:
-        service = kinds["Service"]
-        reference = kinds["InferencePool"]["spec"]["endpointPickerRef"]
-        assert reference["name"] == service["metadata"]["name"]
-        assert reference["port"]["number"] in [p["port"] for p in service["spec"]["ports"]]
-        # The data plane has nothing of ours that could refuse anybody without the picker.
-        assert reference["failureMode"] == "FailClose"
+    budget = kinds["PodDisruptionBudget"]["spec"]
+    assert budget["selector"]["matchLabels"].items() <= labels
+    assert budget["minAvailable"] < kinds["Deployment"]["spec"]["replicas"]
+    service = kinds["Service"]
+    reference = kinds["InferencePool"]["spec"]["endpointPickerRef"]
+    assert reference["name"] == service["metadata"]["name"]
+    assert reference["port"]["number"] in [p["port"] for p in service["spec"]["ports"]]
+    # The data plane has nothing of ours that could refuse anybody without the picker.
+    assert reference["failureMode"] == "FailClose"
 
 
 def test_the_manifests_are_valid_and_belong_together():
@@ -153,63 +123,3 @@ def test_only_the_data_plane_reaches_pickers_and_instances():
     assert let_in(of["instances"]) == {8000: here}
     pool = by_kind(manifests())["InferencePool"]["spec"]
     assert of["instances"]["podSelector"] == pool["selector"]
-    # The chart: the same unless another data plane is named.
-    of = policies(rendered({}))
-    assert let_in(of["picker"]) == {"ext-proc": here, "http": here}
-    assert "instances" not in of
-    envoys = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "envoys"}}}
-    scraper = {"podSelector": {"matchLabels": {"app": "prometheus"}}}
-    policy = {"dataPlane": [envoys], "operators": [scraper], "instances": True}
-    documents = rendered({"networkPolicy": policy})
-    check(documents)
-    of = policies(documents)
-    assert let_in(of["picker"]) == {"ext-proc": [envoys], "http": [envoys, scraper]}
-    pickers = {"podSelector": of["picker"]["podSelector"]}
-    assert let_in(of["instances"]) == {8000: [envoys, pickers]}
-    # Nobody named is nobody let in, not everybody.
-    of = policies(rendered({"networkPolicy": {"dataPlane": [], "instances": True}}))
-    assert of["picker"]["ingress"] == []
-    assert let_in(of["instances"]) == {8000: [pickers]}
-    of = policies(rendered({"networkPolicy": {"dataPlane": [], "operators": [scraper]}}))
-    assert let_in(of["picker"]) == {"http": [scraper]}
-    assert policies(rendered({"networkPolicy": {"enabled": False}})) == {}
-
-
-@pytest.mark.parametrize("values", VALUES)
-def test_the_chart_renders_what_is_valid_and_belongs_together(values):
-    documents = rendered(values)
-    check(documents)
-    kinds = by_kind(documents)
-    assert ("InferencePool" in kinds) == (values.get("inferencePool", {}).get("create", True))
-    assert kinds["Deployment"]["spec"]["replicas"] == values.get("replicas", 2)
-    config = yaml.safe_load(kinds["ConfigMap"]["data"]["gateway.yaml"])
-    assert config["instances"] == values.get("gateway", {}).get("instances", [])
-    assert ("admin_key_env" in config["server"]) == ("keysSecret" in values)
-
-
-def test_discovery_has_an_account_that_may_read_pods_and_no_more():
-    documents = rendered({"discovery": {"serviceAccount": True}})
-    check(documents)
-    kinds = by_kind(documents)
-    name = kinds["ServiceAccount"]["metadata"]["name"]
-    pod = kinds["Deployment"]["spec"]["template"]["spec"]
-    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (name, True)
-    (subject,) = kinds["RoleBinding"]["subjects"]
-    assert subject == {"kind": "ServiceAccount", "name": name, "namespace": "default"}
-    assert kinds["RoleBinding"]["roleRef"]["name"] == kinds["Role"]["metadata"]["name"]
-    verbs = {verb for rule in kinds["Role"]["rules"] for verb in rule["verbs"]}
-    resources = {each for rule in kinds["Role"]["rules"] for each in rule["resources"]}
-    assert (verbs, resources) == ({"get", "list", "watch"}, {"pods", "endpointslices"})
-    without = by_kind(rendered({}))
-    assert "Role" not in without
-    assert not without["Deployment"]["spec"]["template"]["spec"]["automountServiceAccountToken"]
-
-
-def test_helm_has_nothing_against_the_chart():
-    import helm_python.chart as helm
-
-    report = helm.lint(str(CHART), strict=True, kube_version=f"v{KUBERNETES}.0")
-    assert report["total_charts_linted"] == 1
-    assert report["errors"] == []
-    # Severity 1 is "icon is recommended".
-    assert all(message["severity"] < 2 for message in report["messages"]), report["messages"]

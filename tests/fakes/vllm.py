@@ -45,6 +45,7 @@ class FakeInstance(FakeServer):
         self.max_model_len = max_model_len
         self.healthy = True
         self.metrics = NO_PREFIX_CACHE
+        self.metrics_status = 200
         self.models_body: bytes | None = None  # in place of the list of its models
         self.checks_models = False  # 404 for others
         self.api_key: str | None = None
@@ -133,7 +134,7 @@ class FakeInstance(FakeServer):
             cards = [{"id": m, "max_model_len": self.max_model_len} for m in self.models]
             return 200, json.dumps({"object": "list", "data": cards}).encode()
         if path == "/metrics":
-            return 200, self.metrics.encode()
+            return self.metrics_status, self.metrics.encode()
         return 404, b'{"detail":"Not Found"}'
 
     async def _post(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:

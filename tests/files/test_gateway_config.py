@@ -69,10 +69,10 @@ def test_a_configuration_cannot_be_changed_after_loading(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "must be a mapping of keys, not NoneType"),
-        ("- 1\n", "must be a mapping of keys, not list"),
+        ("", "there is nothing in it; it must be a mapping of keys"),
+        ("- 1\n", "must be a mapping of keys (`name: value`), not a list"),
         ("server: {port: 1\n", ":2: expected"),
-        ("server:\n\tport: 1\n", ":2: found character"),
+        ("server:\n\tport: 1\n", ":2: the line is indented by a tab"),
         ("a: !!python/name:os.system\n", ":1: could not determine a constructor"),
         ("server: {port: 1}\nserver: {port: 2}\n", ":2: the key 'server' is written twice"),
         ("server: {port: 1, port: 2}\n", ":1: the key 'port' is written twice"),

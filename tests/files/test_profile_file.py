@@ -102,7 +102,7 @@ def test_every_built_in_profile_can_be_loaded_by_its_name() -> None:
         assert 0.01 < request_time_s(profile, 512, 256) < 2
         assert profile.source["how"] in {"measured", "derived", "roofline"}
         assert profile.source["note"]
-        assert 0 < profile.source["error"]["decode"] < 0.1
+        assert 0 <= profile.source["error"]["decode"] < 0.1
 
 
 def test_more_tensor_parallelism_is_faster_and_holds_more() -> None:

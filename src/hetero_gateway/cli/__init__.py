@@ -6,8 +6,11 @@ returns the exit code.
 """
 
 import argparse
+import re
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hetero_gateway import __version__, compiled
 from hetero_gateway.cli import standard_streams
@@ -15,8 +18,23 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError, OutputError, 
 
 COMMANDS = (
     *("init", "serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
-    *("batch", "predictor", "status", "explain", "drain", "picker", "key"),
+    *("batch", "predictor", "status", "explain", "drain", "picker", "key", "doctor", "schema"),
+    "completion",
 )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Of a wrong command it says which one was meant, before all that there are."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.fullmatch(r"argument COMMAND: invalid choice: '([^']*)'.*", message, re.DOTALL)
+        if found is not None:
+            from hetero_gateway.core.nearest import nearest_names
+
+            near = nearest_names(found[1], COMMANDS, 1, least=0.5)
+            meant = f"did you mean {near[0]}? " if near else ""
+            message = f"there is no command {found[1]!r}; {meant}`hetero-gateway --help` lists them"
+        super().error(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +63,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except HeteroGatewayError as error:
         return _report(error)
     except KeyboardInterrupt:
+        # Whoever is in a hurry and presses it again wants no traceback of what is cleaned up.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         return 130
     except BrokenPipeError:
         # Whoever read the output has left, as `| head` does.
@@ -75,11 +95,25 @@ def _write_out() -> int:
     return 0
 
 
+def _documentation() -> str | None:
+    """Where it is: at the project's address, as the package names it, or in a checkout."""
+    from importlib import metadata
+    from pathlib import Path
+
+    for entry in metadata.metadata("hetero-gateway").get_all("Project-URL") or ():
+        name, _, url = entry.partition(", ")
+        if name == "Documentation":
+            return f"documentation: {url}"
+    index = Path(__file__).parents[3] / "docs" / "index.md"
+    return f"documentation: {index}" if index.exists() else None
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """``run(args)`` of what it returns runs the command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hetero-gateway",
         description="A load-balancing gateway for unequal vLLM instances.",
+        epilog=_documentation() if words and words[0] in ("-h", "--help") else None,
     )
     version = f"hetero-gateway {__version__} (scheduler: {compiled.form()})"
     parser.add_argument("--version", action="version", version=version)

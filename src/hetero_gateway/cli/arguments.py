@@ -11,6 +11,7 @@ the module of its name.
 import argparse
 import importlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import resources
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hetero_gateway.errors import ConfigError
 
 
 def add_command(subparsers: Any, name: str) -> None:
@@ -94,6 +97,10 @@ def _add_arguments(
 def _run(name: str, args: argparse.Namespace) -> int:
     """A command's function, imported when it is called."""
     module, _, function = name.partition(".")
+    if (authorities := getattr(args, "ca_file", None)) is not None:
+        if not authorities.is_file():
+            raise ConfigError(f"--ca-file {authorities}: there is no such file")
+        os.environ["SSL_CERT_FILE"] = str(authorities)  # where OpenSSL and httpx look
     code: int = getattr(importlib.import_module(f"hetero_gateway.cli.{module}"), function)(args)
     return code
 

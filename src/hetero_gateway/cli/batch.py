@@ -20,6 +20,7 @@ from hetero_gateway.files.secrets import secret
 from hetero_gateway.files.whole_file import named, read_json, write_document
 from hetero_gateway.lab.load.admin import bearer
 from hetero_gateway.lab.load.client import parse_target
+from hetero_gateway.lab.load.unreachable import why_unreachable
 from hetero_gateway.plain_httpx import httpx
 
 _OVER = ("completed", "failed", "expired", "cancelled")
@@ -67,7 +68,8 @@ class _Gateway:
             try:
                 response = self._client.request(method, f"/v1{path}", **more)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                said = f"{self._url}: the gateway does not answer: {error}"
+                reason = why_unreachable(self._url, error)
+                said = f"{self._url}: the gateway does not answer: {reason}"
                 if method != "GET" or time.monotonic() > until_s:
                     raise HeteroGatewayError(said) from error
             else:

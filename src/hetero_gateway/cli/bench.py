@@ -19,6 +19,7 @@ from hetero_gateway.lab.load.progress import progress_bar, watch
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord, summarise
+from hetero_gateway.lab.load.unreachable import why_unreachable
 from hetero_gateway.plain_httpx import httpx
 
 
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     report(summary, records, target.base_url, maker.model).tell(args)
     if summary.errors == summary.requests:
         kinds = ", ".join(f"{n} × {kind}" for kind, n in summary.errors_by_kind.items())
-        print(f"hetero-gateway: bench: no request was answered: {kinds}", file=sys.stderr)
+        said = next((f" ({r.said})" for r in records if r.said), "")
+        print(f"hetero-gateway: bench: no request was answered: {kinds}{said}", file=sys.stderr)
         return 1
     return 0
 
@@ -71,7 +73,9 @@ def _model(target: LoadTarget, wanted: str | None) -> str:
     try:
         response = httpx.get(url, headers=headers, timeout=10.0)
     except httpx.HTTPError as error:
-        raise HeteroGatewayError(f"{url}: no answer: {error}") from error
+        raise HeteroGatewayError(
+            f"{url}: no answer: {why_unreachable(target.base_url, error)}"
+        ) from error
     if wanted is not None:
         return wanted
     if not response.is_success:

@@ -14,6 +14,7 @@ from hetero_gateway.files.admin_key import find
 from hetero_gateway.files.client_keys import (
     ClientsConfig,
     KeyConfig,
+    add_group,
     add_key,
     hash_of,
     new_key,
@@ -32,7 +33,11 @@ def run_new(args: argparse.Namespace) -> int:
     clients, path = _place(args)
     groups = clients.groups | (read_keys(path).groups if path.exists() else {})
     if args.group is not None and args.group not in groups:
-        raise ConfigError(f"{path}: there is no group {args.group!r}; write it there first")
+        where = f"-c {args.config}" if args.config else f"--keys-file {path}"
+        raise ConfigError(
+            f"{path}: there is no group {args.group!r}; make it first: "
+            f"hetero-gateway key group {args.group} {where}"
+        )
     hash_key = secret(clients.hash_key_env, "clients.hash_key_env")
     key = sys.stdin.readline().strip() if args.stdin else new_key()
     entry = {"name": args.name, "hash": hash_of(key, hash_key), **_wanted(args)}
@@ -49,11 +54,24 @@ def run_new(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_group(args: argparse.Namespace) -> int:
+    clients, path = _place(args)
+    if args.name in clients.groups:
+        raise ConfigError(f"{args.config}: clients.groups has {args.name!r} already")
+    add_group(path, args.name, _wanted(args))
+    if args.json:
+        print(json.dumps({"name": args.name, "file": str(path)}))
+    else:
+        print(f"group {args.name} is in {path}", file=sys.stderr)
+    return 0
+
+
 def _wanted(args: argparse.Namespace) -> dict[str, Any]:
-    wanted = settings(args) | {
-        "models": args.models.split(",") if args.models else None,
-        "expires": _date_of(args.expires),
-    }
+    wanted = settings(args)
+    for name in ("models", "classes"):
+        if wanted.get(name):
+            wanted[name] = wanted[name].split(",")
+    wanted["expires"] = _date_of(wanted.get("expires"))
     return {name: value for name, value in wanted.items() if value is not None}
 
 

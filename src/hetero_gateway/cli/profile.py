@@ -17,10 +17,11 @@ from rich.progress import Progress as Bar
 from hetero_gateway.cli import profile_pairs
 from hetero_gateway.cli.reports import page
 from hetero_gateway.cli.reports.profile import render, report
-from hetero_gateway.cli.reports.report import CommandReport
+from hetero_gateway.cli.reports.report import CommandReport, print_table
 from hetero_gateway.core.costs.fitting import Fit
 from hetero_gateway.core.costs.profile import DEFAULT_MAX_NUM_SEQS
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.lab.load.admin import fetch_document
 from hetero_gateway.lab.load.client import parse_target
@@ -35,6 +36,10 @@ _NO_GPU = "unknown"
 
 def run(args: argparse.Namespace) -> int:
     """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 when the engine ended it."""
+    if args.url == "list":
+        return _list(as_json=args.json)
+    if args.output is None:
+        raise ConfigError("profile: -o FILE.yaml: say where the profile is to be written")
     if args.pairs:
         return profile_pairs.run(args)
     sources = {"url": _live, "samples": _recorded, "from_gateway": _observed}
@@ -47,6 +52,33 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--report: there is none of a gateway's traffic")
     page.check_can_write(args.report)
     return chosen[0](args)
+
+
+def _list(*, as_json: bool) -> int:
+    """The built-in profiles."""
+    rows = [
+        {
+            "name": name,
+            "gpu": each.gpu,
+            "model": each.model,
+            "tensor_parallel": each.tensor_parallel,
+            "kv_capacity_tokens": each.kv_capacity_tokens,
+            "how": each.source["how"],
+        }
+        for name, each in sorted(builtin_profiles().items())
+    ]
+    if as_json:
+        print(json.dumps({"profiles": rows}))
+        return 0
+    print_table(
+        ("PROFILE", "KV TOKENS", "HOW"),
+        [(str(row["name"]), str(row["kv_capacity_tokens"]), str(row["how"])) for row in rows],
+    )
+    print(
+        "derived: from public measurements; roofline: from the data sheet, known to about 25 %. "
+        "`hetero-gateway profile URL -o FILE.yaml` measures your own."
+    )
+    return 0
 
 
 def _recorded(args: argparse.Namespace) -> int:

@@ -25,7 +25,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.admin_key import forget, made_admin_key
 from hetero_gateway.files.gateway_config import GatewayConfig, load_gateway_config
 from hetero_gateway.files.server_config import ServerConfig
+from hetero_gateway.files.setup_warnings import access_warnings
 from hetero_gateway.gateway.dataplane.access_log import LineWriter
+from hetero_gateway.http.clients import check_descriptor_limit
 from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.serve import server
 from hetero_gateway.serve.app import create_app
@@ -48,11 +50,14 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     flags = settings(args)
+    check_descriptor_limit()
     if args.role is not None:
         _run_process(args, flags)
         return 0
     config = load_gateway_config(args.config, flags)
     start_logging(args.log_level, as_json=config.log.format == "json")
+    for warning in access_warnings(config.server, named=config.clients.wanted):
+        _log.warning("%s: %s", args.config, warning)
 
     if args.record is not None:
         _check_new(args.record)
@@ -149,6 +154,11 @@ def _check_new(record: Path) -> None:
         raise ConfigError(f"--record {record}: it exists already; name a new file")
     if not record.absolute().parent.is_dir():
         raise ConfigError(f"--record {record}: there is no such folder")
+    try:
+        record.open("ab").close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--record {record}: cannot be written: {reason}") from error
 
 
 # What several processes take is imported where there are several: one is spared the memory.

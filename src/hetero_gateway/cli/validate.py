@@ -9,7 +9,7 @@ from typing import Any
 from hetero_gateway.files.gateway_config import has_gateway_keys, load_gateway_config
 from hetero_gateway.files.instance_config import instance_profile
 from hetero_gateway.files.kv_transfer_config import hand_over_to, transfer_warnings
-from hetero_gateway.files.setup_warnings import Seen, setup_warnings
+from hetero_gateway.files.setup_warnings import Seen, access_warnings, setup_warnings
 from hetero_gateway.files.yaml_file import read_yaml
 
 # The files of other commands are read by what takes longer to import than all of the rest.
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         told["hands_over_to"] = hand_over_to(each.id, transfers)
         rows.append(told | {"profile": profile.name if profile else None})
     warnings = setup_warnings(seen) if seen or not config.discovery else []
+    warnings += access_warnings(config.server, named=config.clients.wanted)
     splits, workers = config.scheduler.split_requests != "never", config.server.workers
     warnings += transfer_warnings(
         transfers,

@@ -21,10 +21,10 @@ import secrets
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from hetero_gateway.core.limits.accounts import Limits
 from hetero_gateway.errors import ConfigError
@@ -140,6 +140,11 @@ class KeysFile(StrictModel):
         return self
 
 
+def _off(value: Any) -> Any:
+    """YAML takes a plain ``off`` for false."""
+    return "off" if value is False else value
+
+
 class ClientsConfig(StrictModel):
     """Who may ask, and how much: keys by name, in addition to ``server.api_key_env``'s."""
 
@@ -153,11 +158,28 @@ class ClientsConfig(StrictModel):
     """Groups, in addition to those of the file."""
     most_labels: int = Field(200, ge=0, le=100_000)
     """Most clients with metrics of their own."""
+    usage_file: Annotated[Literal["off"] | Path | None, BeforeValidator(_off)] = None
+    """SQLite file that keeps what clients use over restarts; none: in Redis where gateways share
+    one, else beside keys_file; off: nowhere."""
 
     @property
     def wanted(self) -> bool:
         """Whether clients have keys of their own."""
         return self.keys_file is not None or self.keys_env is not None
+
+    def usage_place(self, shared: bool) -> Path | Literal["redis"] | None:
+        """Where what clients use is kept; None: nowhere.
+
+        Args:
+            shared: gateways share a Redis.
+        """
+        if not self.wanted or self.usage_file == "off":
+            return None
+        if self.usage_file is not None:
+            return self.usage_file
+        if shared:
+            return "redis"
+        return None if self.keys_file is None else self.keys_file.with_suffix(".usage.sqlite")
 
 
 def read_clients(config: ClientsConfig, base_dir: Path) -> KeysFile:
@@ -257,6 +279,39 @@ def add_key(path: Path, entry: Mapping[str, Any]) -> None:
             f"{path}: the list `keys` must be the last in the file, one key a line; add this to "
             f"it: - {told}"
         )
+    write_keys(path, text)
+
+
+def add_group(path: Path, name: str, limits: Mapping[str, Any]) -> None:
+    """Write one more group into a file, which is made if need be; what stands there stays as it is.
+
+    Raises:
+        ConfigError: the file is no file of keys, has that group, or has `groups` in another form
+            than one group a line.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    told: str = yaml.safe_dump(
+        {name: dict(limits)}, default_flow_style=True, sort_keys=False, width=10_000
+    ).strip()[1:-1]
+    before = read_keys(path) if text.strip() else KeysFile()
+    if name in before.groups:
+        raise ConfigError(f"{path}: there is a group named {name!r} already; change its line there")
+    wanted = parse_model(
+        KeysFile, {"groups": before.groups | {name: dict(limits)}, "keys": before.keys}, str(path)
+    )
+    lines = text.splitlines(keepends=True)
+    heads = [line.split("#")[0].rstrip() for line in lines]
+    if "groups:" in heads:
+        lines.insert(heads.index("groups:") + 1, f"  {told}\n")
+    else:
+        lines[:0] = ["groups:\n", f"  {told}\n"]
+    text = "".join(lines)
+    try:
+        added = parse_keys(text, str(path)) == wanted
+    except ConfigError:
+        added = False
+    if not added:
+        raise ConfigError(f"{path}: `groups` is not one group a line; add this to it: {told}")
     write_keys(path, text)
 
 

@@ -172,12 +172,16 @@ class Cluster:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read and check a cluster file, its profiles included.
+    """Read and check a cluster file, its profiles included; or a gateway's, whose instances have
+    profiles.
 
     Raises:
         ConfigError: one line with the file and the key.
     """
-    config = parse_model(ClusterConfig, read_yaml(path), str(path))
+    data: Mapping[str, Any] = read_yaml(path)
+    if _is_gateways(data):
+        data = _gateways_cluster(data, str(path))
+    config = parse_model(ClusterConfig, data, str(path))
     profiles = [
         _profile(entry, f"{path}: instances.{i}", path.parent)
         for i, entry in enumerate(config.instances)
@@ -202,6 +206,27 @@ def load_cluster(path: Path) -> Cluster:
         None if trace is None else path.parent / trace,
         None if config.transfer is None else config.transfer.to_core(_kv_bytes(profiles[0])),
     )
+
+
+def _is_gateways(data: Mapping[str, Any]) -> bool:
+    rows = data.get("instances")
+    named = isinstance(rows, list) and any(isinstance(r, dict) and "base_url" in r for r in rows)
+    return has_gateway_keys(data) or named
+
+
+def _gateways_cluster(data: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """What a gateway's file says of a cluster. Raises ConfigError: an instance has no profile."""
+    rows = data.get("instances") or []
+    if not rows:
+        raise ConfigError(f"{source}: instances: there are none that could be simulated")
+    without = [str(row.get("id")) for row in rows if not row.get("profile")]
+    if without:
+        raise ConfigError(
+            f"{source}: instances: a simulation needs the profile of each; {', '.join(without)} "
+            "has none: `hetero-gateway profile list` shows those that are built in"
+        )
+    kept = ("id", "profile", "weight")
+    return {"instances": [{k: row[k] for k in kept if k in row} for row in rows]}
 
 
 def is_cluster(data: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from hetero_gateway.files.discovery_config import SourceConfig
 from hetero_gateway.files.following_config import FollowingConfig, followed_profiles
 from hetero_gateway.files.instance_config import InstanceConfig, ModelConfig, check_reachable
 from hetero_gateway.files.length_model_file import read_length_model
-from hetero_gateway.files.log_config import LogConfig, TracesConfig
+from hetero_gateway.files.log_config import LogConfig, MetricsConfig, TracesConfig
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.own_address import check_not_own
 from hetero_gateway.files.pairs_file import read_pairs
@@ -119,6 +119,7 @@ class GatewayConfig(StrictModel):
     health: HealthConfig = Field(default_factory=HealthConfig)
     picker: PickerConfig = Field(default_factory=PickerConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     traces: TracesConfig = Field(default_factory=TracesConfig)
     discovery: list[SourceConfig] = Field(default_factory=list)
     """Sources of instances besides this file."""

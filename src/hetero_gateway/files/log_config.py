@@ -1,4 +1,4 @@
-"""``log`` and ``traces`` of the gateway's configuration: what is written about requests."""
+"""``log``, ``metrics`` and ``traces`` of the gateway's configuration: what is said of requests."""
 
 from typing import Literal
 
@@ -14,6 +14,14 @@ class LogConfig(StrictModel):
     """Of every line, on standard error and output: for people, or JSON."""
     access: bool = True
     """A line on standard output for each request on an engine's path."""
+
+
+class MetricsConfig(StrictModel):
+    """What /metrics shows."""
+
+    per_backend: Literal["full", "basic"] = "full"
+    """Series of each instance: all, or `basic`, for hundreds of them: whether it is up, what it
+    has, how fast it is; of requests and failures the sums over all, with an empty label backend."""
 
 
 class TracesConfig(StrictModel):

@@ -156,7 +156,7 @@ def builtin_profiles() -> Mapping[str, Profile]:
             gpu=row["gpu"],
             model=row["model"],
             tensor_parallel=int(row["tp"]),
-            constants=Constants(*(float(row[f"p{i}"]) for i in range(1, 9))),
+            constants=Constants(*(float(row[f"p{i}"] or 0) for i in range(1, 10))),
             kv_capacity_tokens=int(row["kv_tokens_capacity"]),
             source={
                 "how": "roofline" if honesty == "roofline" else "derived",

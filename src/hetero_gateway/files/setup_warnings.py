@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hetero_gateway.core.model_names import same_model
+from hetero_gateway.files.admin_key import is_loopback
+from hetero_gateway.files.server_config import ServerConfig
 
 _PORTS = {"http": 80, "https": 443}
 # In one line of text.
@@ -44,6 +46,35 @@ class SetupWarning:
     def __str__(self) -> str:
         about = "" if self.instance_id is None else f"instance {self.instance_id}: "
         return about + self.text
+
+
+def access_warnings(server: ServerConfig, *, named: bool) -> list[SetupWarning]:
+    """What clients' keys have locked, and nobody's key opens.
+
+    Args:
+        named: clients have keys of their own, and so names.
+    """
+    if not named or server.admin_key_env is not None or server.admin_listen is not None:
+        return []
+    open_metrics = "server.expose.metrics: open shows clients' names to everybody"
+    if is_loopback(server.host):
+        if server.expose.metrics is not None:
+            return []
+        text = (
+            "clients have names, so /metrics wants the key of /admin, and each start makes another "
+            "one: for Prometheus, set server.admin_key_env to an environment variable with a key; "
+            + open_metrics
+        )
+        return [SetupWarning(text)]
+    locked = ["/admin (reloading over HTTP, usage, status)", "the dashboard's figures"]
+    if server.expose.metrics in (None, "admin"):
+        locked.insert(0, "/metrics")
+    text = (
+        f"closed to everybody (403): {', '.join(locked)}. To open them, set "
+        "server.admin_key_env to an environment variable with a key, or server.admin_listen to a "
+        "listener of their own"
+    )
+    return [SetupWarning(text)]
 
 
 def setup_warnings(instances: Sequence[Seen]) -> list[SetupWarning]:

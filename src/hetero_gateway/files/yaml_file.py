@@ -90,6 +90,8 @@ def _built_by(kind: type[Any], text: str) -> tuple[yaml.Node | None, Any]:
         loader.dispose()
 
 
+_KINDS = {list: "a list", str: "a text", int: "a number", float: "a number"}
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -125,18 +127,22 @@ def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = T
     """
     try:
         root, data = _built(text)
+        if data is None:
+            raise ConfigError(f"{source}: there is nothing in it; it must be a mapping of keys")
         if root is None or not isinstance(data, dict):
-            raise ConfigError(f"{source}: must be a mapping of keys, not {type(data).__name__}")
+            what = _KINDS.get(type(data), "a single value")
+            raise ConfigError(f"{source}: must be a mapping of keys (`name: value`), not {what}")
         document = Document(data, root)
         problems = Problems(source, document)
         values = _Values(problems, expands=expands)
         for name, value in data.items():
             document[name] = values.expand(value, (name,))
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{mark.line + 1}:" if mark else ""
-        problem = (quotes and getattr(error, "problem", None)) or "broken YAML"
-        raise ConfigError(f"{source}:{where} {shown(problem)}") from error
+        line, problem = _problem(error, text)
+        where = "" if line is None else f"{line}:"
+        raise ConfigError(
+            f"{source}:{where} {shown(problem if quotes else 'broken YAML')}"
+        ) from error
     except _UNFIT as error:  # a date or number that PyYAML takes for one and cannot build
         told = quotes and isinstance(error, ValueError)
         what = shown(str(error)) if told else "a value does not fit its tag"
@@ -145,6 +151,25 @@ def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = T
         raise ConfigError(f"{source}: nested too deeply, or an alias of itself") from error
     problems.raise_any()
     return document
+
+
+def _problem(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
+    """The line where a mistake is, from 1, and what it is, in words of whoever writes files."""
+    mark, begun = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or "broken YAML"
+    context = getattr(error, "context", None) or ""
+    line = None if mark is None else mark.line + 1
+    if line is not None and "\t" in _indent(text, line):
+        return line, "the line is indented by a tab; YAML wants spaces"
+    if begun is not None and "quoted scalar" in context:
+        return begun.line + 1, "the quote that begins here does not end"
+    return line, problem
+
+
+def _indent(text: str, line: int) -> str:
+    lines = text.splitlines()
+    found = lines[line - 1] if line <= len(lines) else ""
+    return found[: len(found) - len(found.lstrip())]
 
 
 class _Values:

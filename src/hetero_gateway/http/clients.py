@@ -18,6 +18,7 @@ import struct
 from collections import Counter
 from typing import NamedTuple
 
+from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import TimeoutsConfig
 
@@ -116,6 +117,17 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError):
             pass  # an unlimited one is not allowed everywhere; what there is must do
+
+
+def check_descriptor_limit() -> None:
+    """Raises ConfigError: the process may open too few files to serve anybody."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < _OWN_DESCRIPTORS:
+        raise ConfigError(
+            f"this process may open {hard} files, and a gateway needs {_OWN_DESCRIPTORS} at "
+            "least, and two for each client: raise the limit (ulimit -n 65536; LimitNOFILE= in "
+            "systemd; --ulimit nofile=65536 of a container)"
+        )
 
 
 def default_max_connections(descriptors: int | None = None) -> int:

@@ -122,3 +122,12 @@ def named_by_connection(headers: Headers) -> frozenset[bytes]:
         if name == b"connection"
         for option in value.split(b",")
     )
+
+
+def takes_gzip(accept_encoding: str) -> bool:
+    """Whether a client with this Accept-Encoding takes an answer in gzip (RFC 9110, 12.5.3)."""
+    for part in accept_encoding.lower().split(","):
+        name, _, weight = part.replace(" ", "").partition(";")
+        if name in ("gzip", "x-gzip", "*"):
+            return weight not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False

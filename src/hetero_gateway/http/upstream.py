@@ -283,9 +283,15 @@ def is_our_own(error: OSError | UnicodeError) -> bool:
     return error.errno in _OUR_ERRORS or (error.errno is None and _has_no_descriptor())
 
 
+# What OpenSSL calls bytes that are no TLS.
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+
+
 def _what(error: OSError | UnicodeError) -> str:
     if isinstance(error, UnicodeError):
         return f"no host name: {error}"
+    if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+        return "it speaks plain HTTP, and its address says https"
     if isinstance(error, socket.gaierror | ssl.SSLError) or not error.errno:
         return error.strerror or str(error)
     return os.strerror(error.errno)  # not asyncio's words, which name the address

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -26,9 +25,10 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.server_config import Exposure
 from hetero_gateway.gateway.dataplane.application import DataPlane
+from hetero_gateway.gateway.records.exposition import CONTENT_TYPE
 from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.downstream import Downstream, Listener, Receive, Scope, Send
-from hetero_gateway.http.headers import HOPS, Headers
+from hetero_gateway.http.headers import HOPS, Headers, takes_gzip
 from hetero_gateway.http.heads import Inbound
 from hetero_gateway.serve.control.access import check_exposed
 from hetero_gateway.serve.control.errors import error as _error
@@ -248,6 +248,9 @@ def _metrics_path(gateway: Gateway) -> PlainPath:
         """Prometheus exposition."""
         named: Exposure = "admin" if gateway.admission.keys is not None else "open"
         await check_exposed(request, expose.metrics or named)
-        return StreamingResponse(gateway.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        gzipped = takes_gzip(request.headers.get("accept-encoding", ""))
+        headers = {"vary": "accept-encoding"} | ({"content-encoding": "gzip"} if gzipped else {})
+        body = gateway.metrics.exposition(gzipped=gzipped)
+        return StreamingResponse(body, headers=headers, media_type=CONTENT_TYPE)
 
     return PlainPath("/metrics", metrics, "health")

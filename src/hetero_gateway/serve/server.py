@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -193,10 +194,12 @@ class GatewayServer(uvicorn.Server):
         try:
             self.run()
         except SystemExit as error:
-            config = self.gateway.config.server
-            raise HeteroGatewayError(
-                f"cannot listen on {config.host}:{config.port} (is the port taken?)"
-            ) from error
+            config, cause = self.gateway.config.server, error.__context__
+            if isinstance(cause, OSError):
+                text = cannot_listen(config.host, config.port, cause)
+            else:
+                text = "the gateway cannot start: the log says why"
+            raise HeteroGatewayError(text) from error
         if self._problem is not None:
             raise self._problem
 
@@ -321,6 +324,23 @@ class GatewayServer(uvicorn.Server):
             self.servers.remove(server)
             del self._accepting[server]
             server.close()
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> str:
+    """Why not, and what helps."""
+    known = {
+        errno.EADDRINUSE: f"the port is taken (by whom: ss -ltnp 'sport = :{port}'); "
+        "give another one by --port or server.port",
+        errno.EADDRNOTAVAIL: "this machine has no such address; 0.0.0.0 is all that it has",
+        errno.EACCES: "ports below 1024 are the administrator's; take a higher one",
+        errno.EMFILE: "the process may open no more files (ulimit -n)",
+    }
+    if isinstance(error, socket.gaierror):
+        reason = "no such host name is known here"
+    else:
+        # asyncio's words name the address; its number may be that of several errors together.
+        reason = known.get(error.errno or 0) or error.strerror or str(error)
+    return f"cannot listen on {url_host(host)}:{port}: {reason}"
 
 
 def _bound(where: str, given: Sequence[socket.socket] = ()) -> socket.socket:

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import logging
+import re
 
 import pytest
 
 from hetero_gateway.cli import main
-from tests.fakes.running import FAST, eventually, rig
+from hetero_gateway.core.types import InstanceId
+from tests.fakes.running import FAST, RunningGateway, eventually, rig
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 OTHER = "instance i0: its profile is of Llama-3-8B, and it serves qwen-14b"
@@ -75,3 +77,68 @@ async def test_a_configured_model_that_the_server_does_not_list_is_warned_of(
 async def test_a_gateway_without_instances_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async with rig(0):
         assert logged(caplog) == ["there are no instances: every request gets an error"]
+
+
+def told_of(caplog: pytest.LogCaptureFixture, *parts: str) -> list[tuple[str, bool]]:
+    """Lines of the fleet with one of these, and whether each is a warning."""
+    rows = [r for r in caplog.records if "gateway.fleet" in r.name]
+    said = [(r.getMessage(), r.levelno == logging.WARNING) for r in rows]
+    return [each for each in said if any(part in each[0] for part in parts)]
+
+
+async def problems(running: RunningGateway) -> set[str]:
+    """By the metric."""
+    found = re.findall(
+        r'hetero_gateway_instance_problem\{backend="i0",problem="(\w+)"\} 1\.0\n',
+        await running.metrics(),
+    )
+    return set(found)
+
+
+async def test_what_cannot_be_read_is_logged_once_and_once_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with rig([FakeInstance(("m",))]) as (running, _, fakes):
+        instance = next(iter(running.gateway.fleet.instances.values()))
+        assert await problems(running) == set()
+        good = fakes[0].metrics
+        fakes[0].metrics_status = 500
+        await eventually(lambda: "metrics_unreadable" in instance.problems)
+        await asyncio.sleep(60)
+        assert await problems(running) == {"metrics_unreadable"}
+        fakes[0].metrics_status = 200
+        fakes[0].metrics = good
+        await eventually(lambda: not instance.problems)
+        await asyncio.sleep(60)
+        assert await problems(running) == set()
+    assert told_of(caplog, "/metrics") == [
+        ("instance i0: /metrics answered 500; what the gateway knows of it is old", True),
+        ("instance i0: /metrics can be read again", False),
+    ]
+
+
+async def test_another_model_and_an_odd_speed_are_a_metric_and_a_line_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with rig([FakeInstance(("qwen-14b",))], profiles=(FAST,)) as (running, _, fakes):
+        assert await problems(running) == {"other_model"}
+        fakes[0].models = ("llama-3-8b",)
+        await eventually(lambda: not next(iter(running.gateway.fleet.instances.values())).problems)
+        setup, fleet = running.gateway.setup, running.gateway.fleet
+        state = fleet.scheduler.members.table[InstanceId("i0")]
+        for speed, odd in (
+            (1.9, False), (4.0, False), (1.0, False), (4.0, False), (4.0, True), (4.5, True),
+            (1.9, True), (1.2, False), (0.3, False), (0.3, True), (1.0, False),
+        ):  # fmt: skip
+            state.speed = speed
+            setup.look_at_speeds()
+            assert (await problems(running) == {"speed"}) is odd, speed
+        state.speed = 1.0
+    over = ("instance i0 is as fast as its profile says again", False)
+    lines = told_of(caplog, "steps take", "as fast as")
+    assert [lines[1], lines[3]] == [over, over]
+    assert lines[0][0].startswith("instance i0: its steps take 4 times what its profile says")
+    assert lines[2][0].startswith("instance i0: its steps take 0.3 times what its profile says")
+    assert told_of(caplog, "over: ") == [(f"over: {OTHER}", False)]

@@ -71,21 +71,21 @@ async def test_an_adapter_that_was_unloaded_leaves_metrics_and_trend() -> None:
         assert (await client.post(CHAT, json=chat(model=invented))).status_code == 404
         assert await series_of(running, invented) == 0
         running.gateway.board._step()
-        assert await series_of(running, "lora") > 70
+        assert await series_of(running, "lora") > 40
         assert running.gateway.board.trend.models() == ["base", "lora"]
         fakes[0].models = ("base",)
         instance = next(iter(running.gateway.fleet.instances.values()))
         await eventually(lambda: instance.models == {"base"})
         for _ in range(int(KEPT_S / 5) + 30):
             running.gateway.board._step()
-        assert await series_of(running, "lora") > 70, "as long as it can be scraped"
+        assert await series_of(running, "lora") > 40, "as long as it can be scraped"
         metrics = running.gateway.metrics
         for key, (requests, since_s) in metrics._unserved.items():
             metrics._unserved[key] = (requests, since_s - KEPT_S)
         for _ in range(13):
             running.gateway.board._step()
         assert await series_of(running, "lora") == 0
-        assert await series_of(running, "base") > 70
+        assert await series_of(running, "base") > 40
         assert running.gateway.board.trend.models() == ["base"]
 
 

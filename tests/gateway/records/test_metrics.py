@@ -33,7 +33,7 @@ EXPECTED = {
     "prompt_cached_tokens",
     "input_tokens_cached", "instance_prefix_trust", "instance_prefix_source",
     "kv_events", "instance_prefix_bytes",
-    "instance_refused_pairs",
+    "instance_refused_pairs", "instance_problem",
     "prefix_index_keys", "prefix_index_memory_bytes",
     "profile_drift_ratio",
     "requests", "request_duration_seconds", "time_to_first_token_seconds",

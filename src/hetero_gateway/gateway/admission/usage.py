@@ -1,8 +1,8 @@
 """What each client has used, by day and model, and what it was refused.
 
 Counted once per request, as it is over: tokens as its engine stated them where that can be true,
-else as they were estimated and seen. Kept in memory for a month of days that had requests; what has
-to outlast a restart is read from the metrics, or from the CSV once a day.
+else as they were estimated and seen. Kept in memory for a month of days that had requests; what
+outlasts a restart, ``serve/client_usage`` writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 _DAY_S = 86400
 # Sorted at once, in one call that nothing interrupts: some milliseconds.
 _SORTED_AT_ONCE = 10_000
-_MOST_DAYS = 31
+MOST_DAYS = 31
 # Clients that have no label of their own in metrics, and models beyond ``_MOST_ROWS``.
 OTHER = "other"
 # Of a day, and of all that is older: 10 000 clients with 30 models, and adapters that come and go.
@@ -42,6 +42,19 @@ class UsageRow(NamedTuple):
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+
+
+class KeptRow(NamedTuple):
+    """The same as it is kept; ``day``: since 1970."""
+
+    day: int
+    client: str
+    model: str
+    amounts: Amounts
+
+
+class UsageStoreError(Exception):
+    """What is kept cannot be written or read. The text says where and why."""
 
 
 class ClientUsage:
@@ -85,7 +98,7 @@ class ClientUsage:
 
     def _rows_of(self, day: int) -> _Rows:
         rows = self._days.setdefault(day, {})
-        for old in sorted(self._days)[:-_MOST_DAYS]:
+        for old in sorted(self._days)[:-MOST_DAYS]:
             for key, amounts in self._days.pop(old).items():
                 _add(self._earlier, key, amounts)
         return rows
@@ -101,11 +114,11 @@ class ClientUsage:
         ]
 
     def counted(self) -> dict[tuple[int, str, str], Amounts]:
-        """All that was counted, by day, client and model; it goes on."""
+        """All that was counted, by day, client and model; it goes on. May run in a thread."""
         return {
             (day, client, model): amounts
-            for day, rows in self._days.items()
-            for (client, model), amounts in rows.items()
+            for day, rows in tuple(self._days.items())
+            for (client, model), amounts in tuple(rows.items())
         }
 
     def add(self, taken: Iterable[tuple[int, str, str, Amounts]]) -> None:
@@ -117,12 +130,18 @@ class ClientUsage:
         """Those that are kept, oldest first, as days since 1970."""
         return sorted(self._days)
 
-    def rows(self, day: int) -> Iterator[UsageRow]:
+    def rows(self, day: int, elsewhere: Iterable[KeptRow] = ()) -> Iterator[UsageRow]:
         """Of one day, by client and model. May run in a thread; what is counted meanwhile is in
-        it or not.
+        it or not. ``elsewhere``: to be added, of that day.
         """
         date = datetime.fromtimestamp(day * _DAY_S, UTC).date().isoformat()
         entries = tuple(self._days.get(day, {}).items())
+        if elsewhere:
+            sums = dict(entries)
+            for row in elsewhere:
+                key = row.client, row.model
+                sums[key] = added(sums.get(key, NO_AMOUNTS), row.amounts)
+            entries = tuple(sums.items())
         parts = (
             sorted(entries[start : start + _SORTED_AT_ONCE])
             for start in range(0, len(entries), _SORTED_AT_ONCE)

@@ -313,8 +313,10 @@ class HealthMonitor:
         probed, problems = self._probed[instance.id], []
         if not instance.up or instance.scrape_problem or probed.scrapes % _SCRAPES_PER_MODELS == 0:
             problems.append(await self._scrape_models(instance, probe))
+            _note_problem(instance, "models_unreadable", problems[0])
         probed.scrapes += 1
         problems.append(await self._scrape_metrics(instance, probe))
+        _note_problem(instance, "metrics_unreadable", problems[-1])
         instance.scrape_problem = "; ".join(filter(None, problems))
         if instance.up and not instance.models:
             self._fleet.mark_down(instance, instance.scrape_problem)
@@ -425,6 +427,17 @@ class HealthMonitor:
             scheduler.members.table[instance.id].observe_queue(
                 int(running), int(waiting), time.monotonic()
             )
+
+
+def _note_problem(instance: Instance, name: str, problem: str) -> None:
+    """Log that it begins, or is over; "": there is none."""
+    if problem and name not in instance.problems:
+        instance.problems.add(name)
+        _log.warning("instance %s: %s; what the gateway knows of it is old", instance.id, problem)
+    elif not problem and name in instance.problems:
+        instance.problems.discard(name)
+        what = paths.METRICS if name == "metrics_unreadable" else paths.MODELS
+        _log.info("instance %s: %s can be read again", instance.id, what)
 
 
 async def _body(probe: Probe, path: str, most_bytes: int) -> tuple[bytes | None, str]:

@@ -103,6 +103,8 @@ class Instance:
         self.mute = False  # the same, though nobody else might take its place
         self.unanswered = False  # its probes, since it was up; nothing else is against it
         self.down_reason = "not probed yet"
+        # Of ``PROBLEMS`` those that hold now; each was logged once, as it began.
+        self.problems: set[str] = set()
         self.scrape_problem = ""  # what was wrong with its models or metrics at the last look
         self.models: frozenset[str] = config.models
         # When its engine said, of models that it was believed to have, that it has not; as long as
@@ -521,6 +523,7 @@ class Fleet:
                     snapshot=self.scheduler.members.snapshot(instance.id),
                     up=instance.up,
                     models=instance.models,
+                    problems=frozenset(instance.problems),
                     kv_usage_engine=instance.engine_kv_usage,
                     profile_age_s=instance.profile_age_s(),
                     ejected=instance.outcomes.ejected,

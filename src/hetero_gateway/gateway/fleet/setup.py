@@ -1,6 +1,8 @@
-"""Watches for set-ups that are allowed and hardly meant, once instances have said what they serve.
+"""Watches for set-ups that are allowed and hardly meant, once instances have said what they serve,
+and for instances that are far from as fast as their profiles.
 
-What is odd is ``files/setup_warnings``' to say. Each warning is logged once while it holds.
+What is odd is ``files/setup_warnings``' to say. Each warning is logged once as it begins to hold,
+and once when it is over.
 """
 
 from __future__ import annotations
@@ -8,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.setup_warnings import Seen, SetupWarning, setup_warnings
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 
 _log = logging.getLogger(__name__)
 
 # A change is seldom, and its warning not urgent.
-_LOOK_EVERY_S = 10.0
+_LOOK_EVERY_S = 5.0
+# Observed over modelled time of a step, below and above which an instance is odd; within the second
+# pair it is no longer. A look may fall on a moment of it.
+_ODD_SPEED, _GOOD_SPEED, _LOOKS = (0.5, 2.0), (0.6, 1.7), 2
 
 
 class SetupWatch:
@@ -24,7 +30,8 @@ class SetupWatch:
         self._fleet = fleet
         self._looked_at = self._made_at = -1
         self._made: list[SetupWarning] = []
-        self._logged: frozenset[str] = frozenset()
+        self._logged: dict[str, SetupWarning] = {}
+        self._looks: dict[InstanceId, int] = {}  # in succession at which its speed was odd
 
     def warnings(self) -> list[SetupWarning]:
         """What is odd now; made anew where anything has changed."""
@@ -38,17 +45,48 @@ class SetupWatch:
         if self._looked_at == self._fleet.setups:
             return
         self._looked_at = self._fleet.setups
-        texts = [str(each) for each in self.warnings()]
-        for text in texts:
+        now = {str(each): each for each in self.warnings()}
+        for text in now:
             if text not in self._logged:
                 _log.warning("%s", text)
-        self._logged = frozenset(texts)
+        for text, each in self._logged.items():
+            if text not in now and each.instance_id in self._fleet.instances:
+                _log.info("over: %s", text)
+        self._logged = now
+        odd = {each.instance_id for each in now.values() if each.key in ("model", "profile")}
+        for instance in self._fleet.instances.values():
+            if instance.id in odd:
+                instance.problems.add("other_model")
+            else:
+                instance.problems.discard("other_model")
+
+    def look_at_speeds(self) -> None:
+        """Log whose speed has left what its profile says, or has come back."""
+        looks, self._looks = self._looks, {}
+        for instance in self._fleet.instances.values():
+            speed = self._fleet.scheduler.members.table[instance.id].speed
+            if instance.profile is None:
+                continue
+            if "speed" in instance.problems:
+                if _GOOD_SPEED[0] <= speed <= _GOOD_SPEED[1]:
+                    instance.problems.discard("speed")
+                    _log.info("instance %s is as fast as its profile says again", instance.id)
+            elif not _ODD_SPEED[0] <= speed <= _ODD_SPEED[1]:
+                self._looks[instance.id] = seen = looks.get(instance.id, 0) + 1
+                if seen >= _LOOKS:
+                    instance.problems.add("speed")
+                    _log.warning(
+                        "instance %s: its steps take %.2g times what its profile says: something "
+                        "else is on the machine, or the profile is another machine's", instance.id,
+                        speed,
+                    )  # fmt: skip
 
     async def run(self) -> None:
         """Look again and again, until it is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             self.look()
+            self.look_at_speeds()
 
 
 def _seen(instance: Instance) -> Seen:

@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
-from prometheus_client.core import Metric
-
 from hetero_gateway.gateway.admission.clients import Admission
 from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, OTHER, Amounts, added
+from hetero_gateway.gateway.records.exposition import Family
 from hetero_gateway.gateway.records.families import families_of, family
 from hetero_gateway.gateway.turns import batches
 
@@ -29,7 +28,7 @@ _AMOUNTS = (
 
 def client_families(
     admission: Admission, most: int, models: Callable[[], Collection[str]]
-) -> Iterator[list[Metric]]:
+) -> Iterator[list[Family]]:
     """In parts that are soon made, some of them empty: the event loop may have turns in between.
 
     Nothing where no client has a name; nothing of clients that are no longer there, nor of models

@@ -13,26 +13,15 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
 from hetero_gateway.core.prefixes.caches import CacheSource
+from hetero_gateway.gateway.records.exposition import Family, labels_text
 
 if TYPE_CHECKING:
     from hetero_gateway.core.sharing.exchange import Mode
 
 _PREFIX = "hetero_gateway_"
-_TYPES: dict[str, Any] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
 _FAMILIES = {
     row["name"]: row
     for row in csv.DictReader(
@@ -59,8 +48,12 @@ class InstanceGauges:
     prefix_source: CacheSource | None = None
     refused_pairs: int | None = None
     models: frozenset[str] = frozenset()
+    problems: frozenset[str] = frozenset()
 
 
+# Of an instance that is served all the same: what it says cannot be read, it serves other models
+# than it should, its steps take less than half or more than twice what they should.
+PROBLEMS = ("metrics_unreadable", "models_unreadable", "other_model", "speed")
 KV_EVENTS = ("stored", "removed", "cleared", "gaps", "lost", "restarts", "rejected")
 
 
@@ -91,35 +84,46 @@ class SharedView(Protocol):
     def age_s(self) -> float | None: ...
 
 
-def families_of(names: Iterable[str], rows: Iterable[Row]) -> Iterator[Metric]:
+def families_of(names: Iterable[str], rows: Iterable[Row]) -> Iterator[Family]:
     """These families, and none of their series where no row is of them."""
     made = {name: _empty(name) for name in names}
+    add = {name: each.add for name, each in made.items()}
     for name, labels, value in rows:
-        if isinstance(value, Histogram):
-            made[name].add_metric(labels, value.buckets(), value.sum)
-        elif value is not None:
-            made[name].add_metric(labels, value)
+        add[name](labels, value)
     yield from made.values()
 
 
-def family(name: str, values: Mapping[Any, float | Histogram | None]) -> Metric:
+def family(name: str, values: Mapping[Any, float | Histogram | None]) -> Family:
     """One family, by its labels' values."""
     (made,) = families_of((name,), ((name, labels, value) for labels, value in values.items()))
     return made
 
 
-def single(name: str, value: float | Histogram | None) -> Metric:
+def single(name: str, value: float | Histogram | None) -> Family:
     """A family without labels."""
     return family(name, {(): value})
 
 
-def _empty(name: str) -> Any:
+def _empty(name: str) -> Family:
     row = _FAMILIES[name]
-    return _TYPES[row["type"]](_PREFIX + name, row["help"], labels=row["labels"].split())
+    return Family(_PREFIX + name, row["type"], row["help"], row["labels"].split())
 
 
-def instance_families(every: Iterable[InstanceGauges]) -> Iterator[Metric]:
-    return families_of(_OF_INSTANCES, (row for gauges in every for row in _instance_rows(gauges)))
+def instance_families(every: Iterable[InstanceGauges], *, basic: bool = False) -> Iterator[Family]:
+    """``basic``: those alone without which an instance cannot be judged."""
+    made = {name: _empty(name) for name in _OF_INSTANCES}
+    add = {name: each.add_labelled for name, each in made.items() if not basic or name in _BASIC}
+    for gauges in every:
+        labelled = backend_text(str(gauges.snapshot.instance_id))
+        for name, more, value in _instance_rows(gauges):
+            if name in add:
+                add[name](labelled + more, value)
+    yield from made.values()
+
+
+def backend_text(instance_id: str) -> str:
+    """The label of an instance; ids are text that the configuration has checked."""
+    return labels_text(("backend",), (instance_id,))
 
 
 _OF_INSTANCES = (
@@ -127,36 +131,49 @@ _OF_INSTANCES = (
     "instance_kv_usage_ratio", "instance_speed_factor", "instance_waiting_first_token",
     "profile_drift_ratio", "profile_age_seconds", "prompt_cached_tokens", "instance_prefix_trust",
     "instance_prefix_bytes", "instance_prefix_source", "instance_refused_pairs",
+    "instance_problem",
 )  # fmt: skip
 
 
-def _instance_rows(gauges: InstanceGauges) -> Iterator[Row]:
+_BASIC = frozenset(
+    ("instance_up", "instance_ejected", "in_flight_requests", "instance_kv_usage_ratio",
+     "instance_speed_factor", "instance_problem")
+)  # fmt: skip
+
+
+def _instance_rows(gauges: InstanceGauges) -> Iterator[tuple[str, str, float | None]]:
+    """Families, further labels, figures."""
     seen = gauges.snapshot
-    name = str(seen.instance_id)
-    yield "instance_up", (name,), gauges.up
-    yield "instance_ejected", (name,), gauges.ejected
-    yield "in_flight_requests", (name,), seen.in_flight
-    yield "instance_workload", (name,), seen.load_s
-    yield "prompt_cached_tokens", (name, "predicted"), seen.predicted_cached_tokens
-    yield "prompt_cached_tokens", (name, "engine"), seen.cached_tokens
-    yield "instance_kv_usage_ratio", (name, "estimated"), seen.kv_usage
-    yield "instance_kv_usage_ratio", (name, "engine"), gauges.kv_usage_engine
-    yield "instance_speed_factor", (name,), seen.speed_factor
-    yield "instance_waiting_first_token", (name,), seen.waiting_first_token
-    yield "profile_drift_ratio", (name, "decode"), seen.drift.decode
-    yield "profile_drift_ratio", (name, "prefill"), seen.drift.prefill
-    yield "profile_age_seconds", (name,), gauges.profile_age_s
-    yield "instance_prefix_trust", (name,), gauges.prefix_trust
-    yield "instance_prefix_bytes", (name,), gauges.prefix_bytes
+    yield "instance_up", "", gauges.up
+    yield "instance_ejected", "", gauges.ejected
+    yield "in_flight_requests", "", seen.in_flight
+    yield "instance_workload", "", seen.load_s
+    yield "prompt_cached_tokens", ',source="predicted"', seen.predicted_cached_tokens
+    yield "prompt_cached_tokens", ',source="engine"', seen.cached_tokens
+    yield "instance_kv_usage_ratio", ',source="estimated"', seen.kv_usage
+    yield "instance_kv_usage_ratio", ',source="engine"', gauges.kv_usage_engine
+    yield "instance_speed_factor", "", seen.speed_factor
+    yield "instance_waiting_first_token", "", seen.waiting_first_token
+    yield "profile_drift_ratio", ',phase="decode"', seen.drift.decode
+    yield "profile_drift_ratio", ',phase="prefill"', seen.drift.prefill
+    yield "profile_age_seconds", "", gauges.profile_age_s
+    yield "instance_prefix_trust", "", gauges.prefix_trust
+    yield "instance_prefix_bytes", "", gauges.prefix_bytes
     if gauges.prefix_source is not None:
         for source in CacheSource:
-            yield "instance_prefix_source", (name, source.value), gauges.prefix_source is source
-    yield "instance_refused_pairs", (name,), gauges.refused_pairs
+            yield (
+                "instance_prefix_source",
+                f',source="{source.value}"',
+                gauges.prefix_source is source,
+            )
+    yield "instance_refused_pairs", "", gauges.refused_pairs
+    for problem in PROBLEMS:
+        yield "instance_problem", f',problem="{problem}"', problem in gauges.problems
 
 
 def following_families(
     types: Iterable[tuple[tuple[str, str, str], int, int | None]], failures: int
-) -> Iterator[Metric]:
+) -> Iterator[Family]:
     """Of (model, accelerator, tensor parallelism): instances that are ready, and the load needs.
 
     None: not known yet.
@@ -174,7 +191,7 @@ def batch_families(
     lines: Mapping[str, int],
     out: Mapping[str, int],
     answered: Mapping[str, int],
-) -> Iterator[Metric]:
+) -> Iterator[Family]:
     """Of batches: how many run and will be late; lines that wait or are out, where those are, and
     how many were answered, by what came of it."""
     yield single("batches_running", running)
@@ -186,7 +203,7 @@ def batch_families(
     yield family("batch_lines_done", {(each,): answered.get(each, 0) for each in results})
 
 
-def sharing_families(sharing: SharedView) -> Iterator[Metric]:
+def sharing_families(sharing: SharedView) -> Iterator[Family]:
     yield family(
         "sharing_mode", {(mode.value,): sharing.mode is mode for mode in type(sharing.mode)}
     )

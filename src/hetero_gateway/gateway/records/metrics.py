@@ -1,8 +1,12 @@
-"""What /metrics shows. Recording is plain arithmetic; prometheus-client writes it out on a scrape.
+"""What /metrics shows. Recording is plain arithmetic; a scrape writes it out (``exposition``).
 
 A request touches a dozen series; through prometheus-client's own counters and histograms that
 costs as much as relaying it (a lock and a label look-up each). So the counts live here, in one
-object per (model, instance), and a scrape turns them into metric families, part by part.
+object per (model, instance), and a scrape turns them into metric families, part by part. What the
+process takes is prometheus-client's to say.
+
+``per_backend: basic`` shows fewer series of each instance: of its requests only sums over all
+instances, under ``backend=""``.
 
 Labels are bounded: instances come from the configuration, models from what instances serve. The
 series of a removed instance go away, and those of a model that an instance no longer serves (an
@@ -17,9 +21,10 @@ import asyncio
 import itertools
 import logging
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,16 +33,14 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import Metric
-from prometheus_client.samples import Sample
 
 from hetero_gateway import __version__
 from hetero_gateway.core.histogram import Histogram, Taken
 from hetero_gateway.core.types import DEFAULT_CLASS
+from hetero_gateway.gateway.records.exposition import Family, labels_text
 from hetero_gateway.gateway.records.families import (
     KV_EVENTS,
     InstanceGauges,
-    Row,
     SharedView,
     families_of,
     family,
@@ -51,14 +54,15 @@ from hetero_gateway.http.failures import Blame, Failure
 
 _log = logging.getLogger(__name__)
 
-# Instances of which series are written at a time: some milliseconds.
-_PART = 4
+# Instances of which series are written at a time: a millisecond or two.
+_PART = 12
 _PART_OF_COUNTERS = 64
+# Bytes that are compressed and sent at a time, and how hard: more takes twice the time for a tenth
+# less.
+_SENT_BYTES, _LEVEL = 1 << 16, 1
 # Series of a model that an instance no longer serves are kept for so long after their last request,
 # and no more of them than this: those that were used last.
 KEPT_S, MOST_KEPT = 900.0, 1000
-# Parts that are sent together: of many clients, a hundred kilobytes.
-_PARTS_SENT = 8
 # Counters are there, at 0, before anything is counted: of one that appears with its first event
 # Prometheus shows no rate for that event. Of an instance that serves many names (a base and its
 # adapters) the first few; the others appear as they are asked for.
@@ -144,11 +148,13 @@ class Metrics:
         # Called ahead of whatever shows counts: some wait to be made together.
         self.catch_up: Callable[[], None] = lambda: None
         # The series of clients that have names.
-        self.clients: Callable[[], Iterable[list[Metric]]] = lambda: ()
+        self.clients: Callable[[], Iterable[list[Family]]] = lambda: ()
         # Those of the instances that the load needs.
-        self.following: Callable[[], Iterable[Metric]] = lambda: ()
+        self.following: Callable[[], Iterable[Family]] = lambda: ()
         # Those of batches.
-        self.batches: Callable[[], Iterable[Metric]] = lambda: ()
+        self.batches: Callable[[], Iterable[Family]] = lambda: ()
+        # Whether each instance has all series, or "basic".
+        self.per_backend: Literal["full", "basic"] = "full"
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
@@ -274,7 +280,7 @@ class Metrics:
         self.decisions.pop(instance_id, None)
         self.client_disconnects.pop(instance_id, None)
 
-    def parts(self) -> Iterator[list[Metric]]:
+    def parts(self) -> Iterator[list[Family]]:
         """All families, and those of many series in parts that are soon made.
 
         Between two parts the instances and their series may change.
@@ -283,14 +289,23 @@ class Metrics:
             self.counts(model, "").outcomes.setdefault(outcome, 0)
         yield _made(families_of(_OF_REQUESTS, ()))
         known: list[str] = []
+        basic = self.per_backend == "basic"
         for gauges in _batches(self._gauges):
             known += _as_far_as(self._begin_at_zero(gauges))
-            yield _made(instance_families(gauges))
+            yield _made(instance_families(gauges, basic=basic))
+        every: dict[tuple[str, str], Series] = {}
         for entries in _batches(lambda: tuple(self.every_series.items())):
-            yield _made(families_of(_OF_REQUESTS, _request_rows(entries)))
-        for ids in _batches(lambda: known, _PART_OF_COUNTERS):
+            if basic:
+                _add_up(every, entries)
+                yield []
+            else:
+                yield _made(_request_families(entries))
+        for entries in batches(every.items(), _PART):
+            yield _made(_request_families(entries))
+        for ids in _batches(lambda: [""] if basic else known, _PART_OF_COUNTERS):
             yield _made(self._instance_counters(ids, others=False))
-        yield _made(self._instance_counters(frozenset(known), others=True))
+        if not basic:
+            yield _made(self._instance_counters(frozenset(known), others=True))
         yield _made(self._gateway_families())
         yield from _as_far_as(self.clients())
         yield _made(self.following())
@@ -306,24 +321,36 @@ class Metrics:
                     outcomes.setdefault(outcome, 0)
             yield str(instance_id)
 
-    def _instance_counters(self, known: Collection[str], *, others: bool) -> Iterator[Metric]:
-        """Of these instances; or of what else was counted."""
+    def _instance_counters(self, known: Collection[str], *, others: bool) -> Iterator[Family]:
+        """Of these instances; or of what else was counted. "" is all of them together."""
+        together = "" in known
         for name, values, reasons in (
             ("upstream_errors", self.upstream_errors, _FAILURES),
             ("instance_ejections", self.ejections, _BLAMED),
         ):
-            pairs: Iterable[tuple[str, str]] = itertools.product(known, reasons)
+            values = _together(values) if together else values
             if others:
                 pairs = [pair for pair in values if pair[0] not in known or pair[1] not in reasons]
-            yield family(name, {pair: values.get(pair, 0) for pair in pairs})
+                yield family(name, {pair: values[pair] for pair in pairs})
+                continue
+            made = family(name, {})
+            failed = {instance_id for instance_id, _ in values}
+            for instance_id in known:
+                if instance_id in failed:
+                    for reason in reasons:
+                        made.add((instance_id, reason), values.get((instance_id, reason), 0))
+                else:  # most of them
+                    made.add_zeros(instance_id, reasons)
+            yield made
         for name, labels, counts in (
             ("routing_decisions", (self._policy,), self.decisions),
             ("client_disconnects", (), self.client_disconnects),
         ):
-            ids = [each for each in counts if each not in known] if others else known
-            yield family(name, {(*labels, each): counts.get(each, 0) for each in ids})
+            seen: Mapping[str, int] = {"": sum(counts.values())} if together else counts
+            ids = [each for each in seen if each not in known] if others else known
+            yield family(name, {(*labels, each): seen.get(each, 0) for each in ids})
 
-    def _gateway_families(self) -> Iterator[Metric]:
+    def _gateway_families(self) -> Iterator[Family]:
         if self.prefix_index is not None:
             keys, memory_bytes = self.prefix_index()
             yield single("prefix_index_keys", keys)
@@ -368,26 +395,63 @@ class Metrics:
             yield single("worker_round_trip_seconds", self.round_trip_s)
         yield family("build_info", {(__version__,): 1})
 
-    async def exposition(self) -> AsyncIterator[bytes]:
-        """The body of /metrics.
+    async def exposition(self, *, gzipped: bool = False) -> AsyncIterator[bytes]:
+        """The body of /metrics; ``gzipped``: as a client takes it.
 
-        Writing it takes about a millisecond for each instance: between two parts, other requests
-        have their turn. What cannot be written (a number beyond a float, a label that is no text)
-        is left out and logged, and the rest is shown: one bad figure must not hide all others for
-        good.
+        It is written a millisecond or two at a time: between two parts, other requests have their
+        turn.
         """
         self.catch_up()
-        written: dict[str, list[bytes]] = {}
+        written: dict[str, list[str]] = {}
         for part in self.parts():
             for made in part:
-                lines = _exposed(made)
-                if made.name in written:
-                    lines = lines.split(b"\n", 2)[2]  # its help and type are there
-                written.setdefault(made.name, []).append(lines)
+                lines = written.get(made.name)
+                if lines is None:
+                    lines = written[made.name] = [made.head()]
+                lines.append(made.lines())
             await asyncio.sleep(0)
-        for some in batches(itertools.chain.from_iterable(written.values()), _PARTS_SENT):
-            yield b"".join(some)
-        yield b"".join(map(_exposed, self._process.collect()))
+        texts = itertools.chain.from_iterable(written.values())
+        packer = zlib.compressobj(_LEVEL, wbits=31) if gzipped else None
+        for some in _pieces(texts):
+            if packer is None:
+                yield some
+            elif packed := packer.compress(some):
+                yield packed
+            await asyncio.sleep(0)
+        process = generate_latest(self._process)
+        yield process if packer is None else packer.compress(process) + packer.flush()
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[bytes]:
+    """Joined to pieces of about ``_SENT_BYTES``."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size >= _SENT_BYTES:
+            yield "".join(some).encode()
+            some, size = [], 0
+    yield "".join(some).encode()
+
+
+def _add_up(
+    sums: dict[tuple[str, str], Series], entries: Iterable[tuple[tuple[str, str], Series]]
+) -> None:
+    """Add series up over instances, by model. What was refused before any was chosen is there."""
+    for (model, _), series in entries:
+        total = sums.get((model, ""))
+        if total is None:
+            total = sums[model, ""] = Series()
+        total.add(series)
+
+
+def _together(values: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
+    """Counts by (instance, reason), added up over instances."""
+    sums: Counter[tuple[str, str]] = Counter()
+    for (_, reason), number in values.items():
+        sums["", reason] += number
+    return sums
 
 
 def _batches(make: Callable[[], Iterable[_T]], size: int = _PART) -> Iterator[list[_T]]:
@@ -407,18 +471,26 @@ def _as_far_as(items: Iterable[_T]) -> Iterator[_T]:
         _log.exception("some series cannot be shown")
 
 
-def _request_rows(entries: Iterable[tuple[tuple[str, str], Series]]) -> Iterator[Row]:
+def _request_families(entries: Iterable[tuple[tuple[str, str], Series]]) -> list[Family]:
+    made = list(families_of(_OF_REQUESTS, ()))
+    requests, duration, ttft, tpot, read, cached, written = (each.add_labelled for each in made)
     for key, series in entries:
+        try:
+            labelled = labels_text(("model", "backend"), key)
+        except ValueError:
+            _log.exception("the series of a model cannot be shown")
+            continue
         for outcome, count in series.outcomes.items():
-            yield "requests", (*key, outcome), count
-        if not key[1]:
+            requests(f'{labelled},outcome="{outcome}"', count)
+        if not key[1] and not any(series.duration.counts):
             continue  # refused before any instance was chosen: there is nothing else
-        yield "request_duration_seconds", key, series.duration
-        yield "time_to_first_token_seconds", key, series.ttft
-        yield "time_per_output_token_seconds", key, series.tpot
-        yield "input_tokens", key, series.input_tokens
-        yield "input_tokens_cached", key, series.cached_tokens
-        yield "output_tokens", key, series.output_tokens
+        duration(labelled, series.duration)
+        ttft(labelled, series.ttft)
+        tpot(labelled, series.tpot)
+        read(labelled, series.input_tokens)
+        cached(labelled, series.cached_tokens)
+        written(labelled, series.output_tokens)
+    return made
 
 
 def _from_zero(keys: Iterable[Any], values: dict[Any, int]) -> dict[tuple[str], int]:
@@ -426,7 +498,7 @@ def _from_zero(keys: Iterable[Any], values: dict[Any, int]) -> dict[tuple[str], 
     return {(str(key),): number for key, number in (dict.fromkeys(keys, 0) | values).items()}
 
 
-def _made(families: Iterable[Metric]) -> list[Metric]:
+def _made(families: Iterable[Family]) -> list[Family]:
     try:
         return list(families)
     except Exception:
@@ -439,33 +511,3 @@ def _task_count() -> int:
         return len(asyncio.all_tasks())
     except RuntimeError:  # no event loop runs: nothing is being served
         return 0
-
-
-class _One:
-    """A registry of one family."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._family
-
-
-def _exposed(family: Metric) -> bytes:
-    """What can be shown of a family, sample by sample if need be."""
-    try:
-        return generate_latest(_One(family))
-    except Exception:
-        _log.exception("a series of %s cannot be shown", family.name)
-        family.samples = [sample for sample in family.samples if _can_be_shown(family, sample)]
-    return generate_latest(_One(family))
-
-
-def _can_be_shown(family: Metric, sample: Sample) -> bool:
-    alone = Metric(family.name, family.documentation, family.type, family.unit)
-    alone.samples = [sample]
-    try:
-        generate_latest(_One(alone))
-    except Exception:
-        return False
-    return True

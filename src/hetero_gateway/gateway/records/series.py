@@ -18,6 +18,13 @@ TPOT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0,
 )  # fmt: skip
+# Of these, what /metrics shows per model and instance: half of the lines, and panels still overlay
+# vLLM's.
+SHOWN_BOUNDS: dict[tuple[float, ...], tuple[float, ...]] = {
+    LATENCY_BOUNDS_S: (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 240.0, 960.0),
+    TTFT_BOUNDS_S: (0.01, 0.04, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 40.0),
+    TPOT_BOUNDS_S: (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5),
+}
 
 
 class Series:
@@ -44,3 +51,18 @@ class Series:
         self.input_tokens = 0
         self.cached_tokens = 0.0
         self.output_tokens = 0
+
+    def add(self, more: Series) -> None:
+        """What another one has counted, which stays as it is."""
+        for outcome, number in more.outcomes.items():
+            self.outcomes[outcome] += number
+        for own, other in (
+            (self.duration, more.duration),
+            (self.ttft, more.ttft),
+            (self.tpot, more.tpot),
+        ):
+            other.count_noted()
+            own.add((other.counts, other.sum))
+        self.input_tokens += more.input_tokens
+        self.cached_tokens += more.cached_tokens
+        self.output_tokens += more.output_tokens

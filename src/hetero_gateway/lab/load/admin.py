@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
+from hetero_gateway.lab.load.unreachable import why_unreachable
 
 if TYPE_CHECKING:
     import httpx
@@ -57,6 +60,7 @@ def _ask(
 
     if not _is_address(url):
         raise ConfigError("URL: must be http://HOST:PORT or https://HOST:PORT, and hold no key")
+    url = url.rstrip("/").removesuffix("/v1")  # as clients know it
     address, headers = url, {}
     if (key := secret(admin_key_env, "--admin-key-env")) is not None:
         headers = bearer(key)
@@ -64,12 +68,20 @@ def _ask(
         address, headers = found.url, bearer(found.key)
     try:
         # trust_env: a proxy of the environment would get the key.
-        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, verify=_trusted()) as client:
             return client.request(method, address.rstrip("/") + path, headers=headers, **more)
     except httpx.LocalProtocolError:
         raise ConfigError(f"--admin-key-env: {admin_key_env} is no valid key") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise HeteroGatewayError(f"{url}: the gateway does not answer: {error}") from error
+        reason = why_unreachable(url, error)
+        raise HeteroGatewayError(f"{url}: the gateway does not answer: {reason}") from error
+
+
+def _trusted() -> ssl.SSLContext | bool:
+    """Whose certificates are believed: those of SSL_CERT_FILE or SSL_CERT_DIR, which
+    ``--ca-file`` sets; else httpx's own."""
+    named = os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")
+    return ssl.create_default_context() if named else True  # OpenSSL looks there itself
 
 
 def bearer(key: str) -> dict[str, str]:

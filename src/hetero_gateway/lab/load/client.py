@@ -30,6 +30,8 @@ _REUSE_WITHIN_S = 2.0
 _TAIL_PARTS = 16
 # A plain answer is kept whole, so that its usage can be read; a longer one has failed.
 _MAX_PLAIN_BYTES = 32 * 2**20
+# Characters of a server's words for an error.
+_MOST_SAID = 300
 _INSTANCE_HEADER = b"x-hetero-gateway-instance"
 
 
@@ -284,12 +286,14 @@ class Judgement(NamedTuple):
         error: its kind (see ``RequestRecord``), or None.
         prompt_tokens, output_tokens: by ``usage``; None where it does not say.
         cached_tokens: of the prompt, what the engine had cached, likewise.
+        said: the server's own words, of an error that has any.
     """
 
     error: str | None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    said: str = ""
 
 
 def judge(reply: Reply, *, stream: bool) -> Judgement:
@@ -297,7 +301,7 @@ def judge(reply: Reply, *, stream: bool) -> Judgement:
     if reply.failure is not None:
         return Judgement(reply.failure)
     if reply.status != 200:
-        return Judgement(f"http_{reply.status}")
+        return Judgement(f"http_{reply.status}", said=_said(reply.tail))
     usage, cached, error = _Usage(), None, None
     documents = stream_documents(reply.tail.splitlines()[-12:]) if stream else [reply.tail]
     for text in documents:
@@ -318,6 +322,23 @@ def judge(reply: Reply, *, stream: bool) -> Judgement:
     if error is None and stream and DONE.rstrip() not in reply.tail[-256:]:
         error = "incomplete"
     return Judgement(error, usage.prompt_tokens, usage.completion_tokens, cached)
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Failed(msgspec.Struct):
+    error: _Error
+
+
+def _said(body: bytes) -> str:
+    """The message of an error, as OpenAI writes it; "": there is none."""
+    try:
+        text = msgspec.json.decode(body, type=_Failed).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return "".join(c if c.isprintable() else " " for c in text[:_MOST_SAID])
 
 
 class _Details(msgspec.Struct):

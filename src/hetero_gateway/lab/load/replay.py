@@ -89,6 +89,7 @@ def _record(
         error=judged.error,
         streamed=maker.stream,
         cached_tokens=judged.cached_tokens if judged.error is None else None,
+        said=judged.said,
     )
 
 

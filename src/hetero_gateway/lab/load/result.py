@@ -36,6 +36,7 @@ class RequestRecord:
             ``aborted`` (the engine gave it up), ``incomplete`` (a stream without ``[DONE]``).
         cached_tokens: of the prompt, what the engine had in its prefix cache; None: ``usage`` does
             not say.
+        said: the server's own words for its error.
     """
 
     index: int
@@ -49,6 +50,7 @@ class RequestRecord:
     error: str | None
     streamed: bool = True
     cached_tokens: int | None = None
+    said: str = ""
 
     @property
     def latency_s(self) -> float:

@@ -16,6 +16,7 @@ from hetero_gateway.engines.vllm.metrics import PREFIX
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.lab.load.admin import bearer
 from hetero_gateway.lab.load.client import LoadTarget
+from hetero_gateway.lab.load.unreachable import why_unreachable
 from hetero_gateway.plain_httpx import httpx
 
 _TIMEOUT_S = 30.0
@@ -103,7 +104,7 @@ class EngineClient:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._get(path)
         except (httpx.HTTPError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
+            reason = why_unreachable(self.url, error)
             raise HeteroGatewayError(f"{self.url}{path}: no answer: {reason}") from error
 
     async def post(self, path: str, body: bytes) -> httpx.Response:
@@ -112,7 +113,7 @@ class EngineClient:
             async with asyncio.timeout(_POST_TIMEOUT_S):
                 return await self._asked("POST", path, body)
         except (httpx.HTTPError, TimeoutError) as error:
-            reason = str(error) or type(error).__name__
+            reason = why_unreachable(self.url, error)
             raise HeteroGatewayError(f"{self.url}{path}: no answer: {reason}") from error
 
     async def _get(self, path: str) -> httpx.Response:

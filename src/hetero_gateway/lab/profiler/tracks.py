@@ -66,7 +66,7 @@ class Reading:
 
 def track(reply: Reply, asked_prompt_tokens: int) -> Track | str:
     """The tokens of one streamed reply, or what is wrong with it."""
-    error, prompt_tokens, total, _ = judge(reply, stream=True)
+    error, prompt_tokens, total, *_ = judge(reply, stream=True)
     if error is not None:
         return error
     times_s, tokens, counted = _marks(reply.parts or [])

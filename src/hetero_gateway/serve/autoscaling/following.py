@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import Metric
-
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.files.following_config import FollowedType, followed_profiles
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.records.exposition import Family
 from hetero_gateway.gateway.records.families import following_families
 from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.gateway.records.metrics import Metrics
@@ -247,7 +246,7 @@ class Following:
 
     # -- showing
 
-    def families(self) -> Iterable[Metric]:
+    def families(self) -> Iterable[Family]:
         rows: list[tuple[tuple[str, str, str], int, int | None]] = []
         for model in self._models.values():
             there = self._ready(model)

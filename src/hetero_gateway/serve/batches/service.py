@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from prometheus_client.core import Metric
-
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import Reject, RejectReason
 from hetero_gateway.engines.vllm import Work, work_of_path
 from hetero_gateway.engines.vllm.paths import RESPONSES
 from hetero_gateway.errors import Refusal
 from hetero_gateway.files.batch_lines import BatchLine, LineProblem, in_background
+from hetero_gateway.gateway.records.exposition import Family
 from hetero_gateway.gateway.records.families import batch_families
 from hetero_gateway.serve.batches.files import Document, Files, Incoming, Joining, no_space
 from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger, NotOurs
@@ -428,7 +427,7 @@ class Batches:
             more = f" and {len(late) - 1} more" if len(late) > 1 else ""
             yield "warning", f"{late[0]}{more} will not be done in time."
 
-    def families(self) -> Iterator[Metric]:
+    def families(self) -> Iterator[Family]:
         runner = self.runner
         lines: Counter[str] = Counter()
         out: Counter[str] = Counter()

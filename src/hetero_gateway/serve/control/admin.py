@@ -31,7 +31,13 @@ from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.own_address import check_not_own
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.admission.clients import Admission, describe_clients
-from hetero_gateway.gateway.admission.usage import CSV_HEAD, as_csv
+from hetero_gateway.gateway.admission.usage import (
+    CSV_HEAD,
+    MOST_DAYS,
+    KeptRow,
+    UsageStoreError,
+    as_csv,
+)
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.gateway.records.history import as_trace
 from hetero_gateway.gateway.turns import in_turns
@@ -432,19 +438,30 @@ async def list_clients(request: Request) -> Response:
 
 @router.get("/usage")
 async def list_usage(request: Request) -> Response:
-    """What clients used, by day (UTC) and model, as CSV: 31 days that had requests at most."""
+    """What clients used, by day (UTC) and model, as CSV: 31 days that had requests at most.
+
+    With what earlier runs of this gateway have used, or all that share through Redis.
+    """
     gateway = gateway_of(request)
     gateway.metrics.catch_up()
-    rows = _usage_by_day(gateway.admission)
+    try:
+        kept = [] if gateway.usage_keeper is None else await gateway.usage_keeper.others()
+    except UsageStoreError as error:
+        text = f"What was used before this start cannot be read: {error}"
+        raise Refusal(503, "usage_unavailable", text) from error
+    rows = _usage_by_day(gateway.admission, kept)
     return StreamingResponse(rows, headers=NO_STORE, media_type="text/csv")
 
 
-async def _usage_by_day(admission: Admission) -> AsyncIterator[str]:
+async def _usage_by_day(admission: Admission, kept: list[KeptRow]) -> AsyncIterator[str]:
     """A day at a time, in a thread: of many clients it is long."""
     usage, groups = admission.usage, {c.name: c.group for c in admission}
+    by_day: dict[int, list[KeptRow]] = {day: [] for day in usage.days()}
+    for row in kept:
+        by_day.setdefault(row.day, []).append(row)
     yield CSV_HEAD
-    for day in usage.days():
-        yield await asyncio.to_thread(as_csv, usage.rows(day), groups)
+    for day in sorted(by_day)[-MOST_DAYS:]:
+        yield await asyncio.to_thread(as_csv, usage.rows(day, by_day[day]), groups)
 
 
 @router.post("/reload")

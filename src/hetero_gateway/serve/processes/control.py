@@ -28,6 +28,8 @@ _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"c
 
 
 _PEER = PEER_HEADER.encode()
+# Of an answer that was read whole: its body, among the extensions that httpx leaves to others.
+_BODY = "hetero_gateway.body"
 
 
 class ControlRelay:
@@ -80,7 +82,7 @@ class ControlRelay:
             if not answer.is_stream_consumed:
                 await _pass_on(answer, fields, receive, send)
                 return
-            status, content = answer.status_code, answer.content
+            status, content = answer.status_code, answer.extensions[_BODY]
         except ClientDisconnect:
             return
         except (httpx.HTTPError, TimeoutError):
@@ -146,7 +148,9 @@ class ControlRelay:
                 )
                 answer = await self._client.send(request, stream=True)
                 if not _is_stream(answer) and not _FILES.match(target):
-                    await answer.aread()
+                    # As it came: it may be compressed.
+                    parts = [part async for part in answer.aiter_raw()]
+                    answer.extensions[_BODY] = b"".join(parts)
                 return answer
             except httpx.TransportError as error:
                 # What only reads may be asked again, wherever the process was when it ended.

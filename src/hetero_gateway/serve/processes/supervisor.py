@@ -39,7 +39,7 @@ from hetero_gateway.files.whole_file import write_whole
 from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.heartbeat import LOOK_S, Condition, Pulse, is_stopped, tell_cover
-from hetero_gateway.serve.server import BACKLOG, NOTHING_GIVEN, Given, url_of
+from hetero_gateway.serve.server import BACKLOG, NOTHING_GIVEN, Given, cannot_listen, url_of
 
 # Who has lived for less is given a pause before the next start.
 _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
@@ -425,9 +425,7 @@ def listen_together(host: str, port: int, number: int) -> list[socket.socket]:
         for listener in listeners:
             listener.listen(BACKLOG)
     except OSError as error:
-        raise HeteroGatewayError(
-            f"cannot listen on {host}:{port} ({error.strerror}; is the port taken?)"
-        ) from error
+        raise HeteroGatewayError(cannot_listen(host, port, error)) from error
     return listeners
 
 

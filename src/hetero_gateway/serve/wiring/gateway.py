@@ -1,8 +1,10 @@
 """The running gateway: every part, wired together. Built by ``app.create_app``, one per app."""
 
 import asyncio
+import hmac
 import itertools
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from hetero_gateway.serve.autoscaling.following import Following
     from hetero_gateway.serve.autoscaling.roles import RoleSearch
     from hetero_gateway.serve.batches.service import Batches
+    from hetero_gateway.serve.client_usage import UsageKeeper
     from hetero_gateway.serve.handover.handover import Handover
 
 
@@ -220,6 +223,7 @@ class Gateway(Parts):
         self.following: Following | None = None  # None: it is off
         self.roles: RoleSearch | None = None  # the same
         self.batches: Batches | None = None  # the same
+        self.usage_keeper = self._make_usage_keeper()  # None: what clients use is not kept
         if config.batches.on:
             # SQLite comes with it.
             from hetero_gateway.serve.batches import service, stores
@@ -236,6 +240,10 @@ class Gateway(Parts):
     async def start(self) -> None:
         """Probe the instances, and keep doing so in the background until ``stop``."""
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        if self.usage_keeper is not None:
+            continues = self.handover is not None and self.handover.predecessor is not None
+            self.usage_keeper.start(tasks, continues=continues)
+            self._stack.push_async_callback(self._stop_keeping_usage)
         self.health = HealthMonitor(self.fleet, self.config.health, tasks)
         self.roster.health = self.health
         self._stack.callback(self.health.stop)
@@ -314,6 +322,9 @@ class Gateway(Parts):
             await self.hub.start()
             self._stack.push_async_callback(self.hub.stop)
 
+    def _show(self, config: GatewayConfig) -> None:
+        self.metrics.per_backend = config.metrics.per_backend
+
     def _make_sharing(self) -> "Sharing | None":
         """Of ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
         config = self.config.scheduler
@@ -329,6 +340,32 @@ class Gateway(Parts):
             self.admission.accounts,
             self._named_prefix_secret,
         )
+
+    def _make_usage_keeper(self) -> "UsageKeeper | None":
+        """Raises ConfigError."""
+        clients = self.config.clients
+        if (place := clients.usage_place(self.config.scheduler.shared is not None)) is None:
+            return None
+        # SQLite comes with one, and Redis with the other.
+        from hetero_gateway.serve.client_usage import UsageKeeper, UsageStore
+
+        # A gateway that takes over has the same secret, and all that this one has counted.
+        shared = os.environ.get(SECRET_ENV) or secrets.token_hex(32)
+        run = hmac.digest(shared.encode(), b"what clients use", "sha256").hex()
+        store: UsageStore
+        if place == "redis":
+            from hetero_gateway.scaleout.sharing.usage import SharedUsage
+
+            store = SharedUsage(self.config.scheduler, self._base_dir, run)
+        else:
+            from hetero_gateway.serve.client_usage_file import UsageFile
+
+            store = UsageFile(self._base_dir / place, run)
+        return UsageKeeper(self.admission.usage, store, lambda: self.metrics.catch_up())
+
+    async def _stop_keeping_usage(self) -> None:
+        assert self.usage_keeper is not None
+        await self.usage_keeper.stop(taken=self.handover is not None and self.handover.taken)
 
     def _take_up_prefix_secret(self, secret: bytes) -> None:
         """Have keys of prompts begin with this from now on, as other gateways' do."""
@@ -346,6 +383,8 @@ class Gateway(Parts):
         self.settings.add(
             ("scheduler.policy",), lambda new: Prepared(lambda: set_policy(new.scheduler.policy))
         )
+        self.settings.add(("metrics",), lambda new: Prepared(lambda: self._show(new)))
+        self._show(self.config)
         # After the fleet, which has the discipline.
         self.settings.add(DISCIPLINE_FIELDS, lambda _: Prepared(self._share_out))
         if self.config.clients.wanted:

@@ -1,0 +1,125 @@
+"""Keeps what clients have used beyond this process: in a file beside the keys, or in Redis.
+
+What is counted stays where it is (``admission/usage``), and no request waits for a store: every
+``SAVE_EVERY_S`` seconds, and at the end, what has changed is written. Each run of a gateway has
+rows of its own; a row is written whole, so that writing it twice counts nothing twice. A scheduler
+process that is started again, and a gateway that takes over, go on with the same run: the first
+counts on from what is kept, the second has been told all of it. What other runs have used (earlier
+ones, or other gateways that share the store) is read when somebody asks for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hetero_gateway.gateway.admission.usage import (
+    ClientUsage,
+    KeptRow,
+    UsageStoreError,
+    added,
+)
+
+_log = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 10.0
+
+
+class UsageStore(Protocol):
+    """Where rows are kept. Both raise UsageStoreError."""
+
+    async def save(self, rows: Sequence[KeptRow]) -> None:
+        """Keep these of this run, in place of those of the same day, client and model."""
+
+    async def read(self, *, own: bool) -> list[KeptRow]:
+        """What this run has kept, or all others; of the days that are kept."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class UsageKeeper:
+    """Saves one gateway's counts.
+
+    Args:
+        usage: what is counted here.
+        store: where it is kept.
+        catch_up: called ahead: has what waits to be counted counted.
+    """
+
+    def __init__(self, usage: ClientUsage, store: UsageStore, catch_up: Callable[[], None]) -> None:
+        self._usage = usage
+        self._store = store
+        self._catch_up = catch_up
+        self._saved: dict[tuple[int, str, str], KeptRow] = {}
+        # What this run had kept before this process began; None: it is not known yet.
+        self._before: dict[tuple[int, str, str], KeptRow] | None = None
+        self._problem = ""
+        self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+
+    def start(self, tasks: asyncio.TaskGroup, *, continues: bool) -> None:
+        """Save again and again, until ``stop``.
+
+        ``continues``: what this run has used so far, this process has been told.
+        """
+        if continues:
+            self._before = {}
+        self._task = tasks.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            await self.save()
+
+    async def save(self) -> None:
+        """Write what has changed since the last time."""
+        async with self._turn:
+            self._catch_up()
+            if not self._usage.days():
+                return
+            try:
+                before = await self._what_was_before()
+                rows = await asyncio.to_thread(self._changed, before)
+                if not rows:
+                    return
+                await self._store.save(rows)
+            except UsageStoreError as error:
+                if str(error) != self._problem:
+                    _log.error("what clients use is not kept, and a restart forgets it: %s", error)
+                self._problem = str(error)
+                return
+            self._saved |= {row[:3]: row for row in rows}
+            if self._problem:
+                _log.info("what clients use is kept again")
+                self._problem = ""
+
+    async def _what_was_before(self) -> dict[tuple[int, str, str], KeptRow]:
+        if self._before is None:
+            self._before = {row[:3]: row for row in await self._store.read(own=True)}
+        return self._before
+
+    def _changed(self, before: dict[tuple[int, str, str], KeptRow]) -> list[KeptRow]:
+        changed = []
+        for key, amounts in self._usage.counted().items():
+            if (kept := before.get(key)) is not None:
+                amounts = added(kept.amounts, amounts)
+            row = KeptRow(*key, amounts)
+            if self._saved.get(key) != row:
+                changed.append(row)
+        return changed
+
+    async def others(self) -> list[KeptRow]:
+        """What was used beside what is counted here. Raises UsageStoreError."""
+        before = await self._what_was_before()
+        return [*await self._store.read(own=False), *before.values()]
+
+    async def stop(self, *, taken: bool = False) -> None:
+        """``taken``: another process counts on, under the same name, and has all of it."""
+        if self._task is not None:
+            self._task.cancel()
+        if not taken:
+            await self.save()
+        self._store.close()
