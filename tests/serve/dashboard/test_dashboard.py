@@ -21,6 +21,7 @@ from tests.fakes.running import CHAT, FAST, SLOW, chat, config_for, eventually, 
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 OPEN_ALL = "for (const panel of document.querySelectorAll('details.panel')) panel.open = true"
+OPEN_ROWS = "for (const more of document.querySelectorAll('.row .more')) more.click()"
 EVIL = "<img src=x onerror=alert(1)>"
 ADMIN_KEY = "admin-secret-31415"
 CHROMIUM = "/usr/bin/chromium"
@@ -36,11 +37,12 @@ FLAGS = [
 async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None:
     async with rig() as (_, client, _):
         page = await client.get("/dashboard")
-        addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        addresses = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
         files = [await client.get(f"/{address}") for address in addresses]
         assert (await client.get("/dashboard/admin.py")).status_code == 404
         assert (await client.get("/dashboard/..%2fadmin.py")).status_code == 404
-        script = (await client.get("/dashboard/dashboard.js")).text
+        parts = ("dashboard.js", "figures.js", "instances.js", "requests.js")
+        script = "".join([(await client.get(f"/dashboard/{name}")).text for name in parts])
         style = (await client.get("/dashboard/dashboard.css")).text
     assert page.headers["content-type"].startswith("text/html")
     assert {a.rsplit(".")[-1] for a in addresses} == {"css", "js", "svg"}
@@ -56,6 +58,8 @@ async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None
         assert policy["require-trusted-types-for"] == "'script'"
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
+    imported = set(re.findall(r'from "\./([^"]+)"', script))
+    assert imported == {"figures.js", "instances.js", "requests.js"}
     # The page needs nothing from elsewhere, and builds no markup from strings.
     assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|\sstyle=", page.text)
     assert not re.search(r"(?:src|href)=\"(?:\w+:|//)", page.text)
@@ -192,7 +196,7 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             )  # fmt: skip
             await page.visit(running.dashboard)
             await page.until("#summary", lambda text: "1 of 3" in text)
-            assert "i2 is down." in await page.text("#alarms")
+            assert "i2 is down" in await page.text("#alarms")
             await page.run(OPEN_ALL)
             await client.patch("/admin/instances/i1", json={"draining": False})
             answers = [
@@ -201,33 +205,38 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
                 )
                 for model in ("m", "m", "m", "m", EVIL)
             ]
-            rows = await page.until("#instances", lambda text: "draining" not in text)
+            await page.until("#instances", lambda text: "draining" not in text)
+            # What is down comes first.
+            rows = await page.until("#instances", lambda text: "down" in text)
+            assert rows.index("i2") < rows.index("i0")
+            assert "Connection refused" in rows
+            assert "profile drifted" not in rows
+            await page.run(OPEN_ROWS)
+            rows = await page.text("#instances")
             assert FAST in rows
             assert "unprofiled, by its observed speed" in rows
-            assert "profile drifted" not in rows
-            assert "down" in rows
-            assert "Connection refused" in rows
             await page.until("#summary", lambda text: "In flight\n5" in text)
             widths = await page.run(
                 "return [...document.querySelectorAll('.workload i')].map(e => e.style.width)"
             )
             assert max(float(width.rstrip("%")) for width in widths) == 100
-            assert float(widths[2].rstrip("%")) == 0
+            assert float(widths[0].rstrip("%")) == 0
 
             drift = running.gateway.fleet.scheduler.members.drifts.get(InstanceId("i0"))
             assert drift is not None
             drift.drifted = True
             await page.until("#instances", lambda text: text.count("profile drifted") == 1)
 
-            # A decision, and why.
-            listed = await page.until("#decisions", lambda text: text.count("got it:") >= 5)
-            assert "done in " in listed
-            assert EVIL in listed
-            await page.run("document.querySelector('.decision:last-child summary').click()")
-            table = await page.until(".decision[open] table", lambda text: "chosen" in text)
-            assert "left out: unhealthy" in table
-            assert "i0" in table
-            assert "i1" in table
+            # A request that is over beside its prediction, and its page.
+            await page.until("#last", lambda text: text.count("ok") == 5)
+            await page.run("document.querySelector('#last a').click()")
+            story = await page.until("#request-page", lambda text: "chosen" in text)
+            assert "PREDICTED" in story.upper()
+            assert "left out: unhealthy" in story
+            assert "i0" in story
+            assert "i1" in story
+            await page.run("location.hash = ''")
+            await page.until("#instances", lambda text: "i0" in text)
 
             await page.run(
                 "document.getElementById('model').value = arguments[0];"
@@ -255,22 +264,29 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             assert batch_id in row
             assert "0 of 3" in row
 
-            # Found by its id, drained, weighed and resumed from the page.
+            # Found by its id; drained, which asks first, weighed and resumed from the page.
             name = (await client.get("/admin/decisions?limit=1")).json()["decisions"][0]
             await page.run(
                 "document.getElementById('request-id').value = arguments[0];"
                 "document.getElementById('find').requestSubmit()",
                 name["request_id"],
             )
-            await page.until("#decisions", lambda text: text.count("got it:") == 1)
-            await page.run("document.querySelector('.row .more').click()")
-            await page.run("document.querySelector('.actions button[type=button]').click()")
+            await page.until("#request-name", lambda text: text == name["request_id"])
+            await page.until("#request-parts", lambda text: "got it:" in text)
+            await page.run("location.hash = ''")
+            rows = "[...document.querySelectorAll('#instances .row')]"
+            first = f"{rows}.find(e => /^i0/.test(e.innerText))"
+            drain = f"{first}.querySelector('.actions button[type=button]').click()"
+            await page.run(drain)
+            await page.until("#instances", lambda text: "Drain all the same" in text)
+            assert not running.gateway.fleet.instances[InstanceId("i0")].draining
+            await page.run(drain)
             await page.until("#instances", lambda text: "Resume" in text)
             assert running.gateway.fleet.instances[InstanceId("i0")].draining
-            await page.run("document.querySelector('.actions button[type=button]').click()")
+            await page.run(drain)
             await page.run(
-                "document.querySelector('.actions input').value = 2.5;"
-                "document.querySelector('.actions').requestSubmit()"
+                f"const row = {first}; row.querySelector('.actions input').value = 2.5;"
+                "row.querySelector('.actions').requestSubmit()"
             )
             await page.until("#instances", lambda text: "weight 2.50" in text)
             assert not running.gateway.fleet.instances[InstanceId("i0")].draining

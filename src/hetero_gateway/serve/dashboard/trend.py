@@ -1,4 +1,5 @@
-"""The last fifteen minutes, in steps of five seconds: rates, first tokens, errors, the queue.
+"""The last fifteen minutes, in steps of five seconds: rates, first tokens, errors, the queue; and
+the last six hours, in steps of two minutes, of all requests together.
 
 Nothing is added to a request's way: each step reads the counts that ``metrics`` keeps and remembers
 what has come to them. Memory is bounded: counts and histograms of each step, for all requests and
@@ -22,6 +23,8 @@ STEPS = 180
 # What "now" means on the page: enough requests for a percentile at moderate rates.
 NOW_STEPS = 6
 MINUTE_STEPS = 12
+# Steps of a point of the last hours, of which as many are kept.
+LONG_STEPS = 24
 # Models with a ring of their own; all others are in the sum alone.
 MOST_MODELS = 16
 
@@ -79,6 +82,7 @@ class Trend:
         # Of an instance, by step of the last minute: requests, failed, output tokens.
         self._instances: dict[str, deque[tuple[int, int, int]]] = {}
         self._queue: deque[int] = deque(maxlen=STEPS)
+        self._long: deque[list[float | int | None]] = deque(maxlen=STEPS)
         self.steps = 0  # that ever came
 
     def step(self, queued: int) -> None:
@@ -117,6 +121,9 @@ class Trend:
             minute.append((row[_REQUESTS], row[_FAILURES], row[_OUT]))
         self._queue.append(queued)
         self.steps += 1
+        if self.steps % LONG_STEPS == 0:
+            longest = max(islice(reversed(self._queue), LONG_STEPS))
+            self._long.append(_point(self._all.last(LONG_STEPS), longest, LONG_STEPS))
 
     def _came(self, model: str, instance_id: str, series: Series) -> _Columns | None:
         """What has come to a series since the last step; None: nothing."""
@@ -163,6 +170,10 @@ class Trend:
         steps = list(zip(self._all.rows, self._queue, strict=True))
         return [_point(row, queued) for row, queued in steps[-number:]]
 
+    def long_points(self) -> list[list[float | int | None]]:
+        """The same of ``LONG_STEPS`` each, over hours; of the queue its longest."""
+        return list(self._long)
+
     def of_instance(self, instance_id: str) -> tuple[float, float, float]:
         """(requests/s, output tokens/s, share of them that failed) over the last minute."""
         minute = self._instances.get(instance_id)
@@ -181,13 +192,13 @@ class Trend:
         return min(now) > 0 and sum(now) / NOW_STEPS > max(1.0, 1.25 * earlier)
 
 
-def _point(row: _Columns, queued: int) -> list[float | int | None]:
-    requests = row[_REQUESTS]
+def _point(row: _Columns, queued: int, steps: int = 1) -> list[float | int | None]:
+    requests, span_s = row[_REQUESTS], steps * STEP_S
     ttft = _percentiles(row[_TTFT], TTFT_BOUNDS_S)
     tpot = _percentiles(row[_TPOT], TPOT_BOUNDS_S)
     return [
-        short(requests / STEP_S),
-        short(row[_OUT] / STEP_S),
+        short(requests / span_s),
+        short(row[_OUT] / span_s),
         *(ttft or (None, None)),
         *(tpot or (None, None)),
         short(row[_FAILURES] / requests) if requests else None,
