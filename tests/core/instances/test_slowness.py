@@ -44,6 +44,16 @@ def test_it_stays_while_nothing_is_seen_and_does_not_flicker_between_the_bounds(
     assert seconds_of(slowness, 1.8, 60, 1000.0) == []
 
 
+def test_what_was_seen_by_one_who_was_late_says_nothing() -> None:
+    slowness = Slowness()
+    assert seconds_of(slowness, 4.0, 2) == []
+    slowness.start_anew()
+    assert seconds_of(slowness, 4.0, 2, 2.0) == []
+    assert seconds_of(slowness, 4.0, 1, 4.0) == [5.0]
+    slowness.start_anew()
+    assert slowness.since_s is not None
+
+
 def test_one_long_answer_by_itself_proves_nothing_and_an_engine_that_hangs_is_slow() -> None:
     slowness = Slowness()
     assert not slowness.look(12.0, 3.0, 12.0)

@@ -83,6 +83,11 @@ class Slowness:
             self._excused_s += granted_s
         return modelled_s
 
+    def start_anew(self) -> None:
+        """What was seen says nothing: whoever looked was late. What is known stays."""
+        self._looks.clear()
+        self._excused_s = 0.0
+
     def look(self, observed_s: float, modelled_s: float, now_s: float) -> bool:
         """So long took what the model has this time for; True where ``since_s`` came or went."""
         if observed_s <= 0:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Of requests within the last minute.
 _MOST_FAILED = 0.05
 _LEAST_FAILED = 3
+# Of attempts on one instance: most of them are tried again elsewhere.
+_MOST_FAILED_ON = 0.2
 _FULL = 0.95
 _NAMED = 3
 
@@ -161,6 +163,12 @@ class Alarms:
             text = f"{_these(ejected)} ejected, as requests failed there{why}."
             advice = "Look at its log; the gateway tries it again with one request at a time."
             yield _Found("bad", "ejected", [i.id for i in ejected], text, advice)
+        for failing in by_state.get("up", ()):
+            failed, attempts = self._trend.failed_on(failing.id)
+            if failed >= _LEAST_FAILED and failed > _MOST_FAILED_ON * attempts:
+                text = f"{failing.id} fails: {failed} of its last minute's {attempts} attempts."
+                advice = "Look at its log; what failed before its first byte was tried elsewhere."
+                yield _Found("warning", "fails", [failing.id], text, advice)
         if full := [i.id for i in instances if i.up and (i.engine_kv_usage or 0) > _FULL]:
             text = f"The KV cache of {_listed(full)} is full: the engine preempts."
             advice = "Lower its max_num_seqs or its weight, or add an instance."
@@ -198,7 +206,9 @@ class Alarms:
         for factor, instance_id, since_s in sorted(slow, reverse=True)[:_NAMED]:
             times = f"{factor:.1f}" if factor < MOST else f"more than {MOST:.0f}"
             text = f"{instance_id} is slow: it takes {times} times as long as its profile says."
-            advice = "Look for other work on its machine, a throttled accelerator, or a swap."
+            advice = (
+                "Look for other work on its machine or a throttled accelerator; drain it meanwhile."
+            )
             yield _Found("warning", "slow", [instance_id], text, advice, since_s)
         if len(slow) > _NAMED:
             others = [instance_id for _, instance_id, _ in sorted(slow, reverse=True)[_NAMED:]]

@@ -206,10 +206,10 @@ function showUse() {
   const perMinute = use.span_s >= 60 ? "last minute" : `last ${use.span_s.toFixed(0)} s`;
   byId("waits").replaceChildren(...waitBar(use.waits));
   setText(byId("waits-title"), use.waits
-    ? `mean ${seconds(use.waits.ttft_s)}, ${grouped.format(use.waits.streams)} streams, ${perMinute}`
+    ? `${seconds(use.waits.ttft_s)}, mean of ${grouped.format(use.waits.streams)} streams, ${perMinute}`
     : `no stream in the ${perMinute}`);
   const share = use.requests ? use.retried / use.requests : 0;
-  setText(byId("retries"), `Tried again: ${percent(share)} of ${grouped.format(use.requests)} requests (${grouped.format(use.retries)} attempts failed). No request goes to two instances at once.`);
+  setText(byId("retries"), `Retried: ${percent(share)} of ${grouped.format(use.requests)} requests, ${grouped.format(use.retries)} attempts failed · hedged: none, by design`);
   byId("retries").classList.toggle("bad", share > 0.05);
   setText(byId("clients-title"), perMinute);
   const tokens = use.clients.reduce((sum, client) => sum + client.output_tokens, 0);
@@ -342,6 +342,7 @@ function showBoard(names) {
   if (all || names.has("trend") || names.has("rows")) showModels();
   if (all || names.has("rows") || names.has("capacities")) showInstances(board, figureOf);
   showSummary();
+  if (!performance.getEntriesByName("board").length) performance.mark("board");
   if (began) pollLast(looks);
 }
 

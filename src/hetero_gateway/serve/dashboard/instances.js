@@ -140,6 +140,8 @@ function showRow(parts, place, sums, top) {
   const instance = board.instances[place];
   const state = value(place, "state");
   parts.row.classList.toggle("off", state !== "up");
+  // With nothing on it there is more to say of why than of figures.
+  parts.row.classList.toggle("idle", (state === "down" || state === "ejected") && !value(place, "in_flight"));
   parts.row.classList.toggle("open", open.has(instance.id));
   if (parts.state.className !== `pill ${state}`) parts.state.className = `pill ${state}`;
   setText(parts.state, state);

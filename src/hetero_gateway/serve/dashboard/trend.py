@@ -79,8 +79,10 @@ class Trend:
         self._before: dict[tuple[str, str], tuple[Series, _Columns]] = {}
         self._all = _Ring()
         self._models: dict[str, _Ring] = {}
-        # Of an instance, by step of the last minute: requests, failed, output tokens.
-        self._instances: dict[str, deque[tuple[int, int, int]]] = {}
+        # Of an instance, by step of the last minute: requests, attempts beside them that failed and
+        # were tried again, all that failed, output tokens.
+        self._instances: dict[str, deque[tuple[int, int, int, int]]] = {}
+        self._errors: dict[str, int] = {}  # attempts that failed, of each since the start
         self._queue: deque[int] = deque(maxlen=STEPS)
         self._long: deque[list[float | int | None]] = deque(maxlen=STEPS)
         self.steps = 0  # that ever came
@@ -91,7 +93,9 @@ class Trend:
         series = self._metrics.every_series
         for key in [key for key in self._before if key not in series]:
             del self._before[key]
+        errors = self._errors_since()
         served, known = {model for model, _ in series}, {instance for _, instance in series}
+        known |= self._errors.keys()
         for gone in self._models.keys() - served:
             del self._models[gone]
         for gone in self._instances.keys() - known:
@@ -116,14 +120,25 @@ class Trend:
             ring.push(of_models.get(model, _NOTHING))
         for instance_id in of_instances:
             self._instances.setdefault(instance_id, deque(maxlen=MINUTE_STEPS))
+        for instance_id in errors:
+            self._instances.setdefault(instance_id, deque(maxlen=MINUTE_STEPS))
         for instance_id, minute in self._instances.items():
             row = of_instances.get(instance_id, _NOTHING)
-            minute.append((row[_REQUESTS], row[_FAILURES], row[_OUT]))
+            failed = max(row[_FAILURES], errors.get(instance_id, 0))
+            minute.append((row[_REQUESTS], failed - row[_FAILURES], failed, row[_OUT]))
         self._queue.append(queued)
         self.steps += 1
         if self.steps % LONG_STEPS == 0:
             longest = max(islice(reversed(self._queue), LONG_STEPS))
             self._long.append(_point(self._all.last(LONG_STEPS), longest, LONG_STEPS))
+
+    def _errors_since(self) -> dict[str, int]:
+        """Attempts that failed on each instance since the last step."""
+        before, self._errors = self._errors, {}
+        for (instance_id, _), count in self._metrics.upstream_errors.items():
+            self._errors[instance_id] = self._errors.get(instance_id, 0) + count
+        came = {each: count - before.get(each, 0) for each, count in self._errors.items()}
+        return {each: count for each, count in came.items() if count > 0}
 
     def _came(self, model: str, instance_id: str, series: Series) -> _Columns | None:
         """What has come to a series since the last step; None: nothing."""
@@ -175,13 +190,18 @@ class Trend:
         return list(self._long)
 
     def of_instance(self, instance_id: str) -> tuple[float, float, float]:
-        """(requests/s, output tokens/s, share of them that failed) over the last minute."""
-        minute = self._instances.get(instance_id)
-        if minute is None:
-            return 0.0, 0.0, 0.0
-        requests, failed, tokens = map(sum, zip(*minute, strict=True))
+        """(requests/s, output tokens/s, share of attempts that failed) over the last minute."""
+        failed, attempts = self.failed_on(instance_id)
+        minute = self._instances.get(instance_id, ())
         span_s = STEP_S * max(1, min(MINUTE_STEPS, self.steps))
-        return requests / span_s, tokens / span_s, failed / requests if requests else 0.0
+        requests, tokens = (sum(row[column] for row in minute) for column in (0, 3))
+        return requests / span_s, tokens / span_s, failed / attempts if failed else 0.0
+
+    def failed_on(self, instance_id: str) -> tuple[int, int]:
+        """(attempts that failed, all attempts) on an instance over the last minute."""
+        minute = self._instances.get(instance_id, ())
+        requests, again, failed = (sum(row[column] for row in minute) for column in range(3))
+        return failed, requests + again
 
     def queue_grows(self) -> bool:
         """Requests wait, and clearly more than half a minute ago."""
