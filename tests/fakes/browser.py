@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 CHROMIUM = "/usr/bin/chromium"
+_TRIES = 3
 FLAGS = [
     *("--headless", "--no-sandbox", "--no-first-run"),
     *(f"--disable-{part}" for part in ("gpu", "background-networking", "component-update", "sync")),
@@ -92,18 +93,11 @@ class Browser:
 @contextlib.asynccontextmanager
 async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
     """A fresh browser; it and its driver end with the block."""
-    driver = await asyncio.to_thread(
-        subprocess.Popen,
-        ["chromedriver", "--port=0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    driver, port = await asyncio.to_thread(_start_driver)
     assert driver.stdout is not None
+    drain = threading.Thread(target=driver.stdout.read, daemon=True)
+    drain.start()
     try:
-        port = await asyncio.to_thread(_driver_port, driver.stdout)
-        drain = threading.Thread(target=driver.stdout.read, daemon=True)
-        drain.start()
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False
         ) as client:
@@ -120,8 +114,19 @@ async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
         driver.stdout.close()
 
 
-def _driver_port(output: Any) -> int:
-    for line in output:
-        if match := re.search(r"started successfully on port (\d+)", line):
-            return int(match.group(1))
+def _start_driver() -> tuple[subprocess.Popen[str], int]:
+    """The driver, and its port; it is tried again where another process was given that port."""
+    for _ in range(_TRIES):
+        driver = subprocess.Popen(
+            ["chromedriver", "--port=0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if match := re.search(r"started successfully on port (\d+)", line):
+                return driver, int(match.group(1))
+        driver.wait()
+        driver.stdout.close()
     raise RuntimeError("chromedriver did not start")

@@ -206,10 +206,10 @@ function showUse() {
   const perMinute = use.span_s >= 60 ? "last minute" : `last ${use.span_s.toFixed(0)} s`;
   byId("waits").replaceChildren(...waitBar(use.waits));
   setText(byId("waits-title"), use.waits
-    ? `${seconds(use.waits.ttft_s)}, mean of ${grouped.format(use.waits.streams)} streams, ${perMinute}`
+    ? `${seconds(use.waits.ttft_s)}, mean of ${grouped.format(use.waits.streams)} streams`
     : `no stream in the ${perMinute}`);
   const share = use.requests ? use.retried / use.requests : 0;
-  setText(byId("retries"), `Retried: ${percent(share)} of ${grouped.format(use.requests)} requests, ${grouped.format(use.retries)} attempts failed · hedged: none, by design`);
+  setText(byId("retries"), `Retried: ${percent(share)} of ${grouped.format(use.requests)} requests, ${grouped.format(use.retries)} attempts failed; hedged: never`);
   byId("retries").classList.toggle("bad", share > 0.05);
   setText(byId("clients-title"), perMinute);
   const tokens = use.clients.reduce((sum, client) => sum + client.output_tokens, 0);
