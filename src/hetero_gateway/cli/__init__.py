@@ -18,8 +18,8 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError, OutputError, 
 
 COMMANDS = (
     *("init", "serve", "validate", "emulate", "profile", "demo", "plan", "simulate", "bench"),
-    *("batch", "predictor", "status", "explain", "drain", "picker", "key", "doctor", "schema"),
-    "completion",
+    *("batch", "predictor", "status", "explain", "why", "drain", "picker", "key", "doctor"),
+    *("schema", "completion"),
 )
 
 

@@ -35,15 +35,21 @@ def run(args: argparse.Namespace) -> int:
         f"policy {document['policy']}, {document['prompt_tokens']} prompt tokens, "
         f"{figure(document['predicted_output_tokens'])} output tokens predicted"
     )
-    if document["candidates"]:
-        best = "best" if document["waits"] else "chosen"
-        estimated = any("cost_s" in c for c in document["candidates"])
-        heads = ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT")
-        print_table(
-            (*heads, *(head for head, _, _ in _ESTIMATES if estimated), ""),
-            [_row(c, document["chosen"], best, estimated) for c in document["candidates"]],
-        )
+    best = "best" if document["waits"] else "chosen"
+    print_candidates(document["candidates"], document["chosen"], best)
     return 0
+
+
+def print_candidates(candidates: list[dict[str, Any]], chosen: str | None, best: str) -> None:
+    """A decision's instances with their figures; ``best``: what the chosen one is called."""
+    if not candidates:
+        return
+    estimated = any("cost_s" in candidate for candidate in candidates)
+    heads = ("INSTANCE", "T", "KV", "W", "LOAD", "LOAD AFTER", "IN FLIGHT")
+    print_table(
+        (*heads, *(head for head, _, _ in _ESTIMATES if estimated), ""),
+        [_row(candidate, chosen, best, estimated) for candidate in candidates],
+    )
 
 
 def _row(

@@ -64,6 +64,11 @@ def _print_instances(instances: list[dict[str, Any]]) -> None:
                 f"request for {figure(pair['for_s'])} s more; unequal engines refuse each other "
                 "(kv_transfer.group)"
             )
+        if (i.get("slowness") or {}).get("slow"):
+            print(
+                f"{i['id']} is slow: its last seconds took {figure(i['slowness']['factor'])} times "
+                "as long as its profile says"
+            )
         if (i.get("drift") or {}).get("drifted"):
             print(
                 f"{i['id']}: its profile has drifted (decode/prefill: observed over modelled); "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Lifespan
 
 from hetero_gateway.engines.vllm import ENGINE_CALLS, REALTIME, Work, asked_at, work_of_path
@@ -40,11 +40,13 @@ from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 if TYPE_CHECKING:
     from hetero_gateway.gateway.dataplane.realtime import Realtime
 
-# Of the gateway's own paths only a model's name may be escaped: it may have a slash. No path fits
-# in two ways, or one that nearly fits would be tried in all of them.
+# Of the gateway's own paths only a model's name and a request's id may be escaped: they may have a
+# slash, and an id whatever is visible. No path fits in two ways, or one that nearly fits would be
+# tried in all of them.
 _PART = r"[0-9A-Za-z._~!$&'()*+,=:@-]+"
 _PATH = re.compile(
-    rf"/(?:v1|admin)/models/[0-9A-Za-z._~!$&'()*+,=:@/%-]+|/(?:{_PART}(?:/{_PART})*)?"
+    r"/(?:(?:v1|admin)/models|admin/requests)/[0-9A-Za-z._~!$&'()*+,=:@/%-]+"
+    rf"|/(?:{_PART}(?:/{_PART})*)?"
 )
 # What no other site's page may ask for, however it is configured.
 _NO_PAGES = re.compile(r"/(?:admin|dashboard|docs|openapi\.json|metrics)(?:/|\Z)")
@@ -171,7 +173,7 @@ class Control:
 
     def __init__(self, gateway: Gateway, lifespan: Lifespan[Starlette]) -> None:
         self._gateway = gateway
-        self.paths = [*public_paths(gateway), _metrics_path(gateway)]
+        self.paths = [*public_paths(gateway), _metrics_path(gateway), _front_path(gateway)]
         if gateway.config.batches.on:
             from hetero_gateway.serve.control.batches import batch_paths
 
@@ -239,6 +241,15 @@ def _path_of(scope: Scope) -> str:
     """The path as it came: what was escaped is not the same path."""
     raw: bytes | None = scope.get("raw_path")
     return scope["path"] if raw is None else raw.decode("latin-1")
+
+
+def _front_path(gateway: Gateway) -> PlainPath:
+    async def front(request: Request) -> Response:
+        """The way to the dashboard."""
+        await check_exposed(request, gateway.config.server.expose.dashboard)
+        return RedirectResponse("dashboard")  # also below a prefix of a reverse proxy
+
+    return PlainPath("/", front, None)
 
 
 def _metrics_path(gateway: Gateway) -> PlainPath:

@@ -20,7 +20,7 @@ def test_a_logged_decision_is_explained_like_the_decision(name: str, instances: 
         placed.append(ticket.decision)
     for i, logged in enumerate(log.newest_first()):
         decision = placed[19 - i]
-        assert (logged.unix_s, logged.request_id) == (1e9 + 19 - i, f"r{19 - i}")
+        assert (logged.placed_s, logged.request_id) == (1e9 + 19 - i, f"r{19 - i}")
         assert logged.decision.explain() == decision.explain()
         assert logged.decision.reason(waited_s=logged.waited_s) == decision.reason(waited_s=0.5)
         assert repr(logged.decision.request) == repr(decision.request)
@@ -34,4 +34,4 @@ def test_the_oldest_go_first() -> None:
         assert ticket.decision is not None
         log.append(float(i), b"r", ticket.decision, 0.0)
     assert len(log) == 2
-    assert [logged.unix_s for logged in log.newest_first()] == [4.0, 3.0]
+    assert [logged.placed_s for logged in log.newest_first()] == [4.0, 3.0]

@@ -167,7 +167,7 @@ async def test_every_404_and_405_has_openais_body() -> None:
             assert answer.status_code == 405, path
             assert answer.headers["allow"] == allowed, path
             assert_error(answer, "method_not_allowed")
-        for path in ("/", "/nothing", "/v1", "/v1/files", "/admin/nothing", "/dashboard/x",
+        for path in ("/nothing", "/v1", "/v1/files", "/admin/nothing", "/dashboard/x",
                      "/v1/responses/", "/v1/responses/a/b", "/v1/responses/../sleep", "/v1//models",
                      "/v1/responses/%2e%2e", "/docs/oauth2-redirect", "/v1/models/"):  # fmt: skip
             request = client.build_request("GET", path)
@@ -177,6 +177,8 @@ async def test_every_404_and_405_has_openais_body() -> None:
             assert_error(answer, "not_found")
         assert (await client.get("/v1/models/none")).json()["error"]["code"] == "model_not_found"
         assert (await client.get("/ping")).status_code == 200
+        front = await client.get("/")
+        assert (front.status_code, front.headers["location"]) == (307, "dashboard")
 
 
 def assert_error(answer: httpx.Response, code: str) -> None:

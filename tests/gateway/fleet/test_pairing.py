@@ -14,7 +14,6 @@ from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.pairs_file import write_pairs
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.gateway.fleet.instances import Fleet
-from hetero_gateway.serve.dashboard.board import alarms
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.running import FAST, eventually, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
@@ -63,7 +62,9 @@ async def test_a_refused_pair_is_shown_until_it_may_again() -> None:
             assert f'{SERIES}{{backend="a"}} 1.0' in await running.metrics()
             assert f'{SERIES}{{backend="b"}} 0.0' in await running.metrics()
             text = "b cannot fetch prompts that a has computed."
-            assert {"severity": "warning", "text": text} in alarms(gateway, gateway.board.trend)
+            assert ("warning", text) in [
+                (each["severity"], each["text"]) for each in gateway.board.alarms.now()
+            ]
             await asyncio.sleep(REFUSED_FOR_S)
             assert await shown() == {"a": [], "b": [], "c": []}
 

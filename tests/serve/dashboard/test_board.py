@@ -108,9 +108,14 @@ async def test_everything_comes_once_and_then_what_changes(workers: int) -> None
             assert [row[:2] for row in told["rows"]] == [[1, "draining"]]
             await fakes[0].kill()
             async for name, told in events:
-                if name == "head" and "i0 is down." in str(told["alarms"]):
+                if name == "head" and "i0 is down" in str(told["alarms"]):
                     break
-            assert {"severity": "bad", "text": "i0 is down."} in told["alarms"]
+            nobody, alarm = told["alarms"]
+            assert nobody["text"] == "No instance takes requests: clients get 503."
+            assert alarm["severity"] == "bad"
+            assert "Connection refused" in alarm["text"]
+            assert alarm["since"] == pytest.approx(time.time(), abs=60)
+            assert "log" in alarm["advice"]
         await eventually(lambda: running.gateway.board.viewers == 0)
 
 

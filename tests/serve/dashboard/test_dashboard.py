@@ -1,33 +1,22 @@
 """The live page: how it is served, and, in a real browser, what a person sees."""
 
 import asyncio
-import base64
-import contextlib
 import json
 import logging
-import os
 import re
-import subprocess
-import threading
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from hetero_gateway.core.types import InstanceId
+from tests.fakes.browser import browser
 from tests.fakes.running import CHAT, FAST, SLOW, chat, config_for, eventually, rig, running_gateway
 from tests.fakes.vllm import FakeInstance, fake_instances
 
 OPEN_ALL = "for (const panel of document.querySelectorAll('details.panel')) panel.open = true"
+OPEN_ROWS = "for (const more of document.querySelectorAll('.row .more')) more.click()"
 EVIL = "<img src=x onerror=alert(1)>"
 ADMIN_KEY = "admin-secret-31415"
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = [
-    *("--headless", "--no-sandbox", "--no-first-run"),
-    *(f"--disable-{part}" for part in ("gpu", "background-networking", "component-update", "sync")),
-]
 
 
 # As served
@@ -36,11 +25,12 @@ FLAGS = [
 async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None:
     async with rig() as (_, client, _):
         page = await client.get("/dashboard")
-        addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        addresses = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
         files = [await client.get(f"/{address}") for address in addresses]
         assert (await client.get("/dashboard/admin.py")).status_code == 404
         assert (await client.get("/dashboard/..%2fadmin.py")).status_code == 404
-        script = (await client.get("/dashboard/dashboard.js")).text
+        parts = ("dashboard.js", "figures.js", "instances.js", "requests.js")
+        script = "".join([(await client.get(f"/dashboard/{name}")).text for name in parts])
         style = (await client.get("/dashboard/dashboard.css")).text
     assert page.headers["content-type"].startswith("text/html")
     assert {a.rsplit(".")[-1] for a in addresses} == {"css", "js", "svg"}
@@ -56,6 +46,8 @@ async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None
         assert policy["require-trusted-types-for"] == "'script'"
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
+    imported = set(re.findall(r'from "\./([^"]+)"', script))
+    assert imported == {"figures.js", "instances.js", "requests.js"}
     # The page needs nothing from elsewhere, and builds no markup from strings.
     assert not re.search(r"<style|<script(?![^>]*src=)|\son\w+=|\sstyle=", page.text)
     assert not re.search(r"(?:src|href)=\"(?:\w+:|//)", page.text)
@@ -65,112 +57,6 @@ async def test_the_page_and_its_files_are_served_under_a_strict_policy() -> None
 
 
 # In a browser
-
-
-class Browser:
-    """Headless Chromium, driven over WebDriver."""
-
-    def __init__(self, client: httpx.AsyncClient, profile: Path) -> None:
-        self._client = client
-        self._profile = profile
-        self._session = ""
-
-    async def open(self) -> None:
-        options = {"args": [*FLAGS, f"--user-data-dir={self._profile}"], "binary": CHROMIUM}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        answer = await self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-        self._session = f"/session/{answer['sessionId']}"
-
-    async def close(self) -> None:
-        if self._session:
-            await self._call("DELETE", self._session, None)
-
-    async def visit(self, url: str) -> None:
-        await self._call("POST", f"{self._session}/url", {"url": url})
-
-    async def run(self, script: str, *arguments: object) -> Any:
-        body = {"script": script, "args": arguments}
-        return await self._call("POST", f"{self._session}/execute/sync", body)
-
-    async def text(self, selector: str) -> str:
-        """The visible text of the first match, or "" where there is none."""
-        script = "return document.querySelector(arguments[0])?.innerText ?? ''"
-        return str(await self.run(script, selector))
-
-    async def until(
-        self, selector: str, holds: Callable[[str], bool], within_s: float = 60.0
-    ) -> str:
-        """Wait until an element's text is as wanted; fails showing what it was."""
-        text = ""
-        try:
-            async with asyncio.timeout(within_s):
-                # A page in another process has no event to wait on.
-                while not holds(text := await self.text(selector)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            page = await self.text("body")
-            pytest.fail(f"{selector} stayed {text!r}; the page:\n{page}")
-        return text
-
-    async def complaints(self) -> list[str]:
-        """What the page logged: errors and policy violations among it; taken once."""
-        entries = await self._call("POST", f"{self._session}/se/log", {"type": "browser"})
-        return [entry["message"] for entry in entries]
-
-    async def devtools(self, command: str, **parameters: object) -> Any:
-        body = {"cmd": command, "params": parameters}
-        return await self._call("POST", f"{self._session}/goog/cdp/execute", body)
-
-    async def picture(self, name: str) -> None:
-        """A PNG in the folder that SCREENSHOTS names, if it does."""
-        if folder := os.environ.get("SCREENSHOTS"):
-            shot = await self.devtools("Page.captureScreenshot", captureBeyondViewport=True)
-            file = Path(folder) / f"{name}.png"
-            await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
-
-    async def _call(self, method: str, path: str, body: object) -> Any:
-        response = await self._client.request(method, path, json=body)
-        value = response.json()["value"]
-        assert response.is_success, value
-        return value
-
-
-@contextlib.asynccontextmanager
-async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
-    """A fresh browser; it and its driver end with the block."""
-    driver = await asyncio.to_thread(
-        subprocess.Popen,
-        ["chromedriver", "--port=0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert driver.stdout is not None
-    try:
-        port = await asyncio.to_thread(_driver_port, driver.stdout)
-        drain = threading.Thread(target=driver.stdout.read, daemon=True)
-        drain.start()
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False
-        ) as client:
-            opened = Browser(client, tmp_path / "profile")
-            try:
-                await opened.open()
-                yield opened
-            finally:
-                await opened.close()
-    finally:
-        driver.terminate()
-        await asyncio.to_thread(driver.wait)
-        drain.join()
-        driver.stdout.close()
-
-
-def _driver_port(output: Any) -> int:
-    for line in output:
-        if match := re.search(r"started successfully on port (\d+)", line):
-            return int(match.group(1))
-    raise RuntimeError("chromedriver did not start")
 
 
 @pytest.mark.system
@@ -192,7 +78,7 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             )  # fmt: skip
             await page.visit(running.dashboard)
             await page.until("#summary", lambda text: "1 of 3" in text)
-            assert "i2 is down." in await page.text("#alarms")
+            assert "i2 is down" in await page.text("#alarms")
             await page.run(OPEN_ALL)
             await client.patch("/admin/instances/i1", json={"draining": False})
             answers = [
@@ -201,33 +87,38 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
                 )
                 for model in ("m", "m", "m", "m", EVIL)
             ]
-            rows = await page.until("#instances", lambda text: "draining" not in text)
+            await page.until("#instances", lambda text: "draining" not in text)
+            # What is down comes first.
+            rows = await page.until("#instances", lambda text: "down" in text)
+            assert rows.index("i2") < rows.index("i0")
+            assert "Connection refused" in rows
+            assert "profile drifted" not in rows
+            await page.run(OPEN_ROWS)
+            rows = await page.text("#instances")
             assert FAST in rows
             assert "unprofiled, by its observed speed" in rows
-            assert "profile drifted" not in rows
-            assert "down" in rows
-            assert "Connection refused" in rows
             await page.until("#summary", lambda text: "In flight\n5" in text)
             widths = await page.run(
                 "return [...document.querySelectorAll('.workload i')].map(e => e.style.width)"
             )
             assert max(float(width.rstrip("%")) for width in widths) == 100
-            assert float(widths[2].rstrip("%")) == 0
+            assert float(widths[0].rstrip("%")) == 0
 
             drift = running.gateway.fleet.scheduler.members.drifts.get(InstanceId("i0"))
             assert drift is not None
             drift.drifted = True
             await page.until("#instances", lambda text: text.count("profile drifted") == 1)
 
-            # A decision, and why.
-            listed = await page.until("#decisions", lambda text: text.count("got it:") >= 5)
-            assert "done in " in listed
-            assert EVIL in listed
-            await page.run("document.querySelector('.decision:last-child summary').click()")
-            table = await page.until(".decision[open] table", lambda text: "chosen" in text)
-            assert "left out: unhealthy" in table
-            assert "i0" in table
-            assert "i1" in table
+            # A request that is over beside its prediction, and its page.
+            await page.until("#last", lambda text: text.count("ok") == 5)
+            await page.run("document.querySelector('#last a').click()")
+            story = await page.until("#request-page", lambda text: "chosen" in text)
+            assert "PREDICTED" in story.upper()
+            assert "left out: unhealthy" in story
+            assert "i0" in story
+            assert "i1" in story
+            await page.run("location.hash = ''")
+            await page.until("#instances", lambda text: "i0" in text)
 
             await page.run(
                 "document.getElementById('model').value = arguments[0];"
@@ -255,22 +146,29 @@ async def test_the_page_shows_instances_decisions_and_their_reason(tmp_path: Pat
             assert batch_id in row
             assert "0 of 3" in row
 
-            # Found by its id, drained, weighed and resumed from the page.
+            # Found by its id; drained, which asks first, weighed and resumed from the page.
             name = (await client.get("/admin/decisions?limit=1")).json()["decisions"][0]
             await page.run(
                 "document.getElementById('request-id').value = arguments[0];"
                 "document.getElementById('find').requestSubmit()",
                 name["request_id"],
             )
-            await page.until("#decisions", lambda text: text.count("got it:") == 1)
-            await page.run("document.querySelector('.row .more').click()")
-            await page.run("document.querySelector('.actions button[type=button]').click()")
+            await page.until("#request-name", lambda text: text == name["request_id"])
+            await page.until("#request-parts", lambda text: "got it:" in text)
+            await page.run("location.hash = ''")
+            rows = "[...document.querySelectorAll('#instances .row')]"
+            first = f"{rows}.find(e => /^i0/.test(e.innerText))"
+            drain = f"{first}.querySelector('.actions button[type=button]').click()"
+            await page.run(drain)
+            await page.until("#instances", lambda text: "Drain all the same" in text)
+            assert not running.gateway.fleet.instances[InstanceId("i0")].draining
+            await page.run(drain)
             await page.until("#instances", lambda text: "Resume" in text)
             assert running.gateway.fleet.instances[InstanceId("i0")].draining
-            await page.run("document.querySelector('.actions button[type=button]').click()")
+            await page.run(drain)
             await page.run(
-                "document.querySelector('.actions input').value = 2.5;"
-                "document.querySelector('.actions').requestSubmit()"
+                f"const row = {first}; row.querySelector('.actions input').value = 2.5;"
+                "row.querySelector('.actions').requestSubmit()"
             )
             await page.until("#instances", lambda text: "weight 2.50" in text)
             assert not running.gateway.fleet.instances[InstanceId("i0")].draining

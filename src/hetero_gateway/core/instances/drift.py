@@ -38,6 +38,9 @@ _MOST_ERROR = 0.08
 _LEAST_S = 20.0
 # Observed seconds between two judgements: a fit costs more than a row.
 _EVERY_S = 5.0
+# A row that is off by less, s, is as modelled: of a first token after 6 ms that is HTTP and other
+# processes, and of a second it is nothing.
+_SMALL_S = 0.04
 # A row cannot say more than this against the fit; it is one among many.
 _MOST_MISS = 1.0
 
@@ -92,6 +95,8 @@ class Drift:
         z1, z2 = decode_s / modelled_s, prefill_s / modelled_s
         fit = self._known
         miss = 0.0 if fit is None else fit.decode * x1 + fit.prefill * x2 - 1
+        if abs(miss) * observed_s < _SMALL_S:
+            miss = 0.0
         if miss > _MOST_MISS:
             x1, x2 = (x * (1 + _MOST_MISS) / (1 + miss) for x in (x1, x2))
             miss = _MOST_MISS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_gateway.core.instances.drift import Drift, Verdict
+from hetero_gateway.core.instances.slowness import Slowness
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 
@@ -25,6 +26,8 @@ class InstanceSnapshot:
         follows: every request's progress is followed, not only that of streams.
         drift: how far its profile is from what is seen; all None: not known.
         drifted, drifted_since_s: it is too far, and since when, on the scheduler's clock.
+        slowness: observed over modelled time of its last seconds; None: not known.
+        slow_since_s: since when it has been slow by that; None: it is not.
         profiled: it has a profile that is checked.
         learnt_max_num_seqs: sequences that its engine was found to run at once; None: not known,
             or its profile says it.
@@ -47,6 +50,8 @@ class InstanceSnapshot:
     drift: Verdict
     drifted: bool
     drifted_since_s: float | None
+    slowness: float | None
+    slow_since_s: float | None
     profiled: bool
     learnt_max_num_seqs: int | None
     hit_share: float | None = None
@@ -67,7 +72,12 @@ class InstanceSnapshot:
 
 
 def snapshot_of(
-    spec: InstanceSpec, state: InstanceState, drift: Drift | None, *, queues: bool
+    spec: InstanceSpec,
+    state: InstanceState,
+    drift: Drift | None,
+    slowness: Slowness | None,
+    *,
+    queues: bool,
 ) -> InstanceSnapshot:
     """``queues``: the policy follows every request's progress."""
     profile = spec.profile
@@ -86,6 +96,8 @@ def snapshot_of(
         drift=Verdict(None, None, None) if drift is None else drift.verdict(),
         drifted=drift is not None and drift.drifted,
         drifted_since_s=None if drift is None else drift.since_s,
+        slowness=None if slowness is None else slowness.factor,
+        slow_since_s=None if slowness is None else slowness.since_s,
         profiled=drift is not None,
         learnt_max_num_seqs=state.concurrency.learnt,
         hit_share=state.prefix.share,

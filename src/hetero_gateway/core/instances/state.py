@@ -72,6 +72,7 @@ from hetero_gateway.core.instances.learnt import Learnt
 from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.instances.prefix_hits import Interval, reported_hits
 from hetero_gateway.core.instances.sightings import Sightings
+from hetero_gateway.core.instances.slowness import HTTP_S
 from hetero_gateway.core.instances.speed import (
     SpeedEstimate,
     first_token_times_s,
@@ -121,6 +122,8 @@ class InstanceState(Holder):
         "_prompts",
         "_sequence",
         "_sightings",
+        "checked_modelled_s",
+        "checked_s",
         "clock",
         "concurrency",
         "constants",
@@ -139,6 +142,7 @@ class InstanceState(Holder):
         "read_s",
         "recent_prefill",
         "recent_prefill_s",
+        "row_modelled_s",
         "seats",
         "slot",
         "speed",
@@ -216,6 +220,11 @@ class InstanceState(Holder):
         self.observations = self._sightings.observations
         self.interval = Interval()
         self.observed_clock = math.nan
+        # What the model has for the last row; None: that row says nothing of the speed. And, of
+        # whole answers that nobody has looked at yet (``slowness.py``): how long they took, and how
+        # long they should have.
+        self.row_modelled_s: float | None = None
+        self.checked_s = self.checked_modelled_s = 0.0
 
     def __repr__(self) -> str:
         return (
@@ -563,6 +572,7 @@ class InstanceState(Holder):
         interval, self.interval = self.interval, Interval()
         streaming = self.streaming >= 1
         row = None
+        self.row_modelled_s = None
         if duration_s > 0 and (streaming or interval.streamed_s > 0):
             if self.waiting and self.prefix.ratio is None:
                 # A prefill may be under way that counts in the next one, and is not known there.
@@ -571,7 +581,7 @@ class InstanceState(Holder):
             row = step_row(self, interval, steps, duration_s, interval.hits(None))
             if self._keeps:
                 self._sightings.keep_steps(row, interval)
-            modelled_s = self._modelled_s(row, interval)
+            modelled_s = self.row_modelled_s = self._modelled_s(row, interval)
             if modelled_s is not None:
                 observe_speed(self, duration_s, modelled_s, now_s)
                 self.streams_seen_s = now_s
@@ -599,6 +609,19 @@ class InstanceState(Holder):
         believed_s = row.duration_s / self.speed
         modelled_s = min(most_s, max(least_s, believed_s))
         return None if modelled_s == believed_s else modelled_s
+
+    def waiting_modelled_s(self) -> float:
+        """What the model has, s, to prefill the prompts that wait for their first token here."""
+        c, waiting = self.constants, self.waiting_prefill
+        if c is None or not self.waiting:
+            return 0.0
+        return c.p1 * waiting + c.p2 * self.waiting + c.p9 * attended_pairs(waiting)
+
+    def take_checked(self) -> tuple[float, float]:
+        """How long whole answers took since the last call, and should have by the model, s."""
+        checked = self.checked_s, self.checked_modelled_s
+        self.checked_s = self.checked_modelled_s = 0.0
+        return checked
 
     def observe_cache(
         self, caching: bool | None, counters: tuple[float, float] | None, now_s: float
@@ -671,7 +694,12 @@ class InstanceState(Holder):
                 predicted_s = _MOST_MISS * took_s
             elif predicted_s < took_s / _MOST_MISS:
                 predicted_s = took_s / _MOST_MISS
-            observe_speed(self, share * took_s, share * predicted_s / self.speed, now_s)
+            modelled_s = predicted_s / self.speed
+            observe_speed(self, share * took_s, share * modelled_s, now_s)
+            self.checked_s += share * took_s
+            if took_s - modelled_s <= HTTP_S:
+                modelled_s = took_s
+            self.checked_modelled_s += share * modelled_s
             if self.streaming and not entry.streaming:  # or else it does as it leaves
                 set_rate(self)
 

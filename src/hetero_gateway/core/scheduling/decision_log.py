@@ -25,13 +25,13 @@ class LoggedDecision(NamedTuple):
     """A decision, and whose it was.
 
     Args:
-        unix_s: when, by the wall clock.
+        placed_s: when, on the scheduler's clock; with the id it finds what came of the request.
         request_id: of the request.
         decision: with the model and lengths of its request, and nothing else of that.
         waited_s: in the gateway's queue.
     """
 
-    unix_s: float
+    placed_s: float
     request_id: str
     decision: Decision
     waited_s: float
@@ -52,18 +52,20 @@ class DecisionLog:
         self.keep_noted()
         return len(self._rows)
 
-    def append(self, unix_s: float, request_id: bytes, decision: Decision, waited_s: float) -> None:
-        """Keep one. ``unix_s``, ``waited_s``: as of a ``LoggedDecision``."""
-        self.noted.append((unix_s, request_id, decision, waited_s))
+    def append(
+        self, placed_s: float, request_id: bytes, decision: Decision, waited_s: float
+    ) -> None:
+        """Keep one. ``placed_s``, ``waited_s``: as of a ``LoggedDecision``."""
+        self.noted.append((placed_s, request_id, decision, waited_s))
         self.keep_noted()
 
     def keep_noted(self) -> None:
         """Keep the decisions that were noted."""
         noted, self.noted = self.noted, []
-        for unix_s, request_id, decision, waited_s in noted:
+        for placed_s, request_id, decision, waited_s in noted:
             request, choice = decision.request, decision.choice
             numbers = [
-                unix_s,
+                placed_s,
                 waited_s,
                 choice.position,
                 choice.charge,
@@ -101,10 +103,12 @@ class DecisionLog:
                 )
             )
 
-    def newest_first(self) -> Iterator[LoggedDecision]:
+    def newest_first(self, request_id: bytes | None = None) -> Iterator[LoggedDecision]:
+        """All of them, or those about one request."""
         self.keep_noted()
         for row in reversed(self._rows):
-            yield _unpacked(*row)
+            if request_id is None or row[3] == request_id:
+                yield _unpacked(*row)
 
 
 def _unpacked(
@@ -120,7 +124,7 @@ def _unpacked(
     leg: tuple[int, float, float] | None,
 ) -> LoggedDecision:
     row, count = array("d", numbers).tolist(), len(ids)
-    unix_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = row[:10]
+    placed_s, waited_s, position, charge, prompt, output, sequences, streams, prefill, kv = row[:10]
     cached, data = row[10 : -count * len(names)], row[-count * len(names) :]
     prefix = None
     if cached:
@@ -132,6 +136,6 @@ def _unpacked(
         choice.latency_s = choice.figures.at("latency_s", choice.position)
     request = Request(model, int(prompt), output, int(sequences), bool(streams))
     # Nobody asks what another candidate would have had to compute.
-    view = View(request, ids, (), (), [prefill] * count, int(kv), prefix, theta, unix_s, None)
+    view = View(request, ids, (), (), [prefill] * count, int(kv), prefix, theta, placed_s, None)
     decision = Decision(view, choice, policy, excluded)
-    return LoggedDecision(unix_s, request_id.decode(), decision, waited_s)
+    return LoggedDecision(placed_s, request_id.decode(), decision, waited_s)

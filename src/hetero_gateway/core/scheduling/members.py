@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Final
+from typing import Final, NamedTuple
 
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.drift import Drift
-from hetero_gateway.core.instances.observation import seconds
+from hetero_gateway.core.instances.observation import StepRow, seconds
+from hetero_gateway.core.instances.slowness import Slowness, engine_time_s
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot, snapshot_of
 from hetero_gateway.core.instances.state import InstanceState
 from hetero_gateway.core.instances.table import Table
@@ -29,6 +30,18 @@ _MOST_NAMED: Final = 5
 _MOST_ALONE: Final = 1024
 
 
+class Changed(NamedTuple):
+    """What a look at an instance has brought: its profile has begun or ceased to drift, it has
+    begun or ceased to be slow.
+    """
+
+    drift: bool
+    slowness: bool
+
+
+UNCHANGED: Final = Changed(False, False)
+
+
 class Members:
     """The instances of a scheduler.
 
@@ -41,7 +54,9 @@ class Members:
     def __init__(self, reference: tuple[float, float], *, stand_ins: bool, observes: bool) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
         self.table = Table(keeps=observes)
+        # Of instances with a profile: how far it is off, over minutes and over seconds.
         self.drifts: dict[InstanceId, Drift] = {}
+        self.slowness: dict[InstanceId, Slowness] = {}
         self.pools: dict[str, Pool] = {}  # of names that somebody serves, as far as asked for
         # The same of single instances, available or not.
         self._alone: dict[tuple[InstanceId, str], Eligible] = {}
@@ -73,17 +88,20 @@ class Members:
         """Everything on it is settled and returned. KeyError: unknown."""
         del self.specs[instance_id]
         self.drifts.pop(instance_id, None)
+        self.slowness.pop(instance_id, None)
         self._forget_pools()
         return self.table.leave(instance_id, now_s)
 
     def _begin(self, state: InstanceState, spec: InstanceSpec) -> None:
         """Its constants are new."""
         self.drifts.pop(spec.instance_id, None)
+        self.slowness.pop(spec.instance_id, None)
         if spec.profile is not None:
             state.set_constants(spec.profile.constants)
             if self._observes:
                 stated = dict(spec.profile.source.get("error") or {})
                 self.drifts[spec.instance_id] = Drift(float(stated.get("decode") or 0.0))
+                self.slowness[spec.instance_id] = Slowness()
         else:
             state.set_constants(None, stands_in=self._gives_stand_ins)
             if state.stands_in:
@@ -105,6 +123,7 @@ class Members:
             self.specs[instance_id],
             self.table[instance_id],
             self.drifts.get(instance_id),
+            self.slowness.get(instance_id),
             queues=self._gives_stand_ins,
         )
 
@@ -112,11 +131,10 @@ class Members:
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
-    ) -> bool:
+    ) -> Changed:
         """The instance made so many decode steps in the last ``duration_s``, while it streamed.
 
-        Returns whether its profile has begun or ceased to drift (``drift``). Raises KeyError when
-        there is no such instance.
+        Returns what there is to report of it. Raises KeyError when there is no such instance.
         """
         state = self.table[instance_id]
         if state.tracked != state.in_flight:
@@ -130,13 +148,29 @@ class Members:
         seen = state.observations
         first_tokens, steps_known, observed_s = seen.take_fresh(), seen.take_fresh_steps(), 0.0
         if drift is None or constants is None:
-            return False
+            return UNCHANGED
+        slow = self._look_at(state, row, constants, now_s)
         for first in first_tokens:
-            drift.observe(first.ttft_s, *seconds(first.terms, constants))
+            modelled = seconds(first.terms, constants)
+            drift.observe(engine_time_s(first.ttft_s, sum(modelled)), *modelled)
         for known in steps_known:
             drift.observe(known.duration_s, *seconds(known.terms, constants))
             observed_s += known.duration_s
-        return observed_s > 0 and drift.judge(observed_s, now_s)
+        drifts = observed_s > 0 and drift.judge(observed_s, now_s)
+        return Changed(drifts, slow) if drifts or slow else UNCHANGED
+
+    def _look_at(
+        self, state: InstanceState, row: StepRow | None, constants: Constants, now_s: float
+    ) -> bool:
+        """Whether an instance has begun or ceased to be slow, by its last row and answers."""
+        slowness = self.slowness[state.instance_id]
+        observed_s, modelled_s = state.take_checked()
+        if row is not None and (row_s := state.row_modelled_s) is not None:
+            decode_s = seconds(row._replace(hit_tokens=0.0).terms, constants)[1]
+            prefill_s, waiting_s = max(0.0, row_s - decode_s), state.waiting_modelled_s()
+            observed_s += row.duration_s
+            modelled_s += slowness.excused(row.duration_s, prefill_s, decode_s, waiting_s)
+        return slowness.look(observed_s, modelled_s, now_s)
 
     # Who can take what
 

@@ -50,6 +50,7 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.pairing import Pairing
 from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.records.request_log import RequestLog
 from hetero_gateway.gateway.request.body_fields import BodyReaders
 from hetero_gateway.gateway.request.tokenizer import Tokenizer, tokenizer_of
 from hetero_gateway.gateway.settings import Prepared, Settings
@@ -102,7 +103,7 @@ class DataPlane:
         history = self._history = RequestHistory()
         # Each entry holds arrays of one entry per instance: about 8, or 30 with an outlook.
         entries = 25_000 if placement.queues else 100_000
-        size = max(16, min(256, entries // max(1, len(config.instances))))
+        size = max(16, min(1024, entries // max(1, len(config.instances))))
         self.decisions = DecisionLog(size)
         self.intake = Intake(
             config,
@@ -304,6 +305,12 @@ class DataPlane:
         """The last finished requests."""
         self.recorder.catch_up()
         return self._history
+
+    @property
+    def request_log(self) -> RequestLog:
+        """What came of the last requests."""
+        self.recorder.catch_up()
+        return self.recorder.log
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
         """One request of an ASGI server."""

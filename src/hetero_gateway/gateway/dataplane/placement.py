@@ -69,6 +69,7 @@ from hetero_gateway.gateway.fleet.engine_calls import EngineCalls
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.fleet.liveness import LivenessWatch
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.records.request_log import FailedAttempt
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.http.failures import InstanceError
@@ -535,7 +536,7 @@ class LocalDispatcher:
         if failure is not None:
             self._metrics.retries[failure.reason] += 1
         noted = self._decisions.noted
-        noted.append((time.time(), job.inbound.request_id, place.decision, place.waited_s))
+        noted.append((place.placed_s, job.inbound.request_id, place.decision, place.waited_s))
         if len(noted) >= _MOST_NOTED:
             self._decisions.keep_noted()
             count_noted(self._metrics.noted)
@@ -646,4 +647,6 @@ class LocalDispatcher:
                 model = job.request.model
             if job.charge is not None:
                 job.charge.settle(0, time.monotonic())
+            turned = FailedAttempt(job.inbound.request_id, "", outcome, time.monotonic())
+            self.recorder.log.add_failed(turned)
         self._metrics.counts(model, "").outcomes[outcome] += 1

@@ -23,6 +23,7 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetero_gateway.core.costs.cost_model import decode_time_s, prefill_time_s
+from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.histogram import Histogram, count_noted
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.outcomes import Outcomes
@@ -33,6 +34,7 @@ from hetero_gateway.core.lengths.predictors import (
     can_hold,
     learn,
 )
+from hetero_gateway.core.policies.base import Decision
 from hetero_gateway.core.prefixes.engine_blocks import EngineBlocks
 from hetero_gateway.core.types import CLIENT_DISCONNECTED, COMPLETED, Outcome, Usage
 from hetero_gateway.engines.vllm import (
@@ -51,6 +53,7 @@ from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.records.history import RequestHistory
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.records.request_log import ROW_OF, FailedAttempt, RequestLog
 from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.http.failures import Failure, InstanceError, Suspicion
 from hetero_gateway.http.hops import LOOP_DETECTED
@@ -95,10 +98,11 @@ UNREAD: Final = AnswerTokens(None, -1)
 class SettledAttempt:
     """An attempt that is over, for as long as it waits to be counted.
 
-    ``usage``: as the answer stated it; None: it is still to be read.
+    ``usage``: as the answer stated it; None: it is still to be read. ``told``: what was believed of
+    it, once it is counted.
     """
 
-    __slots__ = ("ended_s", "job", "outcome", "placed", "seen", "usage")
+    __slots__ = ("ended_s", "job", "outcome", "placed", "seen", "told", "usage")
 
     def __init__(
         self,
@@ -115,6 +119,7 @@ class SettledAttempt:
         self.outcome = outcome
         self.ended_s = ended_s
         self.usage = usage
+        self.told: AnswerTokens | None = None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -139,6 +144,7 @@ class Recorder:
     _usage: ClientUsage
 
     def __post_init__(self) -> None:
+        self.log = RequestLog()  # what came of the last requests
         self._ejections = self._fleet.ejections
         self._loop = asyncio.get_running_loop()
         self._later: list[SettledAttempt] = []
@@ -172,10 +178,12 @@ class Recorder:
                     attempt.ended_s,
                     attempt.usage,
                 )
+                attempt.told = told
                 self.learn_from(attempt, told)
             except Exception:
                 # The boundary of a request: the others are counted all the same.
                 _log.exception("a request cannot be counted")
+        self.log.add(map(ROW_OF, later))
         count_noted((*self._metrics.noted, *self._noted))
         self._noted.clear()
         for outcomes, times_s in self._answered_s.items():
@@ -271,6 +279,8 @@ class Recorder:
             expected_s: how long it was to take.
         """
         self._metrics.upstream_errors[instance.id, error.reason] += 1
+        request_id, now_s = job.inbound.request_id, time.monotonic()
+        self.log.add_failed(FailedAttempt(request_id, instance.id, error.reason, now_s))
         if error.failure is Failure.MODEL_GONE:
             self._health.miss(instance, job.request.model)
         suspicion = error.failure.suspicion
@@ -284,6 +294,8 @@ class Recorder:
         if told is UNREAD:
             later.append(attempt)
         else:
+            attempt.told = told
+            self.log.add((ROW_OF(attempt),))
             self.learn_from(attempt, told)
         if len(later) >= _MOST_LATER:
             self.catch_up()
@@ -498,13 +510,19 @@ def label_of(outcome: Outcome, exchange: ObservedResponse) -> str:
 
 
 def _expected_latency_s(placed: Placed) -> float:
-    """How long the instance was to take: the policy's own estimate, or the cost model's."""
-    decision, profile = placed.decision, placed.instance.profile
+    """How long the instance was to take, as far as that is known."""
+    found_s = expected_latency_s(placed.decision, placed.instance.profile)
+    return _UNKNOWN_LATENCY_S if found_s is None else found_s
+
+
+def expected_latency_s(decision: Decision, profile: Profile | None) -> float | None:
+    """How long a request was to take where it went: the policy's own estimate, or the cost model's.
+
+    None: nothing is known of that instance (``profile``).
+    """
     estimated_s = decision.choice.latency_s
-    if estimated_s is not None:
+    if estimated_s is not None or profile is None:
         return estimated_s
-    if profile is None:
-        return _UNKNOWN_LATENCY_S
     request, c = decision.request, profile.constants
     batch = decision.choice.figures.at("in_flight", decision.choice.position) + 1
     batch = min(batch, profile.max_num_seqs)

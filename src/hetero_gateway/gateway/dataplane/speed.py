@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from hetero_gateway.core.instances.slowness import Slowness
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import InstanceId, Outcome
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
@@ -34,6 +35,9 @@ INTERVAL_S = 1.0
 REPORT_LASTS_S = 1.5
 # A shorter part of a stream says too little: a few steps, and the jitter of the network.
 _LEAST_S = 0.1
+# A look that is late by more blames nobody: the gateway was short of CPU, or held up, and what
+# streams have got by now says little of their engines.
+_LATE_S = 0.1
 # From this many events on, one more or less at either end does not matter to the tokens per event.
 _MANY_EVENTS = 32
 # Nearer to 1 than this is such an event; above, no engine is known to go.
@@ -158,6 +162,7 @@ class StepWatch(StreamWatch):
         self._went_on: set[InstanceId] = set()
         self._tokens_per_event: dict[InstanceId, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
 
     @property
     def idle(self) -> bool:
@@ -198,6 +203,7 @@ class StepWatch(StreamWatch):
 
     def _arm(self) -> None:
         if self._timer is None:
+            self._due_s = time.monotonic() + INTERVAL_S
             self._timer = self._loop.call_later(INTERVAL_S, self._look)
 
     def _learn(self, samples: Samples) -> None:
@@ -211,6 +217,7 @@ class StepWatch(StreamWatch):
     def _look(self) -> None:
         now_s = time.monotonic()
         self._timer = None
+        late = now_s - self._due_s > _LATE_S
         if self._streams or self._others:
             self._arm()
         seen, samples = self.look(now_s)
@@ -220,6 +227,8 @@ class StepWatch(StreamWatch):
         self._others.clear()
         for instance_id in self._tokens_per_event.keys() - self._fleet.instances.keys():
             del self._tokens_per_event[instance_id]
+        if late:
+            self._start_anew()
         for instance_id in self._fleet.instances:
             parts = seen.get(instance_id, [])
             if parts:
@@ -230,15 +239,32 @@ class StepWatch(StreamWatch):
                 # Nothing was seen, which is not the same as no step: the next figures count from
                 # here.
                 self._tell(instance_id, 0.0, 0.0, now_s)
+        if late:
+            self._start_anew()  # without this look, too
         if self._fleet.on_look is not None:
             self._fleet.on_look()
         if self.on_look is not None:
             self.on_look()
 
+    def _start_anew(self) -> None:
+        for slowness in self._fleet.scheduler.members.slowness.values():
+            slowness.start_anew()
+
     def _tell(self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float) -> None:
         scheduler = self._fleet.scheduler
-        if scheduler.members.observe_steps(instance_id, steps, duration_s, now_s):
+        changed = scheduler.members.observe_steps(instance_id, steps, duration_s, now_s)
+        if changed.drift:
             self._fleet.tell_drift(instance_id)
+        if changed.slowness:
+            _tell_slowness(instance_id, scheduler.members.slowness[instance_id])
+
+
+def _tell_slowness(instance_id: InstanceId, slowness: Slowness) -> None:
+    """Log, once, that an instance has begun or ceased to be slow."""
+    text, level = "instance %s takes %.1f times as long as its profile says", logging.WARNING
+    if slowness.since_s is None:
+        text, level = text + ": it is no longer slow", logging.INFO
+    _log.log(level, text, instance_id, slowness.factor)
 
 
 def _middle(parts: list[tuple[float, float]]) -> tuple[float, float]:

@@ -187,6 +187,11 @@ class Instance:
         return reason.replace(key, "[key]") if key else reason
 
     @property
+    def round_trip_s(self) -> float | None:
+        """There and back with HTTP, as its last probe took; None: not known."""
+        return self.health.last_s if math.isfinite(self.health.last_s) else None
+
+    @property
     def profile_name(self) -> str:
         """The profile's; or that there is none, or that it is learned."""
         if self.profile is not None:

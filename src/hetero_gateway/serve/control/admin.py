@@ -5,11 +5,10 @@ Who may ask is ``access``'s to say. Each change leaves a line in the log (``_aud
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -23,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.core.request import Request as CoreRequest
-from hetero_gateway.core.scheduling.decision_log import LoggedDecision
 from hetero_gateway.core.types import InstanceId, Reject
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable
@@ -59,11 +57,12 @@ from hetero_gateway.serve.control.documents import (
     json_answer,
     refusals,
 )
+from hetero_gateway.serve.control.outcomes import describe_decisions, describe_request
 from hetero_gateway.serve.wiring.gateway import Gateway
 
 # Far above any engine's context, and small enough for every formula.
 _MOST_TOKENS = 10**8
-_DESCRIBED_AT_ONCE, _CANDIDATES_AT_ONCE = 16, 1000
+_DESCRIBED_AT_ONCE = 16
 _LOOK_UP_S = 2.0
 
 _log = logging.getLogger("hetero_gateway.audit")
@@ -366,47 +365,23 @@ async def list_decisions(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=256)] = 50,
     candidates: bool = True,
+    over: bool = False,
     request_id: str | None = None,
 ) -> Response:
-    """The last decisions, newest first.
+    """The last decisions, newest first, each with what came of it.
+
+    ``outcome`` is null while a request goes on (or where its end is no longer kept); ``over=true``
+    leaves those out.
 
     ``candidates=false`` leaves out the candidates' figures, which grow with the instances: a page
     that polls asks for them by ``request_id`` when somebody looks.
     """
     gateway = gateway_of(request)
     policy = gateway.config.scheduler.policy
-    records = (
-        record
-        for record in gateway.dataplane.decisions.newest_first()
-        if request_id is None or record.request_id == request_id
+    described = describe_decisions(
+        gateway, limit, candidates=candidates, over=over, request_id=request_id
     )
-    described = _describe_decisions(tuple(itertools.islice(records, limit)), candidates)
     return await _listing({"policy": policy}, "decisions", described)
-
-
-async def _describe_decisions(
-    records: Sequence[LoggedDecision], candidates: bool
-) -> AsyncIterator[dict[str, Any]]:
-    size = max(
-        (len(record.decision.ids) + len(record.decision.excluded) for record in records), default=1
-    )
-    at_once = max(1, _CANDIDATES_AT_ONCE // size) if candidates else len(records)
-    async for batch in in_turns(records, max(1, at_once)):
-        for record in batch:
-            wanted, decision = record.decision.request, record.decision
-            row = {
-                "time": record.unix_s,
-                "request_id": record.request_id,
-                "model": wanted.model,
-                "prompt_tokens": wanted.prompt_tokens,
-                "predicted_output_tokens": wanted.predicted_output_tokens,
-                "sequences": wanted.sequences,
-                "chosen": decision.instance_id,
-                "prefill_instance": decision.prefill_id,
-                "reason": decision.reason(waited_s=record.waited_s),
-                "waited_s": record.waited_s,
-            }
-            yield row | ({"candidates": describe_decision(decision)} if candidates else {})
 
 
 @router.get("/requests")
@@ -416,6 +391,12 @@ async def list_requests(request: Request) -> Response:
     # In a thread: ten thousand rows take longer than a stream's readers should wait.
     text = await asyncio.to_thread(as_trace, history, time.time() - time.monotonic())
     return Response(text, headers=NO_STORE, media_type="text/csv")
+
+
+@router.get("/requests/{request_id:path}")
+async def show_request(request: Request, request_id: str) -> Response:
+    """One request: each attempt with its candidates, prediction and outcome."""
+    return json_answer(describe_request(gateway_of(request), request_id))
 
 
 @router.get("/following")

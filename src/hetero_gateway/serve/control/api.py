@@ -39,6 +39,9 @@ _PAGE_FILES = {
     "index.html": "text/html",
     "dashboard.css": "text/css",
     "dashboard.js": "text/javascript",
+    "figures.js": "text/javascript",
+    "instances.js": "text/javascript",
+    "requests.js": "text/javascript",
     "docs.css": "text/css",
     "icon.svg": "image/svg+xml",
 }

@@ -127,6 +127,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
         "profile_source": profile.source.get("how") if profile else None,
         "profile_age_s": instance.profile_age_s(),
         "drift": describe_drift(seen),
+        "slowness": describe_slowness(seen),
         "max_model_len": instance.max_model_len,
         "weight": instance.weight,
         "leg": None if gateway.roles is None else gateway.roles.describe().get(instance.id),
@@ -183,11 +184,23 @@ def describe_drift(seen: InstanceSnapshot) -> dict[str, Any] | None:
     """How far what was seen is from the profile; None: there is no profile."""
     if not seen.profiled:
         return None
-    told, since_s = seen.drift, seen.drifted_since_s
+    told = seen.drift
     return {
         "decode": told.decode,
         "prefill": told.prefill,
         "spread": told.spread,
         "drifted": seen.drifted,
-        "since": None if since_s is None else time.time() - (time.monotonic() - since_s),
+        "since": _unix_s(seen.drifted_since_s),
     }
+
+
+def describe_slowness(seen: InstanceSnapshot) -> dict[str, Any] | None:
+    """How long its last seconds took beside what its profile says; None: there is no profile."""
+    if not seen.profiled:
+        return None
+    since_s = seen.slow_since_s
+    return {"factor": seen.slowness, "slow": since_s is not None, "since": _unix_s(since_s)}
+
+
+def _unix_s(monotonic_s: float | None) -> float | None:
+    return None if monotonic_s is None else time.time() - (time.monotonic() - monotonic_s)

@@ -2,33 +2,33 @@
 
 A viewer gets the whole picture once, and from then on what has changed; each change is written once
 for all viewers. Figures have three digits that count, so that what stands still stays quiet. While
-nobody looks, nothing is made but the trend's steps.
+nobody looks, only the trend's steps are made, and alarms learn since when they are.
 
     event       what
     all         everything; ``columns`` names the figures of an instance's row
     rows        rows of instances that changed, by their place in ``all``
     capacities  requests/s of usual lengths that each instance can do, where any changed
     head        alarms, queue, totals, where any of them changed
-    trend       figures now and over 15 minutes, of all models and of each; the newest point
+    use         clients, what they wait for, retries: of the last minute's requests
+    trend       figures now and over 15 minutes, of all models and of each; the newest point, and
+                of the last six hours, where there is a new one
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 
 from hetero_gateway.core.costs.cost_model import request_time_s
 from hetero_gateway.errors import Refusal
-from hetero_gateway.files.gateway_config import GatewayConfig
-from hetero_gateway.gateway.dataplane.placement import Placement
-from hetero_gateway.gateway.fleet.instances import Fleet, Instance
-from hetero_gateway.gateway.fleet.sources.discovery import Discovery
-from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.serve.dashboard.alarms import Alarms, Shown, state_of
 from hetero_gateway.serve.dashboard.trend import (
+    LONG_STEPS,
     MINUTE_STEPS,
     NOW_STEPS,
     STEP_S,
@@ -36,9 +36,7 @@ from hetero_gateway.serve.dashboard.trend import (
     Trend,
     short,
 )
-
-if TYPE_CHECKING:
-    from hetero_gateway.scaleout.sharing.peers import Sharing
+from hetero_gateway.serve.dashboard.use import describe_use
 
 _log = logging.getLogger(__name__)
 
@@ -55,42 +53,8 @@ _IN_SECONDS = ("finish-time", "min-max", "paper", "least-work")
 
 COLUMNS = (
     "state", "in_flight", "waiting_first_token", "load", "kv", "engine_kv", "requests_per_s",
-    "output_tokens_per_s", "errors", "speed",
+    "output_tokens_per_s", "errors", "speed", "slow",
 )  # fmt: skip
-
-
-# Alarms
-# Of requests within the last minute.
-_MOST_FAILED = 0.05
-_LEAST_FAILED = 3
-_FULL = 0.95
-_NAMED = 3
-
-
-class ShownBatches(Protocol):
-    """What the dashboard shows of batches."""
-
-    def describe(self) -> list[dict[str, Any]]: ...
-    def alarms(self) -> Iterable[tuple[str, str]]:
-        """(severity, text)."""
-
-
-class Shown(Protocol):
-    """What the dashboard shows of a gateway."""
-
-    fleet: Fleet
-    metrics: Metrics
-    discovery: Discovery
-    placement: Placement
-    sharing: "Sharing | None"
-    draining: bool
-
-    @property
-    def batches(self) -> ShownBatches | None:
-        """None: there are none."""
-
-    @property
-    def config(self) -> GatewayConfig: ...
 
 
 class Board:
@@ -102,6 +66,7 @@ class Board:
 
     def __init__(self, gateway: Shown) -> None:
         self.trend = Trend(gateway.metrics)
+        self.alarms = Alarms(gateway, self.trend)
         self.viewers = 0
         self._gateway = gateway
         self._loop = asyncio.get_running_loop()
@@ -112,6 +77,7 @@ class Board:
         self._plain: list[dict[str, Any]] = []  # what seldom changes of each instance
         self._rows: list[list[Any]] = []
         self._head: dict[str, Any] = {}
+        self._use: dict[str, Any] = {}
         self._trended = 0
         self._looking: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(STEP_S, self._step)
@@ -138,6 +104,8 @@ class Board:
         if self.trend.steps % MINUTE_STEPS == 0:  # it is seen which models are gone
             self._gateway.metrics.forget_unserved(fleet.serves, time.monotonic())
         self.trend.step(fleet.scheduler.queued)
+        if not self.viewers:
+            self.alarms.now()  # so that whoever looks later sees since when
 
     # Looking
 
@@ -199,7 +167,7 @@ class Board:
         head = self._head_of()
         if [each["id"] for each in plain] != [each["id"] for each in self._plain]:
             self._plain, self._rows, self._head = plain, rows, head
-            self._capacities = capacities
+            self._capacities, self._use = capacities, self._use_of()
             return self._everything()
         told = {i: new for i, (new, old) in enumerate(zip(plain, self._plain, strict=True))
                 if new != old}  # fmt: skip
@@ -212,9 +180,15 @@ class Board:
             events.append(_event("capacities", capacities))
         if head != self._head:
             events.append(_event("head", head))
+        if (use := self._use_of()) != self._use:
+            self._use = use
+            events.append(_event("use", use))
         if self.trend.steps != self._trended:
             self._trended = self.trend.steps
-            events.append(_event("trend", self._trend() | {"point": self.trend.points(1)}))
+            news = {"point": self.trend.points(1)}
+            if self.trend.steps % LONG_STEPS == 0:
+                news["long_point"] = self.trend.long_points()[-1:]
+            events.append(_event("trend", self._trend() | news))
         self._plain, self._rows, self._head = plain, rows, head
         return b"".join(events)
 
@@ -229,8 +203,11 @@ class Board:
             "rows": self._rows,
             "capacities": self._capacities,
             "head": self._head,
+            "use": self._use,
             "step_s": STEP_S,
+            "long_step_s": STEP_S * LONG_STEPS,
             "points": self.trend.points(),
+            "long_points": self.trend.long_points(),
             "trend": self._trend(),
         }
         return _event("all", document)
@@ -257,8 +234,12 @@ class Board:
             "in_flight": sum(fleet.scheduler.members.table[i].in_flight for i in fleet.instances),
             "sharing": None if gateway.sharing is None else gateway.sharing.describe(),
             "batches": None if gateway.batches is None else gateway.batches.describe(),
-            "alarms": alarms(gateway, self.trend),
+            "alarms": self.alarms.now(),
         }
+
+    def _use_of(self) -> dict[str, Any]:
+        dataplane, fleet = self._gateway.dataplane, self._gateway.fleet
+        return describe_use(dataplane.request_log, fleet, self._gateway.admission.usage.denied)
 
     def _usual(self) -> tuple[float, float]:
         """Mean lengths of the last minutes' requests: prompt and output tokens."""
@@ -309,6 +290,7 @@ class Board:
             short(tokens, 2),
             short(failed, 2),
             None if seen.speed_factor is None else short(seen.speed_factor, 2),
+            None if seen.slow_since_s is None else short(seen.slowness or 0.0, 2),
         ]
 
 
@@ -338,65 +320,3 @@ def _why(instance: Instance) -> str:
 
 def _event(name: str, document: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(document))
-
-
-def state_of(instance: Instance) -> str:
-    """Whether it takes requests, in a word."""
-    if not instance.up:
-        return "down"
-    if instance.outcomes.ejected:
-        return "ejected"
-    if instance.draining:
-        return "draining"
-    if not instance.awake:
-        return "asleep" if instance.asleep else "paused"
-    return "up"
-
-
-def alarms(gateway: Shown, trend: Trend) -> list[dict[str, Any]]:
-    """What is wrong now, in an operator's words, the worst first.
-
-    Each is {"severity": "bad" or "warning", "text"}.
-    """
-    bad: list[str] = []
-    warnings: list[str] = []
-    scheduler, instances = gateway.fleet.scheduler, list(gateway.fleet.instances.values())
-    states = {instance.id: state_of(instance) for instance in instances}
-    if gateway.draining:
-        bad.append("This gateway is ending: it takes no new connections soon.")
-    if not instances:
-        bad.append("There is no instance.")
-    elif "up" not in states.values():
-        bad.append("No instance takes requests: clients get 503.")
-    for state, words in (("down", "down"), ("ejected", "ejected, as requests failed there")):
-        names = [name for name, its in states.items() if its == state]
-        if names:
-            bad.append(f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {words}.")
-    minute = trend.figures(MINUTE_STEPS)
-    if minute["failed"] >= _LEAST_FAILED and (minute["errors"] or 0) > _MOST_FAILED:
-        bad.append(f"{minute['errors']:.0%} of the last minute's requests failed.")
-    if trend.queue_grows():
-        bad.append(f"The queue grows: {scheduler.queued} requests wait.")
-    if not gateway.metrics.reloaded[0]:
-        bad.append("The configuration file was refused; the one before is in effect.")
-    workers, wanted = gateway.metrics.workers, gateway.config.server.workers
-    if workers is not None and workers() < wanted:
-        bad.append(f"{workers()} of {wanted} workers are connected.")
-    if full := [i.id for i in instances if i.up and (i.engine_kv_usage or 0) > _FULL]:
-        warnings.append(f"The KV cache of {_listed(full)} is full: the engine preempts.")
-    if drifted := [i.id for i in instances if scheduler.members.snapshot(i.id).drifted]:
-        warnings.append(f"The profile of {_listed(drifted)} has drifted from what is seen.")
-    for prefill, decode in scheduler.legs.refused(time.monotonic()):
-        warnings.append(f"{decode} cannot fetch prompts that {prefill} has computed.")
-    if failing := [each.config.name for each in gateway.discovery.followers() if each.problem]:
-        warnings.append(f"The source {_listed(failing)} cannot be asked.")
-    for severity, text in () if gateway.batches is None else gateway.batches.alarms():
-        (bad if severity == "bad" else warnings).append(text)
-    by_severity = (("bad", bad), ("warning", warnings))
-    return [{"severity": name, "text": text} for name, texts in by_severity for text in texts]
-
-
-def _listed(names: list[Any]) -> str:
-    if len(names) > _NAMED + 1:
-        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} others"
-    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else str(names[0])

@@ -1,4 +1,5 @@
-"""The last fifteen minutes, in steps of five seconds: rates, first tokens, errors, the queue.
+"""The last fifteen minutes, in steps of five seconds: rates, first tokens, errors, the queue; and
+the last six hours, in steps of two minutes, of all requests together.
 
 Nothing is added to a request's way: each step reads the counts that ``metrics`` keeps and remembers
 what has come to them. Memory is bounded: counts and histograms of each step, for all requests and
@@ -22,6 +23,8 @@ STEPS = 180
 # What "now" means on the page: enough requests for a percentile at moderate rates.
 NOW_STEPS = 6
 MINUTE_STEPS = 12
+# Steps of a point of the last hours, of which as many are kept.
+LONG_STEPS = 24
 # Models with a ring of their own; all others are in the sum alone.
 MOST_MODELS = 16
 
@@ -76,9 +79,12 @@ class Trend:
         self._before: dict[tuple[str, str], tuple[Series, _Columns]] = {}
         self._all = _Ring()
         self._models: dict[str, _Ring] = {}
-        # Of an instance, by step of the last minute: requests, failed, output tokens.
-        self._instances: dict[str, deque[tuple[int, int, int]]] = {}
+        # Of an instance, by step of the last minute: requests, attempts beside them that failed and
+        # were tried again, all that failed, output tokens.
+        self._instances: dict[str, deque[tuple[int, int, int, int]]] = {}
+        self._errors: dict[str, int] = {}  # attempts that failed, of each since the start
         self._queue: deque[int] = deque(maxlen=STEPS)
+        self._long: deque[list[float | int | None]] = deque(maxlen=STEPS)
         self.steps = 0  # that ever came
 
     def step(self, queued: int) -> None:
@@ -87,7 +93,9 @@ class Trend:
         series = self._metrics.every_series
         for key in [key for key in self._before if key not in series]:
             del self._before[key]
+        errors = self._errors_since()
         served, known = {model for model, _ in series}, {instance for _, instance in series}
+        known |= self._errors.keys()
         for gone in self._models.keys() - served:
             del self._models[gone]
         for gone in self._instances.keys() - known:
@@ -112,11 +120,25 @@ class Trend:
             ring.push(of_models.get(model, _NOTHING))
         for instance_id in of_instances:
             self._instances.setdefault(instance_id, deque(maxlen=MINUTE_STEPS))
+        for instance_id in errors:
+            self._instances.setdefault(instance_id, deque(maxlen=MINUTE_STEPS))
         for instance_id, minute in self._instances.items():
             row = of_instances.get(instance_id, _NOTHING)
-            minute.append((row[_REQUESTS], row[_FAILURES], row[_OUT]))
+            failed = max(row[_FAILURES], errors.get(instance_id, 0))
+            minute.append((row[_REQUESTS], failed - row[_FAILURES], failed, row[_OUT]))
         self._queue.append(queued)
         self.steps += 1
+        if self.steps % LONG_STEPS == 0:
+            longest = max(islice(reversed(self._queue), LONG_STEPS))
+            self._long.append(_point(self._all.last(LONG_STEPS), longest, LONG_STEPS))
+
+    def _errors_since(self) -> dict[str, int]:
+        """Attempts that failed on each instance since the last step."""
+        before, self._errors = self._errors, {}
+        for (instance_id, _), count in self._metrics.upstream_errors.items():
+            self._errors[instance_id] = self._errors.get(instance_id, 0) + count
+        came = {each: count - before.get(each, 0) for each, count in self._errors.items()}
+        return {each: count for each, count in came.items() if count > 0}
 
     def _came(self, model: str, instance_id: str, series: Series) -> _Columns | None:
         """What has come to a series since the last step; None: nothing."""
@@ -163,14 +185,23 @@ class Trend:
         steps = list(zip(self._all.rows, self._queue, strict=True))
         return [_point(row, queued) for row, queued in steps[-number:]]
 
+    def long_points(self) -> list[list[float | int | None]]:
+        """The same of ``LONG_STEPS`` each, over hours; of the queue its longest."""
+        return list(self._long)
+
     def of_instance(self, instance_id: str) -> tuple[float, float, float]:
-        """(requests/s, output tokens/s, share of them that failed) over the last minute."""
-        minute = self._instances.get(instance_id)
-        if minute is None:
-            return 0.0, 0.0, 0.0
-        requests, failed, tokens = map(sum, zip(*minute, strict=True))
+        """(requests/s, output tokens/s, share of attempts that failed) over the last minute."""
+        failed, attempts = self.failed_on(instance_id)
+        minute = self._instances.get(instance_id, ())
         span_s = STEP_S * max(1, min(MINUTE_STEPS, self.steps))
-        return requests / span_s, tokens / span_s, failed / requests if requests else 0.0
+        requests, tokens = (sum(row[column] for row in minute) for column in (0, 3))
+        return requests / span_s, tokens / span_s, failed / attempts if failed else 0.0
+
+    def failed_on(self, instance_id: str) -> tuple[int, int]:
+        """(attempts that failed, all attempts) on an instance over the last minute."""
+        minute = self._instances.get(instance_id, ())
+        requests, again, failed = (sum(row[column] for row in minute) for column in range(3))
+        return failed, requests + again
 
     def queue_grows(self) -> bool:
         """Requests wait, and clearly more than half a minute ago."""
@@ -181,13 +212,13 @@ class Trend:
         return min(now) > 0 and sum(now) / NOW_STEPS > max(1.0, 1.25 * earlier)
 
 
-def _point(row: _Columns, queued: int) -> list[float | int | None]:
-    requests = row[_REQUESTS]
+def _point(row: _Columns, queued: int, steps: int = 1) -> list[float | int | None]:
+    requests, span_s = row[_REQUESTS], steps * STEP_S
     ttft = _percentiles(row[_TTFT], TTFT_BOUNDS_S)
     tpot = _percentiles(row[_TPOT], TPOT_BOUNDS_S)
     return [
-        short(requests / STEP_S),
-        short(row[_OUT] / STEP_S),
+        short(requests / span_s),
+        short(row[_OUT] / span_s),
         *(ttft or (None, None)),
         *(tpot or (None, None)),
         short(row[_FAILURES] / requests) if requests else None,
