@@ -9,7 +9,7 @@ from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.gateway.admission.usage import UsageStoreError
 from hetero_gateway.scaleout.sharing.usage import SharedUsage
 from tests.fakes.redis import RedisServer
-from tests.serve.test_client_usage import A, C, check_store, today, used
+from tests.serve.test_usage import A, C, check_store, today, used
 
 pytestmark = pytest.mark.system
 

@@ -2,7 +2,7 @@
 
 Counted once per request, as it is over: tokens as its engine stated them where that can be true,
 else as they were estimated and seen. Kept in memory for a month of days that had requests; what
-outlasts a restart, ``serve/client_usage`` writes.
+outlasts a restart, ``serve/usage/keeper`` writes.
 """
 
 from __future__ import annotations

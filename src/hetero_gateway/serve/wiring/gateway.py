@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from hetero_gateway.serve.autoscaling.following import Following
     from hetero_gateway.serve.autoscaling.roles import RoleSearch
     from hetero_gateway.serve.batches.service import Batches
-    from hetero_gateway.serve.client_usage import UsageKeeper
     from hetero_gateway.serve.handover.handover import Handover
+    from hetero_gateway.serve.usage.keeper import UsageKeeper
 
 
 def _key_names(config: GatewayConfig) -> set[str | None]:
@@ -347,7 +347,7 @@ class Gateway(Parts):
         if (place := clients.usage_place(self.config.scheduler.shared is not None)) is None:
             return None
         # SQLite comes with one, and Redis with the other.
-        from hetero_gateway.serve.client_usage import UsageKeeper, UsageStore
+        from hetero_gateway.serve.usage.keeper import UsageKeeper, UsageStore
 
         # A gateway that takes over has the same secret, and all that this one has counted.
         shared = os.environ.get(SECRET_ENV) or secrets.token_hex(32)
@@ -358,7 +358,7 @@ class Gateway(Parts):
 
             store = SharedUsage(self.config.scheduler, self._base_dir, run)
         else:
-            from hetero_gateway.serve.client_usage_file import UsageFile
+            from hetero_gateway.serve.usage.file import UsageFile
 
             store = UsageFile(self._base_dir / place, run)
         return UsageKeeper(self.admission.usage, store, lambda: self.metrics.catch_up())

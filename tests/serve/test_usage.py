@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hetero_gateway.gateway.admission.usage import ClientUsage, KeptRow, UsageStoreError
-from hetero_gateway.serve.client_usage import UsageKeeper
-from hetero_gateway.serve.client_usage_file import UsageFile
+from hetero_gateway.serve.usage.file import UsageFile
+from hetero_gateway.serve.usage.keeper import UsageKeeper
 from tests.fakes.running import CHAT, chat, eventually, rig
 from tests.gateway.admission.test_limits import ADMIN, entry, of, sections_with
 

@@ -1,0 +1,1 @@
+"""What clients have used, kept beyond a process."""
