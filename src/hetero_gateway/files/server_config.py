@@ -1,7 +1,7 @@
 """``server``, ``timeouts`` and ``pool`` of the gateway's configuration: its sockets."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -92,6 +92,8 @@ class ServerConfig(StrictModel):
     """Address to listen on; loopback unless changed."""
     port: int = Field(8000, ge=0, le=65535)
     """TCP port; 0 takes a free one."""
+    client_socket: Path | None = None
+    """Unix socket on which clients are served as well, by one process; its owner's and group's."""
     workers: int = Field(1, ge=1, le=256)
     """Processes that serve clients, with one scheduler process between them; 1: one process does
     all."""
@@ -147,6 +149,12 @@ class ServerConfig(StrictModel):
     """How long open requests may go on after SIGTERM, in seconds."""
 
     _certified = model_validator(mode="after")(check_certificate)
+
+    @model_validator(mode="after")
+    def _check_client_socket(self) -> Self:
+        if self.client_socket is not None and self.workers > 1:
+            raise ValueError("client_socket: is served by one process; leave out workers")
+        return self
 
 
 class TimeoutsConfig(StrictModel):

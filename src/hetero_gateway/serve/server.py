@@ -134,7 +134,8 @@ class GatewayServer(uvicorn.Server):
     @property
     def _is_local(self) -> bool:
         """It serves the gateway's own workers, over a Unix socket."""
-        return any(each.family == socket.AF_UNIX for each in self._given.clients)
+        given = self._given.clients
+        return bool(given) and all(each.family == socket.AF_UNIX for each in given)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         sockets = list(self._given.clients) or None
@@ -222,6 +223,7 @@ class GatewayServer(uvicorn.Server):
         if self._takes_signals and self.started:
             loop.add_signal_handler(signal.SIGHUP, self.gateway.reload_soon, "SIGHUP")
             loop.add_signal_handler(signal.SIGUSR1, self.taken_over)
+        await self._serve_client_socket()
         clients = [each for server in self.servers for each in server.sockets]
         self._accepting = {server: self._connections({}) for server in self.servers}
         if admin is not None:
@@ -246,6 +248,22 @@ class GatewayServer(uvicorn.Server):
                 self.should_exit = True
             if self._heartbeat is not None:
                 self._heartbeat.start(self)
+
+    async def _serve_client_socket(self) -> None:
+        """Where it is configured, and no gateway before this one has handed it over."""
+        path = self.gateway.client_socket
+        if path is None or not self.started:
+            return
+        if any(_is_at(each, path) for each in self._given.clients):
+            return
+        listener = _bound(f"unix:{path}", setting="server.client_socket")
+        path.chmod(0o660)
+        self.servers.append(
+            await asyncio.get_running_loop().create_unix_server(
+                self._connections({}), sock=listener, ssl=self.config.ssl, backlog=BACKLOG
+            )
+        )
+        _log.info("clients are served on %s, too", url_of(listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.watch.ending = True
@@ -326,6 +344,13 @@ class GatewayServer(uvicorn.Server):
             server.close()
 
 
+def _is_at(listener: socket.socket, path: Path) -> bool:
+    """Whether a bound socket is the Unix one of that path."""
+    if listener.family != socket.AF_UNIX:
+        return False
+    return os.path.abspath(listener.getsockname()) == os.path.abspath(path)
+
+
 def cannot_listen(host: str, port: int, error: OSError) -> str:
     """Why not, and what helps."""
     known = {
@@ -343,8 +368,10 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {url_host(host)}:{port}: {reason}"
 
 
-def _bound(where: str, given: Sequence[socket.socket] = ()) -> socket.socket:
-    """At ``server.admin_listen``: one of these, or a new one. Raises HeteroGatewayError."""
+def _bound(
+    where: str, given: Sequence[socket.socket] = (), *, setting: str = "server.admin_listen"
+) -> socket.socket:
+    """At an address of this setting: one of these, or a new one. Raises HeteroGatewayError."""
     try:
         address: Any = where.removeprefix("unix:")
         for each in given:
@@ -376,7 +403,7 @@ def _bound(where: str, given: Sequence[socket.socket] = ()) -> socket.socket:
         return listener
     except OSError as error:
         reason = error.strerror or str(error)
-        raise HeteroGatewayError(f"server.admin_listen: {where}: {reason}") from error
+        raise HeteroGatewayError(f"{setting}: {where}: {reason}") from error
 
 
 def _unlink_stale(path: Path) -> None:

@@ -87,6 +87,7 @@ class Series:
 
     async def start(self, before: One | None = None, **changes: Any) -> One:
         server = {"takeover_socket": str(self.path), "admin_listen": self.admin_listen}
+        server |= self.sections.get("server", {})
         config = config_for(self.fakes, **self.sections | changes | {"server": server})
         given, state, sockets = NOTHING_GIVEN, None, None
         if before is not None:
@@ -318,3 +319,25 @@ async def test_only_this_user_can_ask_and_a_directory_of_others_is_not_used(fold
         folder.chmod(0o700)
         with socket.socket(socket.AF_UNIX) as asking:
             asking.connect(str(all_of_them.path))  # it is there still
+
+
+async def test_clients_socket_is_served_for_its_group_and_goes_on_to_the_next_gateway(folder):
+    path = folder / "clients.sock"
+    async with series(folder) as all_of_them:
+        all_of_them.sections["server"] = {"client_socket": "clients.sock"}
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            first = await all_of_them.start()
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660
+            assert (await client.post(CHAT, json=chat())).status_code == 200
+            second = await all_of_them.start(first)
+            assert first.taken
+            answer = await client.post(CHAT, json=chat(), headers={"connection": "close"})
+            answer = await client.post(CHAT, json=chat(), headers={"connection": "close"})
+            assert answer.status_code == 200
+            served = second.app.gateway.metrics
+            served.catch_up()
+            assert sum(served.decisions.values()) >= 1
+            # A worker would have to share it.
+    with pytest.raises(ValueError, match="client_socket"):
+        config_for([], server={"client_socket": "x", "workers": 2})

@@ -89,6 +89,9 @@ class Parts:
         # Takes the lines of the access log; None: nobody does.
         self.access: Callable[[list[bytes]], None] | None = None
         base_dir = self._base_dir = config_path.parent if config_path else Path()
+        # Where clients are served as well as at their address; None: nowhere.
+        socket_path = config.server.client_socket
+        self.client_socket = None if socket_path is None else base_dir / socket_path
         clients = config.clients
         self.admission = Admission(
             secret(config.server.api_key_env, "server.api_key_env"),
