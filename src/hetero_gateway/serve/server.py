@@ -348,7 +348,7 @@ def _is_at(listener: socket.socket, path: Path) -> bool:
     """Whether a bound socket is the Unix one of that path."""
     if listener.family != socket.AF_UNIX:
         return False
-    return os.path.abspath(listener.getsockname()) == os.path.abspath(path)
+    return str(os.path.abspath(listener.getsockname())) == os.path.abspath(path)
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> str:
