@@ -222,11 +222,34 @@ def print_memory(keys: int) -> bool:
     return missed
 
 
+def print_large(instances: int, keys: int) -> None:
+    """The longest step of an index that many instances fill, a million blocks of 16 tokens each."""
+    index, rng = PrefixIndex(), random.Random(0)
+    ids = [InstanceId(str(i)) for i in range(instances)]
+    for instance_id in ids:
+        index.join(instance_id, keys * KB)
+    longest_ns = 0
+    for i in range(instances * keys * 5 // 4 // 20):
+        keys_of_one = text(rng, 20)
+        began = time.thread_time_ns()
+        index.insert(ids[i % instances], keys_of_one)
+        longest_ns = max(longest_ns, time.thread_time_ns() - began)
+    print(
+        f"{len(index)} keys on {instances} instances: by its own account "
+        f"{index.memory_bytes() / len(index):.0f} MB per million; the longest insert took "
+        f"{longest_ns / 1e6:.1f} ms"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--keys", type=int, default=1_000_000, help="for the memory")
+    parser.add_argument("--large", action="store_true", help="only an index of 100 x 62 500 keys")
     args = parser.parse_args()
+    if args.large:
+        print_large(100, 62_500)
+        return 0
     missed = print_bodies(args.rounds)
     print_hashes()
     print_index()

@@ -97,6 +97,23 @@ def test_a_conversation_is_known_and_what_is_removed_is_not() -> None:
     assert len(blocks) == blocks.bound_keys == 0
 
 
+def test_what_is_there_twice_is_there_until_both_are_gone() -> None:
+    """An engine that computes a block once more keeps both, and tells of each that goes."""
+    index, blocks, _ = made()
+    keys = keys_of([message(1)], 7)
+    blocks.stored(range(32), None, BLOCK, "a")
+    blocks.ended("a", keys, 512)
+    blocks.stored([30, 31], 29, BLOCK, "b")
+    blocks.removed([31, 30])
+    assert len(blocks) == 32
+    assert matched(index, keys) == 2048
+    blocks.removed([31])
+    assert matched(index, keys) == 1024
+    blocks.stored([31], 30, BLOCK)
+    blocks.removed([31])
+    assert len(blocks) == 31
+
+
 def test_what_went_past_the_gateway_counts_once_a_text_is_known() -> None:
     index, _, engine = made()
     past = [message(1), message(2)]

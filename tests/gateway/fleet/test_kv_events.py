@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from hetero_gateway.core.prefixes.caches import CacheSource
+from hetero_gateway.core.prefixes.sources import CacheSource
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.fleet.kv_events import KvEventReaders
@@ -209,6 +209,68 @@ async def test_numbers_that_begin_anew_are_another_engine() -> None:
         publisher.after_step()
         await eventually(lambda: it.readers.counts["restarts"] == 1)
         await eventually(lambda: it.known() == {12345})
+
+
+async def test_what_came_with_a_replay_does_not_count_again() -> None:
+    async with running() as it:
+        publisher = it.engine.events
+        assert publisher is not None
+        await it.say(words(1))
+        await it.say(words(2))
+        await it.agree()
+        number, payload = publisher._kept[0]
+        publisher._sockets[0].send_multipart([b"kv", number.to_bytes(8, "big"), payload])
+        await it.say(words(3))
+        await it.agree()
+        assert it.readers.counts["restarts"] == 0
+        assert it.readers.counts["gaps"] == 0
+
+
+async def test_who_was_out_of_sight_is_heard_from_its_beginning() -> None:
+    async with running() as it:
+        await it.say(words(1))
+        await it.agree()
+        known = it.known()
+        it.gateway.fleet.forget_cache(ONE)
+        assert not it.known()
+        await it.say(words(2))
+        await eventually(lambda: known < it.known())
+        await it.agree()
+        assert await it.say(words(1)) > 0
+        await eventually(lambda: it.kept_bytes > 0)
+
+
+async def test_a_publisher_that_stalls_is_not_relied_upon_until_it_goes_on() -> None:
+    async with running() as it:
+        publisher = it.engine.events
+        assert publisher is not None
+        await it.say(words(0))
+        await it.agree()
+        goes_on, publisher._publish = publisher._publish, lambda events: None
+        for number in range(1, 10):
+            await it.say(words(number))
+        await eventually(lambda: it.source is CacheSource.OWN)
+        # What was sent there is known all the same, as a placement is.
+        assert it.kept_bytes > 9 * 2000
+        publisher._publish = goes_on
+        await it.say(words(20))
+        await eventually(lambda: it.source is CacheSource.EXACT)
+
+
+async def test_a_publisher_that_floods_fills_no_more_than_its_room() -> None:
+    async with running(num_gpu_blocks=150, max_model_len=2048) as it:
+        publisher = it.engine.events
+        assert publisher is not None
+        for number in range(200):
+            hashes = list(range(100 * number, 100 * number + 100))
+            told = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None}
+            publisher._publish([told | {"block_size": 16, "session_id": f"{number}"}])
+        await it.say(words(1))
+        await eventually(lambda: it.readers.counts["stored"] >= 20_000)
+        assert len(it.known()) <= 4 * 150
+        assert it.source is CacheSource.EXACT
+        # Nothing that it has made up has a text.
+        assert it.kept_bytes <= 2 * 2048
 
 
 async def test_what_makes_no_sense_is_left_out_and_a_client_s_session_stays() -> None:

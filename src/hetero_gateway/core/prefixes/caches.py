@@ -16,7 +16,8 @@ least recently used first, and of one text the end before the beginning. So does
 instance as many bytes of text as its KV cache has tokens for. It is an estimate; how good it is on
 each instance, its trust finds out (``trust``). Nothing of a text is in here, only keys.
 
-    key → mask       one bit per instance that has it
+    key → mask       one bit per instance that has it; in many dicts, by a key's last bits: a dict
+                     that grows is copied at once, which of millions of keys takes half a second
     instance → keys  in the order in which they were used last, an insertion-ordered dict each
 
     lookup           gallops: along a text's keys the masks only shrink, since beginnings outlive
@@ -33,14 +34,14 @@ capacities, whatever comes.
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.prefixes.sources import CacheSource, EngineWord
 from hetero_gateway.core.prefixes.trust import Trust
 from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome, PrefixKeys
 
@@ -51,6 +52,9 @@ _UNIT_BYTES: Final = 32
 _EVICTED_SHARE: Final = 32
 # An int of 60 bits.
 _KEY_BYTES: Final = 32
+# Dicts of masks.
+_PARTS: Final = 1024
+_LAST_BITS: Final = _PARTS - 1
 # Keys that are only looked up: as ints, each look makes a new object of one where this is compiled.
 _Hashes = tuple[Any, ...]
 
@@ -76,15 +80,15 @@ class PrefixIndex:
     """The estimate for all instances. Instances have slots, small and used again."""
 
     def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
+        self._masks: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._members: dict[InstanceId, _Member] = {}
 
     def __len__(self) -> int:
         """Different keys."""
-        return len(self._masks)
+        return sum(map(len, self._masks))
 
     def __repr__(self) -> str:
-        return f"<PrefixIndex {len(self._masks)} keys of {len(self._members)} instances>"
+        return f"<PrefixIndex {len(self)} keys of {len(self._members)} instances>"
 
     # Membership
 
@@ -152,9 +156,10 @@ class PrefixIndex:
                 size = (ends[i] - begins[i]) // _UNIT_BYTES or 1
                 used += size
                 # The bit itself is one object for all keys that only this instance has.
-                mask = masks.setdefault(key, bit)
+                part = masks[key & _LAST_BITS]
+                mask = part.setdefault(key, bit)
                 if mask != bit:
-                    masks[key] = mask | bit
+                    part[key] = mask | bit
             sizes[key] = size
         member.used = used
         if used > member.capacity:
@@ -235,21 +240,23 @@ class PrefixIndex:
             for key in list(islice(sizes, batch)):
                 used -= sizes.pop(key)
                 # ``_clear``, written out: as many keys go as come.
-                mask = masks[key]
+                part = masks[key & _LAST_BITS]
+                mask = part[key]
                 if mask == bit:
-                    del masks[key]
+                    del part[key]
                 else:
-                    masks[key] = mask ^ bit
+                    part[key] = mask ^ bit
                 if used <= aim:
                     break
         member.used = used
 
     def _clear(self, key: int, bit: int) -> None:
-        mask = self._masks[key] ^ bit
+        part = self._masks[key & _LAST_BITS]
+        mask = part[key] ^ bit
         if mask:
-            self._masks[key] = mask
+            part[key] = mask
         else:
-            del self._masks[key]
+            del part[key]
 
     # What is there
 
@@ -260,17 +267,19 @@ class PrefixIndex:
         is in exactly one.
         """
         hashes: _Hashes = keys.hashes
-        get = self._masks.get
+        masks = self._masks
         if not hashes:
             return []
-        low, here = 0, get(hashes[0], 0)
+        key = hashes[0]
+        low, here = 0, masks[key & _LAST_BITS].get(key, 0)
         result: list[tuple[int, int]] = []
         last = len(hashes) - 1
         while here:
             # The deepest key at which all of these are still there.
             step, high, beyond = 1, last + 1, 0
             while low + step <= last:
-                mask = get(hashes[low + step], 0) & here
+                key = hashes[low + step]
+                mask = masks[key & _LAST_BITS].get(key, 0) & here
                 if mask != here:
                     high, beyond = low + step, mask
                     break
@@ -280,7 +289,8 @@ class PrefixIndex:
                 high, beyond = self._probe(hashes, low, last, here)
             while high - low > 1:
                 middle = (low + high) // 2
-                mask = get(hashes[middle], 0) & here
+                key = hashes[middle]
+                mask = masks[key & _LAST_BITS].get(key, 0) & here
                 if mask == here:
                     low = middle
                 else:
@@ -293,7 +303,8 @@ class PrefixIndex:
         """Where the galloping went past the end: (the first key that not all have, who has it)."""
         if low == last:
             return last + 1, 0
-        mask = self._masks.get(hashes[last], 0) & here
+        key = hashes[last]
+        mask = self._masks[key & _LAST_BITS].get(key, 0) & here
         return (last + 1, 0) if mask == here else (last, mask)
 
     # What another process has learnt
@@ -309,7 +320,8 @@ class PrefixIndex:
         sizes = {key: max(1, size) for key, size in held if key not in here}
         member.used += sum(sizes.values())
         for key in sizes:
-            masks[key] = masks.get(key, 0) | member.bit
+            part = masks[key & _LAST_BITS]
+            part[key] = part.get(key, 0) | member.bit
         sizes.update(here)
         member.sizes = sizes
         self._evict(member)
@@ -330,7 +342,8 @@ class PrefixIndex:
                     continue
                 known = max(1, size)
                 new += known
-                masks[key] = masks.get(key, 0) | bit
+                part = masks[key & _LAST_BITS]
+                part[key] = part.get(key, 0) | bit
             sizes[key] = known
         member.used += new
         if member.used > member.capacity:
@@ -370,8 +383,8 @@ class PrefixIndex:
     def memory_bytes(self) -> int:
         """What all of it takes, about."""
         return (
-            sys.getsizeof(self._masks)
-            + len(self._masks) * _KEY_BYTES
+            sum(map(sys.getsizeof, self._masks))
+            + len(self) * _KEY_BYTES
             + sum(
                 sys.getsizeof(member.sizes) + sys.getsizeof(member.running)
                 for member in self._members.values()
@@ -419,27 +432,6 @@ class Prefix:
         self.match_tokens = match_tokens
         self.trust = trust
         self.cached_tokens = cached_tokens
-
-
-class CacheSource(enum.Enum):
-    """What is known of an instance's cache, the better the further down."""
-
-    OWN = "own"  # what this gateway has sent there
-    SHARED = "shared"  # what all gateways have
-    EXACT = "exact"  # what its engine tells
-
-
-class EngineWord(Protocol):
-    """What an engine tells of its blocks: ``engine_blocks``."""
-
-    @property
-    def silent(self) -> bool:
-        """Whether it tells nothing any more, although there must be something."""
-        ...
-
-    def cleared(self) -> None:
-        """Its cache is empty, or nobody knows what is in it."""
-        ...
 
 
 class PrefixCaches:
@@ -494,7 +486,7 @@ class PrefixCaches:
         self.index.forget(instance_id)
         blocks = self._blocks.get(instance_id)
         if blocks is not None:
-            blocks.cleared()
+            blocks.doubted()
         self._trusts[instance_id].reset()
         self._note_trust(instance_id)
 

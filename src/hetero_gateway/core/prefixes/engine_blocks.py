@@ -8,8 +8,9 @@ takes its keys with it: of what is bound, the index is what the engine has, to a
     stored       blocks are there, each behind another one; chains of them stand for texts
     ended        the request of a name is over: its keys are bound to the blocks of its chain, which
                  began, maybe, with other requests, or past the gateway
-    removed      a block is gone, and the keys that end in it
+    removed      a block is gone, and the keys that end in it; of equal ones, the last
     cleared      all are
+    doubted      somebody else has found that all may be: what is there has to be told anew
 
 Where a key ends in tokens follows from its bytes: the prompt's tokens are known when it is over,
 and are spread over its text evenly between the places that are bound already.
@@ -45,15 +46,17 @@ _NAMELESS_AFTER = 64
 
 class _Block:
     """``parent``: the hash in front of it; None: it begins a text. ``depth``: how many are in front
-    of it; below 0: unknown. ``keys``: that end in it.
+    of it; below 0: unknown. ``more``: how often it is there once more: an engine that computes the
+    same again keeps both. ``keys``: that end in it.
     """
 
-    __slots__ = ("depth", "keys", "parent", "tokens")
+    __slots__ = ("depth", "keys", "more", "parent", "tokens")
 
     def __init__(self, parent: int | None, depth: int, tokens: int) -> None:
         self.parent = parent
         self.depth = depth
         self.tokens = tokens
+        self.more = 0
         self.keys: list[int] | None = None
 
 
@@ -64,9 +67,13 @@ class EngineBlocks:
         index: where its keys are.
         instance_id: is in the index.
         most_blocks: more are not kept.
+
+    Attributes:
+        is_doubted: see ``doubted``; unset by who has it told anew.
     """
 
     def __init__(self, index: PrefixIndex, instance_id: InstanceId, most_blocks: int) -> None:
+        self.is_doubted = False
         self._index = index
         self._instance_id = instance_id
         self._most_blocks = most_blocks
@@ -117,6 +124,8 @@ class EngineBlocks:
             known = blocks.pop(each, None)
             if known is None:
                 known = _Block(parent, depth, block_tokens)
+            else:
+                known.more += 1
             blocks[each] = known
             parent, depth = each, known.depth + 1 if known.depth >= 0 else -1
         while len(blocks) > self._most_blocks:
@@ -130,8 +139,13 @@ class EngineBlocks:
 
     def removed(self, hashes: Sequence[int]) -> None:
         """Blocks are gone; those that are not known are no error."""
+        blocks = self._blocks
         for each in hashes:
-            self._remove(each)
+            known = blocks.get(each)
+            if known is not None and known.more:
+                known.more -= 1
+            else:
+                self._remove(each)
 
     def _remove(self, each: int) -> None:
         block = self._blocks.pop(each, None)
@@ -148,6 +162,11 @@ class EngineBlocks:
         self._latest = {}
         self._ended = {}
         self._index.forget(self._instance_id)
+
+    def doubted(self) -> None:
+        """It was lost from sight, or started anew: what it has told is not to be relied upon."""
+        self.cleared()
+        self.is_doubted = True
 
     def ended(
         self,

@@ -87,10 +87,13 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEvents(NamedTuple):
-    """One message. ``rank``: of the data-parallel rank that it is of."""
+    """One message. ``rank``: of the data-parallel rank that it is of. ``at_s``: when it was
+    written, by the engine's clock.
+    """
 
     events: list[KvEvent]
     rank: int = 0
+    at_s: float = 0.0
 
 
 _Hashes = Annotated[list[int | bytes], msgspec.Meta(max_length=_MOST_HASHES)]
@@ -183,7 +186,7 @@ def read_kv_events(payload: bytes) -> KvEvents:
             events.append(event)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise KvEventError(f"not a message of KV events: {error}") from error
-    return KvEvents(events, rank)
+    return KvEvents(events, rank, batch.ts)
 
 
 def _read(raw: msgspec.Raw) -> KvEvent | None:

@@ -403,11 +403,13 @@ class Recorder:
         if request.prefix is not None:
             dispatch = placed.dispatch
             prefix = dispatch.state.prefix
-            if instance.engine_blocks is not None:
-                _note_end(instance.engine_blocks, job, dispatch, told_prompt)
+            hits = None
             if dispatch.hit_tokens is not None or prefix.counts:
+                hits = prefix.believed_hits(dispatch)
                 series = metrics.counts(request.model, instance.id)
-                series.cached_tokens += prefix.believed_hits(dispatch) or 0.0
+                series.cached_tokens += hits or 0.0
+            if instance.engine_blocks is not None:
+                _note_end(instance.engine_blocks, job, told_prompt, hits)
         if (
             told_prompt
             and parsed.exact_prompt_tokens is None
@@ -530,14 +532,11 @@ def expected_latency_s(decision: Decision, profile: Profile | None) -> float | N
     return result + decode_time_s(c, batch, request.prompt_tokens, request.predicted_output_tokens)
 
 
-def _note_end(blocks: EngineBlocks, job: Job, dispatch: Dispatch, told_prompt: int | None) -> None:
+def _note_end(blocks: EngineBlocks, job: Job, told_prompt: int | None, hits: float | None) -> None:
     """A request is complete: its keys are those of the blocks that came with its prompt's name."""
     keys, parsed = job.request.prefix, job.parsed
     if keys is None or not keys.hashes or parsed.prompt_count != 1 or parsed.media_parts:
         return
-    tokens, prefix = told_prompt or job.request.prompt_tokens, dispatch.state.prefix
-    hits = None
-    if dispatch.hit_tokens is not None or prefix.counts:
-        hits = prefix.believed_hits(dispatch)
+    tokens = told_prompt or job.request.prompt_tokens
     computed = None if hits is None else tokens - hits
     blocks.ended(session_of(keys.hashes[-1]), keys, tokens, computed)

@@ -9,10 +9,12 @@ any of this.
                            that engine is believed any more, and its part grows from what is sent
                            there and told from then on
     numbers begin anew     the engine was started anew: its cache is empty
+    it was out of sight    what it has told is read again, from its beginning
     nothing is told        although prompts were computed: its part is kept as placements are
 
-Ranks have a cache each, and a gateway does not choose between them: what any of them has counts for
-the engine, and its trust finds out how often that is where a request comes to.
+Ranks have a cache each. Where each is a place of its own, it is listened to for itself; else what
+any of them has counts for the engine, and its trust finds out how often that is where a request
+comes to.
 
 What an engine sends is bounded and checked (``engines/vllm/kv_events``), takes a fifth of a core at
 most, and moves what is believed of itself alone. It is listened to on its own host, whatever
@@ -24,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -131,6 +134,11 @@ class KvEventReaders:
                 self._fleet.publish(followed.instance)
             if instances.get(instance_id) is not followed.instance or followed.is_over:
                 await self._leave(instance_id)
+            elif followed.blocks.is_doubted and followed.instance.up:
+                await followed.stop()
+                followed.blocks.cleared()
+                followed.blocks.is_doubted = False
+                followed.start(self._tasks)
         for instance_id in self._asked.keys() - instances.keys():
             del self._asked[instance_id]
         now_s = time.monotonic()
@@ -157,6 +165,9 @@ class KvEventReaders:
             return
         finally:
             probe.close()
+        rank = instance.config.data_parallel_rank
+        if rank is not None:
+            sources = sources[rank : rank + 1]
         if sources and self._fleet.instances.get(instance.id) is instance:
             self._follow(instance, sources)
 
@@ -171,10 +182,10 @@ class KvEventReaders:
         tokens = spec.kv_capacity_tokens or _ASSUMED_KV_TOKENS
         most_blocks = _ROOM * len(sources) * tokens // _BLOCK_TOKENS
         blocks = EngineBlocks(caches.index, instance.id, most_blocks)
-        followed = _Followed(self._fleet, instance, blocks, self._context, self.counts)
-        followed.tasks = [
-            self._tasks.create_task(followed.listen(source)) for source in sources[:_MOST_RANKS]
-        ]
+        followed = _Followed(
+            self._fleet, instance, sources[:_MOST_RANKS], blocks, self._context, self.counts
+        )
+        followed.start(self._tasks)
         self._followed[instance.id] = followed
         caches.listen(instance.id, blocks)
         self._fleet.publish(instance)
@@ -187,9 +198,7 @@ class KvEventReaders:
         caches = self._fleet.scheduler.caches
         if caches is not None and instance_id in caches.index:
             caches.listen_no_more(instance_id)
-        for task in followed.tasks:
-            task.cancel()
-        await asyncio.wait(followed.tasks)
+        await followed.stop()
 
 
 class _Followed:
@@ -199,20 +208,32 @@ class _Followed:
         self,
         fleet: Fleet,
         instance: Instance,
+        sources: list[KvEventSource],
         blocks: EngineBlocks,
         context: zmq.asyncio.Context,
         counts: Counter[str],
     ) -> None:
         self._fleet = fleet
         self.instance = instance
-        self.tasks: list[asyncio.Task[None]] = []
+        self._sources = sources
+        self._latest_s: dict[int, float] = {}  # when each rank said what was taken last
+        self._tasks: list[asyncio.Task[None]] = []
         self.blocks = blocks
         self._context = context
         self._counts = counts
 
     @property
     def is_over(self) -> bool:
-        return any(task.done() for task in self.tasks)
+        return any(task.done() for task in self._tasks)
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Hear all that it tells, and has told."""
+        self._tasks = [tasks.create_task(self.listen(source)) for source in self._sources]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
 
     async def listen(self, source: KvEventSource) -> None:
         """Until it is cancelled, or the connection cannot be made."""
@@ -247,8 +268,10 @@ class _Followed:
                     self._counts["rejected"] += 1
                     continue
                 if number != due:
+                    if number < due and self._was_taken(source, frames[2]):
+                        continue  # it came with a replay, too
                     await self._catch_up(source, due, number)
-                self._take(frames[2])
+                self._take(source, frames[2])
                 due = number + 1
             took_s = time.process_time() - begun_s
             if took_s > _LEAST_S:
@@ -314,7 +337,7 @@ class _Followed:
                     if first:
                         break
                 begun_s = time.process_time()
-                self._take(frames[2])
+                self._take(source, frames[2])
                 due = number + 1
                 took_s += time.process_time() - begun_s
                 if took_s > _LEAST_S:
@@ -326,16 +349,25 @@ class _Followed:
             socket.close(linger=0)
         return due, whole and (end is None or due == end)
 
-    def _take(self, payload: bytes) -> None:
+    def _take(self, source: KvEventSource, payload: bytes) -> None:
+        told = self._told_by(payload)
+        if told is not None and self._is_here:
+            self._latest_s[source.rank] = told.at_s
+            self._apply(told)
+
+    def _was_taken(self, source: KvEventSource, payload: bytes) -> bool:
+        """Whether a message was taken already, by when it was written; or is none."""
+        told = self._told_by(payload)
+        return told is None or told.at_s <= self._latest_s.get(source.rank, -math.inf)
+
+    def _told_by(self, payload: bytes) -> KvEvents | None:
         try:
-            told = read_kv_events(payload)
+            return read_kv_events(payload)
         except KvEventError as error:
             if not self._counts["rejected"]:
                 _log.warning("instance %s: a KV event is left out: %s", self.instance.id, error)
             self._counts["rejected"] += 1
-            return
-        if self._is_here:
-            self._apply(told)
+            return None
 
     def _apply(self, told: KvEvents) -> None:
         blocks, counts = self.blocks, self._counts

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_gateway.core.histogram import Histogram
 from hetero_gateway.core.instances.snapshot import InstanceSnapshot
-from hetero_gateway.core.prefixes.caches import CacheSource
+from hetero_gateway.core.prefixes.sources import CacheSource
 from hetero_gateway.gateway.records.exposition import Family, labels_text
 
 if TYPE_CHECKING:

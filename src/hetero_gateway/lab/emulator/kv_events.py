@@ -2,8 +2,7 @@
 
 After each step what has come to the cache and what has gone is published over ZMQ, in one message
 (``engines/vllm/kv_events`` has the format), as maps; who was not listening can have the latest
-messages again. What is not real: token ids are zeros, and equal blocks that were computed twice
-are told of once. Needs pyzmq.
+messages again. What is not real: token ids are zeros. Needs pyzmq.
 """
 
 import asyncio
@@ -40,18 +39,23 @@ class WatchedKeys(list[int]):
             counts[before] -= 1
             if not counts[before]:
                 del counts[before]
-                self.changes.append((before, False))
+            self.changes.append((before, False))
         if key:
             counts[key] = counts.get(key, 0) + 1
-            if counts[key] == 1:
-                self.changes.append((key, True))
+            self.changes.append((key, True))
 
 
 class KVEventPublisher:
-    """Tells what one engine caches. ``open`` needs a running event loop."""
+    """Tells what one engine caches. ``open`` needs a running event loop.
 
-    def __init__(self, config: KVEventsConfig, engine: Engine[Any]) -> None:
+    Args:
+        config: with the addresses of rank 0; those of the others follow.
+        engine, rank: which tells.
+    """
+
+    def __init__(self, config: KVEventsConfig, engine: Engine[Any], rank: int = 0) -> None:
         self._config = config
+        self._rank = rank
         self._keys = watch(engine)
         self._most_known = _MOST_KNOWN_SHARE * engine.total_blocks
         # Of each key that somebody asked for: the one in front of it, and the request's session.
@@ -82,11 +86,11 @@ class KVEventPublisher:
         self._context = zmq.asyncio.Context()
         published: Any = zmq.Context.shadow(self._context).socket(zmq.PUB)
         self._sockets.append(published)
-        self._ports.append(_bind(published, self._config.endpoint))
+        self._ports.append(_bind(published, self._config.endpoint, self._rank))
         if self._config.replay_endpoint is not None:
             replays = self._context.socket(zmq.ROUTER)
             self._sockets.append(replays)
-            self._ports.append(_bind(replays, self._config.replay_endpoint))
+            self._ports.append(_bind(replays, self._config.replay_endpoint, self._rank))
             self._replaying = asyncio.create_task(self._replay(replays))
 
     def close(self) -> None:
@@ -101,7 +105,7 @@ class KVEventPublisher:
         told = self._config.model_dump()
         for name, port in zip(("endpoint", "replay_endpoint"), self._ports, strict=False):
             told[name] = f"{told[name].rpartition(':')[0]}:{port}"
-        return {"0": told}
+        return {str(self._rank): told}
 
     def cleared(self) -> None:
         """The cache was reset."""
@@ -117,7 +121,8 @@ class KVEventPublisher:
         last: int | None = None
         for key, is_there in changes:
             if not is_there:
-                self._known.pop(key, None)
+                if key not in self._keys.counts:
+                    self._known.pop(key, None)
                 gone = {"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU"}
                 events.append({**gone, "group_idx": 0})
                 last = None
@@ -146,7 +151,7 @@ class KVEventPublisher:
         self._publish(events)
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
-        payload = msgspec.msgpack.encode([time.time(), events, 0])
+        payload = msgspec.msgpack.encode([time.time(), events, self._rank])
         self._kept.append((self._number, payload))
         if not self.drops and self._sockets:
             self._sockets[0].send_multipart(
@@ -177,13 +182,13 @@ def watch(engine: Engine[Any]) -> WatchedKeys:
     return keys
 
 
-def _bind(socket: Any, endpoint: str) -> int:
+def _bind(socket: Any, endpoint: str, rank: int) -> int:
     """Returns the port. Raises ConfigError."""
     import zmq
 
     host, _, port = endpoint.rpartition(":")
     try:
-        socket.bind(endpoint if int(port) else f"{host}:*")
+        socket.bind(f"{host}:{int(port) + rank if int(port) else '*'}")
     except zmq.ZMQError as error:
         raise ConfigError(f"--kv-events-config: {endpoint}: {error}") from error
     return int(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").rpartition(b":")[2])
