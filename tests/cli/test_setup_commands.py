@@ -71,10 +71,11 @@ def test_help_names_no_file_of_the_checkout_and_says_where_the_documentation_is(
 
 def test_a_gateways_file_can_be_simulated(tmp_path, document, error) -> None:
     rows = [instance(id=name, profile=TP4, base_url=f"http://{name}:1") for name in ("a", "b")]
+    rows[0]["data_parallel_ranks"] = 2
     path = write(tmp_path / "gateway.yaml", {"server": {"port": 1}, "instances": rows})
     flags = ("--policy", "min-max", "--rate", "4", "--count", "40", "--seeds", "1")
     (result,) = document("simulate", "-c", path, *flags)["results"]
-    assert [each["id"] for each in result["instances"]] == ["a", "b"]
+    assert [each["id"] for each in result["instances"]] == ["a-0", "a-1", "b"]
     del rows[1]["profile"]
     told = error("simulate", "-c", write(tmp_path / "gateway.yaml", {"instances": rows}))
     assert "b has none: `hetero-gateway profile list`" in told

@@ -41,6 +41,24 @@ async def test_status_shows_a_row_per_instance(asked):
         assert [row["id"] for row in document["instances"]] == ["i0", "i1"]
 
 
+async def test_an_instance_with_ranks_has_a_row_above_theirs(asked):
+    async with fake_instances(2) as fakes:
+        places = {"id": "a", "base_url": fakes[0].url, "data_parallel_ranks": 2}
+        instances = [places, {"id": "b", "base_url": fakes[1].url}]
+        async with running_gateway(config_for([], instances=instances)) as running:
+            there = running.gateway.fleet.instances
+            await eventually(lambda: all(i.up for i in there.values()))
+            lines = (await asked("status", running.url)).out.splitlines()
+            assert lines[0].startswith("policy finish-time, 2 of 2 instances take requests")
+            assert [line.split()[0] for line in lines[2:6]] == ["a", "a.dp0", "a.dp1", "b"]
+            assert "2 of 2 ranks up" in lines[2]
+            assert "a is drained: 0 requests" in (await asked("drain", running.url, "a")).err
+            assert [i.draining for i in there.values()] == [True, True, False]
+            told = (await asked("explain", running.url, *QUESTION)).out
+            assert told.startswith("b would get it")
+            assert "a.dp1" in told
+
+
 async def test_status_names_pairs_that_refused(asked):
     async with fake_instances(2) as fakes:
         config = config_for(fakes, scheduler={"split_requests": "each"})

@@ -189,6 +189,8 @@ def test_the_picker_refuses_to_isolate_clients(tmp_path, error):
         "scheduler: {isolate_clients: true}\ninstances: [{id: a, base_url: http://127.0.0.1:1}]\n"
     )
     assert "scheduler.isolate_clients" in error("picker", "-c", path)
+    path.write_text("instances: [{id: a, base_url: http://127.0.0.1:1, data_parallel_ranks: 2}]\n")
+    assert "data_parallel_ranks: the picker" in error("picker", "-c", path)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,16 @@ def run(args: argparse.Namespace) -> int:
     if args.deadline is not None:
         change["deadline_s"] = args.deadline
     path = f"/admin/instances/{quote(args.instance, safe='')}"
-    left = change_document(args.url, args.admin_key_env, path, change)["in_flight"]
+    changed = change_document(args.url, args.admin_key_env, path, change)
+    left = sum(row["in_flight"] for row in changed.get("places", [changed]))
     until_s = time.monotonic() + (args.wait or 0.0)
     while left and time.monotonic() < until_s:
         time.sleep(_LOOK_EVERY_S)
         rows = fetch_document(args.url, args.admin_key_env, "/admin/instances", {})["instances"]
         # One that its source has taken out is gone once it has nothing left.
-        left = next((row["in_flight"] for row in rows if row["id"] == args.instance), 0)
+        left = sum(
+            row["in_flight"] for row in rows if args.instance in (row["id"], row.get("instance"))
+        )
     what = "takes requests again" if args.undo else f"is drained: {left} requests are left"
     print(f"{printable(args.instance)} {what}", file=sys.stderr)
     return 1 if left and args.wait else 0

@@ -7,6 +7,7 @@ from hetero_gateway.cli import standard_streams
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 from hetero_gateway.lab.emulator.event_settings import read_config as read_events
+from hetero_gateway.lab.emulator.ranks import EmulatedRanks
 from hetero_gateway.lab.emulator.server import EmulatedServer, listen
 from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs, TraceOutputs
 from hetero_gateway.lab.emulator.transfer_settings import KVTransferSettings, read_config
@@ -16,7 +17,11 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     standard_streams.tolerate_output()
     settings = settings_of(args)
-    emulated = EmulatedVLLM(settings)
+    emulated = (
+        EmulatedVLLM(settings)
+        if args.data_parallel_size == 1
+        else EmulatedRanks(settings, args.data_parallel_size)
+    )
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host

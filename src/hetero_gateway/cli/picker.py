@@ -26,6 +26,11 @@ def run(args: argparse.Namespace) -> int:
     ):
         if getattr(config.scheduler, name):
             raise ConfigError(f"{args.config}: scheduler.{name}: the picker cannot {what}")
+    if any(place.data_parallel_rank is not None for place in config.places):
+        raise ConfigError(
+            f"{args.config}: instances: data_parallel_ranks: the picker chooses addresses, and not "
+            "ranks behind one; use serve, or let the engine choose"
+        )
     transfers = [(each.id, each.kv_transfer) for each in config.instances]
     for warning in transfer_warnings(
         transfers,

@@ -1,7 +1,9 @@
 """``status``: what a running gateway sees now."""
 
 import argparse
+import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from hetero_gateway.cli.reports.report import figure, percent, print_table
@@ -14,13 +16,14 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document))
         return 0
     instances = document["instances"]
-    up = sum(_state(i) == "up" for i in instances)
+    up = {_server(i) for i in instances if _state(i) == "up"}
+    there = {_server(i) for i in instances}
     note = ", the gateway is draining" if document["draining"] else ""
     if (queue := document["queue"]) is not None:
         note += f"; {queue['waiting']} wait"
         if queue["waiting"]:
             note += f", the first for {figure(queue['oldest_wait_s'])} s"
-    print(f"policy {document['policy']}, {up} of {len(instances)} instances take requests{note}")
+    print(f"policy {document['policy']}, {len(up)} of {len(there)} instances take requests{note}")
     if instances:
         _print_instances(instances)
     for text in document["warnings"]:
@@ -33,25 +36,7 @@ def _print_instances(instances: list[dict[str, Any]]) -> None:
     print_table(
         ("INSTANCE", "STATE", "IN FLIGHT", "NO TOKEN", "SPEED", "DRIFT", "WORKLOAD", "KV EST",
          "KV ENGINE", "CACHE", "SHARE", "REQUESTS", "PROFILE", "MODELS"),
-        [
-            (
-                i["id"],
-                _state(i),
-                str(i["in_flight"]),
-                figure(i["waiting_first_token"]),
-                figure(i["speed_factor"]),
-                _drift(i),
-                figure(i["workload"]),
-                percent(i["kv_usage"]),
-                percent(i["engine_kv_usage"]),
-                _cache(i),
-                percent(i["requests"] / total if total else None),
-                str(i["requests"]),
-                i["profile"] + (" (recalibrated)" if _recalibrated(i) else ""),
-                ", ".join(i["models"]) or "-",
-            )
-            for i in instances
-        ],
+        list(_rows(instances, total)),
     )  # fmt: skip
     for i in instances:
         if not i["up"]:
@@ -74,6 +59,47 @@ def _print_instances(instances: list[dict[str, Any]]) -> None:
                 f"{i['id']}: its profile has drifted (decode/prefill: observed over modelled); "
                 "`hetero-gateway profile --from-gateway URL` makes a new one from the traffic"
             )
+
+
+def _rows(instances: list[dict[str, Any]], total: int) -> Iterator[tuple[str, ...]]:
+    """One for each instance; of one whose ranks are a place each, theirs behind its own."""
+    for server, group in itertools.groupby(instances, _server):
+        places = list(group)
+        if places[0]["id"] != server:
+            requests = sum(i["requests"] for i in places)
+            yield (
+                server,
+                f"{sum(_state(i) == 'up' for i in places)} of {len(places)} ranks up",
+                str(sum(i["in_flight"] for i in places)),
+                figure(sum(i["waiting_first_token"] or 0 for i in places)),
+                *("-" * 6),
+                percent(requests / total if total else None),
+                str(requests),
+                places[0]["profile"],
+                ", ".join(places[0]["models"]) or "-",
+            )
+        for i in places:
+            yield (
+                i["id"],
+                _state(i),
+                str(i["in_flight"]),
+                figure(i["waiting_first_token"]),
+                figure(i["speed_factor"]),
+                _drift(i),
+                figure(i["workload"]),
+                percent(i["kv_usage"]),
+                percent(i["engine_kv_usage"]),
+                _cache(i),
+                percent(i["requests"] / total if total else None),
+                str(i["requests"]),
+                i["profile"] + (" (recalibrated)" if _recalibrated(i) else ""),
+                ", ".join(i["models"]) or "-",
+            )
+
+
+def _server(instance: dict[str, Any]) -> str:
+    """What it is a place of; or itself."""
+    return str(instance.get("instance") or instance["id"])
 
 
 def _drift(instance: dict[str, Any]) -> str:

@@ -225,8 +225,9 @@ def _gateways_cluster(data: Mapping[str, Any], source: str) -> Mapping[str, Any]
             f"{source}: instances: a simulation needs the profile of each; {', '.join(without)} "
             "has none: `hetero-gateway profile list` shows those that are built in"
         )
-    kept = ("id", "profile", "weight")
-    return {"instances": [{k: row[k] for k in kept if k in row} for row in rows]}
+    # Each rank of a server is a place of its own.
+    kept = {"id": "id", "profile": "profile", "weight": "weight", "data_parallel_ranks": "count"}
+    return {"instances": [{kept[k]: row[k] for k in kept if k in row} for row in rows]}
 
 
 def is_cluster(data: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from hetero_gateway.files.instance_config import MOST_RANKS, check_ranks
 from hetero_gateway.files.kv_transfer_config import InstanceTransferConfig
 from hetero_gateway.files.model_names import ModelName, ServedNames
 from hetero_gateway.files.server_config import check_certificate
@@ -77,6 +78,10 @@ class SourceConfig(StrictModel):
     """As of an instance."""
     kv_transfer: InstanceTransferConfig | None = None
     """As of an instance."""
+    data_parallel_ranks: int = Field(1, ge=1, le=MOST_RANKS)
+    """As of an instance."""
+    data_parallel_start_rank: int = Field(0, ge=0, le=65535)
+    """As of an instance."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
@@ -91,3 +96,4 @@ class SourceConfig(StrictModel):
         return self
 
     _certified = model_validator(mode="after")(check_certificate)
+    _ranked = model_validator(mode="after")(check_ranks)

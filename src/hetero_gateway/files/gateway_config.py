@@ -36,6 +36,11 @@ from hetero_gateway.files.server_config import (
 )
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
+RANKS_ARE_OURS = (
+    "a rank is either the client's, by server.allow_engine_headers, or, by instances' "
+    "data_parallel_ranks, the gateway's"
+)
+
 
 class RetryConfig(StrictModel):
     """What happens when an attempt fails before the first response byte."""
@@ -131,6 +136,11 @@ class GatewayConfig(StrictModel):
     instances: list[InstanceConfig] = Field(default_factory=list)
     """The instances; more can be added over /admin/instances."""
 
+    @property
+    def places(self) -> list[InstanceConfig]:
+        """What the scheduler places requests on: the instances, or each of their ranks."""
+        return [place for instance in self.instances for place in instance.places()]
+
     @model_validator(mode="after")
     def _check_models(self) -> Self:
         stands_for_others = {name for name, each in self.models.items() if each.serve or each.split}
@@ -155,6 +165,13 @@ class GatewayConfig(StrictModel):
                 "allow_engine_headers, the client's"
             )
             raise Misfits([(("scheduler", "engine_priorities"), why)])
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        asked = any(place.data_parallel_rank is not None for place in self.places)
+        if asked and self.server.lets_clients_choose_ranks:
+            raise Misfits([(("server", "allow_engine_headers"), RANKS_ARE_OURS)])
         return self
 
     @model_validator(mode="after")
@@ -184,9 +201,10 @@ class GatewayConfig(StrictModel):
         found: list[tuple[Key, str]] = []
         seen: set[str] = set()
         for i, instance in enumerate(self.instances):
-            if instance.id in seen:
-                found.append((("instances", i, "id"), f"{instance.id!r} is used twice"))
-            seen.add(instance.id)
+            for place in instance.places():
+                if place.id in seen:
+                    found.append((("instances", i, "id"), f"{place.id!r} is used twice"))
+                seen.add(place.id)
             if not self.server.link_local_instances:
                 try:
                     check_reachable(instance.base_url)

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -18,6 +18,10 @@ from hetero_gateway.files.yaml_file import StrictModel
 _LONGEST_URL = 2048
 # What may stand in a header and in a metric's label without surprise.
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LONGEST_ID = 63
+# Of a place of an instance, what its id has in addition.
+_PLACE = re.compile(r"\.dp\d{1,3}(?:\.\d+)?$")
+MOST_RANKS = 256
 
 
 def _check_base_url(value: str) -> str:
@@ -38,6 +42,15 @@ def _check_base_url(value: str) -> str:
     if parts.port == 0:
         raise ValueError("must not have port 0")
     return value.rstrip("/")
+
+
+def check_ranks(config: Any) -> Any:
+    """Of what may have ranks: raises ValueError where it cannot."""
+    one = config.data_parallel_ranks == 1 and getattr(config, "data_parallel_rank", None) is None
+    if not one and config.kv_transfer is not None:
+        # Of several ranks, who has computed a prompt would have to be told to the engine.
+        raise ValueError("data_parallel_ranks: not with kv_transfer")
+    return config
 
 
 class InstanceConfig(StrictModel):
@@ -63,6 +76,12 @@ class InstanceConfig(StrictModel):
     """The certificate's private key (PEM)."""
     kv_transfer: InstanceTransferConfig | None = None
     """How it hands KV caches over; none: it does not."""
+    data_parallel_ranks: int = Field(1, ge=1, le=MOST_RANKS)
+    """Engines behind its address; each is a place of its own, `ID.dp0`, `ID.dp1`, …"""
+    data_parallel_start_rank: int = Field(0, ge=0, le=65535)
+    """What the first one is called in `X-data-parallel-rank`."""
+    data_parallel_rank: int | None = Field(None, ge=0, lt=MOST_RANKS)
+    """Of a place: the how-manyth it is of those behind its address, from 0."""
 
     _certified = model_validator(mode="after")(check_certificate)
 
@@ -75,6 +94,42 @@ class InstanceConfig(StrictModel):
                 "letter or digit"
             )
         return value
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.data_parallel_ranks > 1:
+            if self.data_parallel_rank is not None:
+                raise ValueError("data_parallel_ranks and data_parallel_rank: one of them")
+            if len(self.id) + len(f".dp{self.data_parallel_ranks - 1}") > _LONGEST_ID:
+                raise ValueError("id: too long for one with data_parallel_ranks")
+        check_ranks(self)
+        return self
+
+    def places(self) -> list["InstanceConfig"]:
+        """What it is to the scheduler: itself, or a place for each of its ranks."""
+        if self.data_parallel_ranks == 1:
+            return [self]
+        return [
+            self.model_copy(
+                update={
+                    "id": f"{self.id}.dp{rank}",
+                    "data_parallel_ranks": 1,
+                    "data_parallel_rank": rank,
+                }
+            )
+            for rank in range(self.data_parallel_ranks)
+        ]
+
+    @property
+    def server(self) -> str:
+        """Of a place, the instance that it is a part of; else its own id."""
+        return self.id if self.data_parallel_rank is None else _PLACE.sub("", self.id)
+
+    @property
+    def rank_header(self) -> int | None:
+        """What an engine is asked for, to have this place; None: nothing."""
+        rank = self.data_parallel_rank
+        return None if rank is None else self.data_parallel_start_rank + rank
 
     @property
     def models(self) -> frozenset[str]:

@@ -148,6 +148,12 @@ class ServerConfig(StrictModel):
     shutdown_timeout_s: float = Field(30.0, ge=0)
     """How long open requests may go on after SIGTERM, in seconds."""
 
+    @property
+    def lets_clients_choose_ranks(self) -> bool:
+        """Whether a client's ``X-data-parallel-rank`` reaches engines."""
+        names = [name.replace("_", "-") for name in self.allow_engine_headers]
+        return "x-data-parallel-rank" in names
+
     _certified = model_validator(mode="after")(check_certificate)
 
     @model_validator(mode="after")

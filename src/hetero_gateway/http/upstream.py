@@ -17,7 +17,7 @@ from collections import deque
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-from hetero_gateway.engines.vllm import PRIORITY_HEADER
+from hetero_gateway.engines.vllm import PRIORITY_HEADER, RANK_HEADER
 from hetero_gateway.files.link_local import is_link_local
 from hetero_gateway.files.server_config import PoolConfig
 from hetero_gateway.http.addresses import Addresses
@@ -338,6 +338,8 @@ class InstancePool:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.path_prefix = parts.path.rstrip("/").encode()
         self.host_header = parts.netloc.encode()
+        # With what else of a request's head is the instance's own.
+        self.own_fields = b"host: %b\r\n" % self.host_header
         self._ssl = ssl_context if parts.scheme == "https" else None
         self._config = config
         self._idle_expiry_s = config.idle_expiry_s
@@ -348,6 +350,10 @@ class InstancePool:
         self._closed = False
         self.allows_link_local = False
         self.addresses = Addresses(self.host, self.port)
+
+    def choose_rank(self, rank: int) -> None:
+        """Requests are for this one of the engines behind the address."""
+        self.own_fields += b"%b: %d\r\n" % (RANK_HEADER, rank)
 
     def set_limits(self, config: PoolConfig, connect_timeout_s: float) -> None:
         """Other limits from now on; what is open stays open."""
@@ -496,8 +502,8 @@ def head_to_instance(
     pool = instance.pool
     parts = [
         inbound.method, b" ", pool.path_prefix, inbound.target,
-        b" HTTP/1.1\r\nhost: ", pool.host_header,
-        b"\r\nx-request-id: ", inbound.request_id,
+        b" HTTP/1.1\r\n", pool.own_fields,
+        b"x-request-id: ", inbound.request_id,
         b"\r\ncontent-length: %d\r\n" % size_bytes,
         hops.field_behind(inbound.came_through) if inbound.came_through else hops.field,
     ]  # fmt: skip

@@ -1,12 +1,20 @@
 """What is read from vLLM's /metrics, in the form that vLLM 0.32 gives it, and in others."""
 
+import dataclasses
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_gateway.engines.vllm import CacheFacts, EngineMetrics, read_metrics
+from hetero_gateway.engines.vllm import (
+    CacheFacts,
+    EngineMetrics,
+    metrics_of,
+    of_place,
+    read_metrics,
+    samples_in,
+)
 
 REAL = """\
 # HELP python_info Python platform information
@@ -64,6 +72,22 @@ def test_ranks_of_one_engine_are_added() -> None:
     assert (both.running, both.waiting, both.prefix_cache_hits) == (4, 2, 32)
     assert (both.cache.capacity_tokens, both.cache.block_tokens) == (2 * 524288, 128)
     assert both.kv_usage == 0.25
+
+
+def test_of_ranks_that_are_a_place_each_every_one_has_its_own() -> None:
+    """By their position: a server that has but a part of them counts them as its cluster does."""
+    other = REAL.replace('engine="0"', 'engine="1"').replace("524288", "1024")
+    text = f"process_start_time_seconds 1700000000.5\n{REAL}{other}"
+    for part in (
+        text,
+        text.replace('engine="1"', 'engine="5"').replace('engine="0"', 'engine="4"'),
+    ):
+        samples = samples_in(part)
+        first, second, none = (metrics_of(of_place(samples, place)) for place in range(3))
+        assert dataclasses.replace(first, started_s=None) == read_metrics(REAL)
+        assert (second.running, second.cache.capacity_tokens) == (2, 1024)
+        assert first.started_s == second.started_s == 1700000000.5
+        assert none.running is None
 
 
 def test_usage_over_ranks_is_the_used_share_of_the_whole_cache() -> None:

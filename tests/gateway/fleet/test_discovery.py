@@ -312,6 +312,7 @@ async def test_a_watched_file_is_a_source_and_takes_nobody_elses_away(tmp_path: 
     path, listed = tmp_path / "gateway.yaml", tmp_path / "instances.yaml"
     async with fake_instances(3) as fakes:
         entries = [{"id": f"f{i}", "base_url": fake.url} for i, fake in enumerate(fakes)]
+        entries[2] |= {"data_parallel_ranks": 2}
         listed.write_text(yaml.safe_dump({"instances": entries[:2]}))
         source = {"name": "list", "kind": "file", "file": "instances.yaml", "interval_s": 0.5}
         mine = {"id": "mine", "base_url": fakes[2].url}
@@ -333,7 +334,10 @@ async def test_a_watched_file_is_a_source_and_takes_nobody_elses_away(tmp_path: 
             await asyncio.sleep(5)
             assert set(shown(running)) == {"f0", "f1", "mine"}
             listed.write_text(yaml.safe_dump({"instances": entries[1:]}))
-            await eventually(lambda: set(shown(running)) == {"f1", "f2", "mine"}, 100)
+            places = {"f2.dp0", "f2.dp1"}  # a server with two ranks
+            await eventually(lambda: set(shown(running)) == {"f1", *places, "mine"}, 100)
+            asked = {running.gateway.fleet.instances[InstanceId(i)].pool.own_fields for i in places}
+            assert len(asked) == 2
             before = running.gateway.fleet.instances[InstanceId("f1")]
             path.write_text(json.dumps(data | {"discovery": [source | {"interval_s": 1.0}]}))
             assert (await client.post("/admin/reload")).json()["settings"] == ["discovery"]

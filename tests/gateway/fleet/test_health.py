@@ -229,7 +229,7 @@ async def test_megabytes_of_metrics_are_read_with_turns_for_others() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    told = await health._read_metrics(body)
+    told = health.metrics_of(await health._read_samples(body))
     counting.cancel()
     assert told.cache.capacity_tokens == 400 * 16
     assert turns >= len(body) // 65536

@@ -25,6 +25,7 @@ from hetero_gateway.engines.vllm.answers import usage_in_tail as usage_in_tail
 from hetero_gateway.engines.vllm.fields import GUARDED_FIELDS as GUARDED_FIELDS
 from hetero_gateway.engines.vllm.fields import GUARDED_HEADERS as GUARDED_HEADERS
 from hetero_gateway.engines.vllm.fields import PRIORITY_HEADER as PRIORITY_HEADER
+from hetero_gateway.engines.vllm.fields import RANK_HEADER as RANK_HEADER
 from hetero_gateway.engines.vllm.fields import guarded_at as guarded_at
 from hetero_gateway.engines.vllm.fields import is_guarded_header as is_guarded_header
 from hetero_gateway.engines.vllm.fields import names_an_address as names_an_address
@@ -32,6 +33,7 @@ from hetero_gateway.engines.vllm.metrics import CacheFacts as CacheFacts
 from hetero_gateway.engines.vllm.metrics import EngineMetrics as EngineMetrics
 from hetero_gateway.engines.vllm.metrics import MetricSample as MetricSample
 from hetero_gateway.engines.vllm.metrics import metrics_of as metrics_of
+from hetero_gateway.engines.vllm.metrics import of_place as of_place
 from hetero_gateway.engines.vllm.metrics import read_metrics as read_metrics
 from hetero_gateway.engines.vllm.metrics import samples_in as samples_in
 from hetero_gateway.engines.vllm.paths import CHAT_COMPLETIONS as CHAT_COMPLETIONS

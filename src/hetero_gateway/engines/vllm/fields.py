@@ -63,6 +63,8 @@ GUARDED_HEADERS: Mapping[str, str] = {
 _HEADER_BEGINNINGS = tuple(name.encode() for name in GUARDED_HEADERS)
 # Written by the gateway itself, where it says whom an engine serves first.
 PRIORITY_HEADER = b"x-vllm-priority"
+# The same, of which of the engines behind one address it is for.
+RANK_HEADER = b"x-data-parallel-rank"
 # vLLM's P2pNcclConnector (until 0.32) finds the hosts to connect to in a request's id.
 _ADDRESSES_IN_ID = (b"prefill_addr_", b"decode_addr_")
 

@@ -5,8 +5,9 @@ are missing (gpu_cache_usage_perc and gpu_prefix_cache_* until vLLM 0.10, which 
 both). Cousins with longer names (num_requests_waiting_by_reason) are other series.
 
 A server may run several data-parallel ranks, each with a KV cache and a batch of its own, marked by
-the label ``engine``. For us it is one instance: counts and capacities are added up, and the usage
-is the mean over ranks weighted by their capacities, which is the used share of the whole.
+the label ``engine``. Where they are one instance, counts and capacities are added up, and the usage
+is the mean over ranks weighted by their capacities, which is the used share of the whole. Where
+each is a place of its own, each has its own (``of_place``).
 
 What an engine reports is seconds old, and may be any text: what is no usable number is not told,
 and no text raises or takes more than linear time.
@@ -146,6 +147,27 @@ def samples_in(text: str) -> list[MetricSample]:
 def read_metrics(text: str) -> EngineMetrics:
     """What a Prometheus exposition of vLLM's says; never raises."""
     return metrics_of(samples_in(text))
+
+
+def of_place(samples: Iterable[MetricSample], place: int) -> list[MetricSample]:
+    """Those of one rank, the how-manyth of those that there are, and what is of them all.
+
+    By its position: a server that has but a part of the ranks counts them as its cluster does.
+    """
+    told = [
+        (sample, None if sample.series == PROCESS_START else _rank_of(sample))
+        for sample in islice(samples, _MOST_SAMPLES)
+    ]
+    ranks = sorted({rank for _, rank in told if rank is not None})
+    own = ranks[place] if place < len(ranks) else -1
+    return [sample for sample, rank in told if rank is None or rank == own]
+
+
+def _rank_of(sample: MetricSample) -> int | None:
+    if len(sample.labels) > _LONGEST_LABELS:
+        return None
+    told = dict(_LABEL.findall(sample.labels)).get("engine", "")
+    return int(told) if told.isascii() and told.isdecimal() and len(told) <= _MOST_DIGITS else None
 
 
 def metrics_of(samples: Iterable[MetricSample]) -> EngineMetrics:

@@ -12,7 +12,8 @@ changes takes effect at once, and not with the next scrape:
     sleep, reset of the cache,  the index forgets what it had cached
     other weights
 
-What somebody asks of an engine directly shows in its metrics, where it has them.
+What somebody asks of an engine directly shows in its metrics, where it has them. Of an address with
+several ranks a call concerns them all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import is_model_name, paths
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.places import places_of
 from hetero_gateway.gateway.fleet.probe import Probe, ProbeAnswer
 from hetero_gateway.http.failures import InstanceError
 
@@ -77,8 +79,10 @@ class EngineCalls:
         """
         away = path in (paths.SLEEP, paths.PAUSE)
         before = instance.asleep, instance.paused, instance.wakeable
+        places = places_of(self._fleet, instance)
         if away:
-            self._set_away(instance, path, query)
+            for place in places:
+                self._set_away(place, path, query)
         good = False
         probe = Probe(instance, TIMEOUT_S, self._fleet.hops)
         try:
@@ -87,13 +91,15 @@ class EngineCalls:
             answer = await probe.ask(method, target, _MOST_ANSWER_BYTES, body, content_type)
             good = answer.good
             if good:
-                await self._heed(instance, path, body, answer, probe)
+                for place in places:
+                    await self._heed(place, path, body, answer, probe)
             return answer
         finally:
             probe.close()
             if away and not good:
-                instance.asleep, instance.paused, instance.wakeable = before
-                self._fleet.publish(instance)
+                for place in places:
+                    place.asleep, place.paused, place.wakeable = before
+                    self._fleet.publish(place)
 
     def _set_away(self, instance: Instance, path: str, query: bytes) -> None:
         if path == paths.PAUSE:

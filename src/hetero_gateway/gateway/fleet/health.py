@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from hetero_gateway.core.instances.silence import Health
 from hetero_gateway.core.types import InstanceId
@@ -26,6 +27,7 @@ from hetero_gateway.engines.vllm import (
     EngineMetrics,
     MetricSample,
     metrics_of,
+    of_place,
     paths,
     read_listing,
     samples_in,
@@ -34,6 +36,7 @@ from hetero_gateway.engines.vllm.answers import MOST_MODELS
 from hetero_gateway.files.gateway_config import GatewayConfig, HealthConfig
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.gateway.fleet.lag import LoopLag
+from hetero_gateway.gateway.fleet.places import places_of
 from hetero_gateway.gateway.fleet.probe import LateProbe, Probe
 from hetero_gateway.gateway.settings import Prepared, Settings
 from hetero_gateway.http.failures import Failure, InstanceError
@@ -66,13 +69,24 @@ _TELL_LATE_EVERY_S = 10.0
 _MOST_TOLD = 5
 
 
+class _Reading:
+    """The metrics of an address with several places, read by one of them for all."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.asked_s = -math.inf
+        self.samples: list[MetricSample] | None = None
+        self.problem = ""
+
+
 @dataclass(slots=True, eq=False)
 class _Probed:
     """What is kept of an instance that is probed.
 
     ``first``: set once it was probed; ``idle_at``: what it had been asked in all if it had nothing
     to do at its last scrape, else ``_BUSY``; ``rests``: nor at the one before, and was asked
-    nothing between them.
+    nothing between them. ``reading``: of the metrics of the address that it has with others, and
+    when the one was made that it has taken last; None: it has its address for itself.
     """
 
     task: asyncio.Task[None]
@@ -84,6 +98,8 @@ class _Probed:
     suspected: bool = False
     idle_at: float | None = _BUSY
     rests: bool = False
+    reading: _Reading | None = None
+    read_s: float = -math.inf
 
 
 class HealthMonitor:
@@ -94,6 +110,7 @@ class HealthMonitor:
         self._config = config
         self._tasks = tasks
         self._probed: dict[InstanceId, _Probed] = {}
+        self._readings: WeakValueDictionary[str, _Reading] = WeakValueDictionary()
         self._watched = 0
         # Probes that say nothing: the gateway was short of CPU time, and no answer was looked at.
         self.late = 0
@@ -141,7 +158,12 @@ class HealthMonitor:
         """Begin to probe an instance."""
         self._watched += 1
         task = self._tasks.create_task(self._loop(instance, self._watched * _APART % 1))
-        self._probed[instance.id] = _Probed(task)
+        probed = self._probed[instance.id] = _Probed(task)
+        if instance.config.data_parallel_rank is not None:
+            url = instance.config.base_url
+            # Held by its places alone.
+            probed.reading = reading = self._readings.get(url) or _Reading()
+            self._readings[url] = reading
 
     def unwatch(self, instance_id: InstanceId) -> None:
         if (probed := self._probed.pop(instance_id, None)) is not None:
@@ -196,9 +218,10 @@ class HealthMonitor:
 
     def suspect(self, instance: Instance, reason: str, *, down: bool) -> None:
         """A request met a failure: mark the instance down if that is certain, and probe it now."""
-        if down:
-            self._fleet.mark_down(instance, reason)
-        self.ask(instance)
+        for place in places_of(self._fleet, instance):
+            if down:
+                self._fleet.mark_down(place, reason)
+            self.ask(place)
 
     def miss(self, instance: Instance, model: str) -> None:
         """Its engine has answered that it does not have a model: read its models now."""
@@ -349,9 +372,21 @@ class HealthMonitor:
             _log.warning("instance %s: its models cannot be read: %s", instance.id, problem)
 
     async def _scrape_metrics(self, instance: Instance, probe: Probe) -> str:
-        asked_s = time.monotonic()
-        body, problem = await _body(probe, paths.METRICS, _MOST_METRICS_BYTES)
-        told = None if body is None else await _read_metrics(body)
+        probed, rank = self._probed[instance.id], instance.config.data_parallel_rank
+        reading = probed.reading or _Reading()
+        async with reading.lock:
+            interval_s, now_s = self._config.scrape_interval_s, time.monotonic()
+            # What another place has read, and this one not taken yet, is not asked for again.
+            fresh = probed.read_s < reading.asked_s > now_s - interval_s and instance.up
+            if not fresh:
+                body, reading.problem = await _body(probe, paths.METRICS, _MOST_METRICS_BYTES)
+                reading.samples = None if body is None else await _read_samples(body)
+                reading.asked_s = now_s
+            asked_s, samples, problem = reading.asked_s, reading.samples, reading.problem
+        probed.read_s = asked_s
+        if samples is not None and rank is not None:
+            samples = of_place(samples, rank)
+        told = None if samples is None else metrics_of(samples)
         self._tell_cache(instance, told)
         await self._tell_rest(instance, told, probe, asked_s)
         if self._fleet.on_scrape is not None:
@@ -470,7 +505,7 @@ async def _still(probe: Probe, path: str, name: bytes) -> bool:
     return not answer.good or b'"%b":true' % name in answer.body.replace(b" ", b"")
 
 
-async def _read_metrics(body: bytes) -> EngineMetrics:
+async def _read_samples(body: bytes) -> list[MetricSample]:
     """Read metrics without holding the event loop: part by part, each of whole lines."""
     # Every byte is a character of latin-1, and what we read of it is ASCII.
     text = body.decode("latin-1")
@@ -485,4 +520,4 @@ async def _read_metrics(body: bytes) -> EngineMetrics:
         samples += samples_in(text[start:end])
         start = end
         await asyncio.sleep(0)
-    return metrics_of(samples)
+    return samples

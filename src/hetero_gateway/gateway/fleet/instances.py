@@ -33,7 +33,7 @@ from hetero_gateway.core.scheduling.shedding import WaitLimits
 from hetero_gateway.core.types import InstanceId, InstanceSpec
 from hetero_gateway.engines.vllm import EngineMetrics, ModelCard
 from hetero_gateway.errors import ConfigError
-from hetero_gateway.files.gateway_config import GatewayConfig
+from hetero_gateway.files.gateway_config import RANKS_ARE_OURS, GatewayConfig
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable, instance_profile
 from hetero_gateway.files.policies import installed_policy
 from hetero_gateway.files.scheduler_config import QueueConfig, SchedulerConfig, SloConfig, SloLimits
@@ -83,6 +83,8 @@ class Instance:
         self.pool = InstancePool(
             config.base_url, gateway.pool, gateway.timeouts.connect_s, self.ssl_context
         )
+        if config.rank_header is not None:
+            self.pool.choose_rank(config.rank_header)
         self.weight = config.weight
         self.draining = False
         self.source = FILE
@@ -264,8 +266,8 @@ class Fleet:
             scheduling.theta, scheduling.queue.max_requests, _waits_of(scheduling)
         )
         self.instances: dict[InstanceId, Instance] = {}
-        for instance in config.instances:
-            self.admit(self.build(instance))
+        for place in config.places:
+            self.admit(self.build(place))
 
     def build(self, config: InstanceConfig, gateway: GatewayConfig | None = None) -> Instance:
         """An instance that is not yet part of the fleet. ConfigError: it cannot be used.
@@ -278,6 +280,8 @@ class Fleet:
                 check_reachable(config.base_url)
             except ValueError as error:
                 raise ConfigError(f"instance {config.id}: {error}") from error
+        if config.data_parallel_rank is not None and gateway.server.lets_clients_choose_ranks:
+            raise ConfigError(f"instance {config.id}: {RANKS_ARE_OURS}")
         instance = Instance(config, gateway, self._base_dir, self.contexts)
         instance.pool.allows_link_local = gateway.server.link_local_instances
         return instance

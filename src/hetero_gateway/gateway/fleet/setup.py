@@ -13,6 +13,7 @@ import logging
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.setup_warnings import Seen, SetupWarning, setup_warnings
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
+from hetero_gateway.gateway.fleet.places import servers
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class SetupWatch:
         """What is odd now; made anew where anything has changed."""
         if self._made_at != self._fleet.setups:
             self._made_at = self._fleet.setups
-            self._made = setup_warnings([_seen(each) for each in self._fleet.instances.values()])
+            self._made = setup_warnings([_seen(each) for each in servers(self._fleet)])
         return self._made
 
     def look(self) -> None:

@@ -5,11 +5,12 @@ the client to go away: every byte of the answer is written by the loop.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from functools import partial
 from random import Random
 from typing import Any
@@ -76,7 +77,7 @@ class EmulatedVLLM:
             self._block_keys = common_block_keys
         self.events: KVEventPublisher | None = None
         if settings.kv_events is not None and settings.kv_events.enable_kv_cache_events:
-            self.events = KVEventPublisher(settings.kv_events, self.loop.engine)
+            self.events = KVEventPublisher(settings.kv_events, self.loop.engine, settings.rank)
             self.loop.on_steps.append(self.events.after_step)
         self.is_dead = False
         self.on_death: Callable[[], None] = lambda: None
@@ -124,6 +125,13 @@ class EmulatedVLLM:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
+        async with self._running():
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             stepping = tasks.create_task(self.loop.run())
@@ -132,15 +140,17 @@ class EmulatedVLLM:
             if self.events is not None:
                 await self.events.open()
             try:
-                await send({"type": "lifespan.startup.complete"})
-                await receive()
+                yield
             finally:
                 if self.events is not None:
                     self.events.close()
             stepping.cancel()
             if self.transfer is not None:
                 self.transfer.close()
-        await send({"type": "lifespan.shutdown.complete"})
+
+    def abort_all(self) -> None:
+        """End every open response now."""
+        self.loop.abort_all()
 
     # -- one request
 
@@ -154,10 +164,7 @@ class EmulatedVLLM:
             elif path in self._pages:
                 await _respond(send, self._pages[path]())
             elif path == paths.RESET_PREFIX_CACHE:
-                success = self.loop.engine.reset_prefix_cache()
-                if success and self.events is not None:
-                    self.events.cleared()
-                await _respond(send, {"success": success})
+                await _respond(send, {"success": self.reset_prefix_cache()})
             elif path in self._forms:
                 form = self._forms[path](_decode(await _read(receive), scope))
                 await _respond(send, form)
@@ -173,7 +180,7 @@ class EmulatedVLLM:
         path, method = scope["path"], scope["method"]
         key = self.settings.api_key
         if key is not None and path.startswith("/v1/"):
-            if _header(scope, b"authorization") != f"Bearer {key}".encode():
+            if header_of(scope, b"authorization") != f"Bearer {key}".encode():
                 raise RefusedRequest(401, {"error": "Unauthorized"})
         if path == paths.PING and method in ("GET", "POST"):
             return
@@ -193,7 +200,7 @@ class EmulatedVLLM:
         arrived_s = time.perf_counter()
         raw = await _read(receive)
         body = _decode(raw, scope)
-        given = _header(scope, b"x-request-id")
+        given = header_of(scope, b"x-request-id")
         suffix = given.decode("latin-1") if given else f"{self._random.getrandbits(64):016x}"
         head = ReplyHead(suffix, self._model(body), int(time.time()), arrived_s)
         parameters = None
@@ -236,6 +243,13 @@ class EmulatedVLLM:
             self.loop.metrics.rejections += 1
             raise refused("busy")
         return reply
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; returns whether nothing was in use."""
+        success = self.loop.engine.reset_prefix_cache()
+        if success and self.events is not None:
+            self.events.cleared()
+        return success
 
     def die(self) -> None:
         """End as a real engine does of what it did not expect, with all that it was at."""
@@ -390,7 +404,7 @@ async def _read(receive: Receive) -> bytes:
 
 def _decode(raw: bytes, scope: Scope) -> Json:
     """The body as JSON, refused as FastAPI and vLLM refuse it."""
-    media_type = (_header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
+    media_type = (header_of(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if media_type != b"application/json":
         raise refused("media_type")
     if not raw:
@@ -418,7 +432,8 @@ def _decode_slowly(raw: bytes) -> Json:
         ) from None
 
 
-def _header(scope: Scope, name: bytes) -> bytes | None:
+def header_of(scope: Scope, name: bytes) -> bytes | None:
+    """A request's header, by its name in lower case; None: it has none."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value)

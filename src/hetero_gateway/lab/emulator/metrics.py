@@ -98,7 +98,7 @@ class EmulatedMetrics(Collector):
     @property
     def labels(self) -> dict[str, str]:
         """Of every series of the engine's."""
-        return {"engine": "0", "model_name": self._settings.model_names[0]}
+        return {"engine": str(self._settings.rank), "model_name": self._settings.model_names[0]}
 
     def collect(self) -> Iterator[Metric]:
         labels = self.labels
@@ -120,7 +120,7 @@ class EmulatedMetrics(Collector):
             "block_size": str(BLOCK_TOKENS),
             "cache_dtype": "auto",
             "enable_prefix_caching": str(engine.prefix_caching),
-            "engine": "0",
+            "engine": str(self._settings.rank),
             "kv_cache_size_tokens": str(blocks * BLOCK_TOKENS),
             "num_cpu_blocks": "None",
             "num_gpu_blocks": str(blocks),

@@ -60,7 +60,7 @@ class EmulatedServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if not self._shutdown_timeout_s:
-            self.emulated.loop.abort_all()
+            self.emulated.abort_all()
         await super().shutdown(sockets)
 
     def serve_until_signal(self) -> None:

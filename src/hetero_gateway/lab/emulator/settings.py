@@ -104,6 +104,7 @@ class EmulatorSettings:
         kv_transfer: how it hands KV caches over; None: it does not.
         kv_events: where it tells of its prefix cache; None: it does not.
         dtype, attention_backend: what others compare, before one takes the other's KV cache.
+        rank: which one it is of several behind one address (``ranks``).
 
     Raises:
         ConfigError: naming the option that cannot be.
@@ -130,6 +131,7 @@ class EmulatorSettings:
     kv_events: KVEventsConfig | None = None
     dtype: str = "auto"
     attention_backend: str = "auto"
+    rank: int = 0
 
     def __post_init__(self) -> None:
         for name in ("time_scale", "slowdown"):

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 from hetero_gateway.core.request import Request as CoreRequest
-from hetero_gateway.core.types import InstanceId, Reject
+from hetero_gateway.core.types import Reject
 from hetero_gateway.errors import ConfigError, Refusal
 from hetero_gateway.files.instance_config import InstanceConfig, check_reachable
 from hetero_gateway.files.link_local import is_link_local
@@ -37,6 +37,7 @@ from hetero_gateway.gateway.admission.usage import (
     as_csv,
 )
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.fleet.places import places_named
 from hetero_gateway.gateway.records.history import as_trace
 from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.serve.control import engine
@@ -171,15 +172,25 @@ async def add_instance(request: Request) -> Response:
     """Add an instance; the body is one entry of the configuration's ``instances``, as JSON."""
     gateway = gateway_of(request)
     data = await _read_json(request)
-    conflict = isinstance(data, dict) and data.get("id") in list(gateway.fleet.instances)
+    conflict = isinstance(data, dict) and bool(places_named(gateway.fleet, str(data.get("id"))))
     try:
         config = parse_model(InstanceConfig, data, "body")
         await _check_added(gateway, config)
-        instance = await gateway.roster.add(config)
+        if conflict or any(place.id in gateway.fleet.instances for place in config.places()):
+            conflict = True
+            raise ConfigError(f"instance {config.id!r} exists already")
+        places = [await gateway.roster.add(place) for place in config.places()]
     except ConfigError as error:
         raise Refusal(409 if conflict else 400, "invalid_instance", str(error)) from error
-    request.state.change = f"instance {instance.id} added, at {config.base_url}"
-    return json_answer(describe_instance(gateway, instance), 201)
+    request.state.change = f"instance {config.id} added, at {config.base_url}"
+    return _described(gateway, config.id, places, 201)
+
+
+def _described(gateway: Gateway, name: str, places: list[Instance], status: int = 200) -> Response:
+    """An instance; or one whose ranks are a place each."""
+    rows = [describe_instance(gateway, each) for each in places]
+    document = rows[0] if places[0].id == name else {"id": name, "places": rows}
+    return json_answer(document, status)
 
 
 async def _check_added(gateway: Gateway, config: InstanceConfig) -> None:
@@ -227,7 +238,7 @@ async def change_instance(request: Request, instance_id: str) -> Response:
     them; true lets them follow the traffic again, where ``scheduler.recalibrate`` is on.
     """
     gateway = gateway_of(request)
-    instance = _known(gateway, instance_id)
+    places = _known(gateway, instance_id)
     data = await _read_json(request)
     try:
         patch = parse_model(InstancePatch, data, "body")
@@ -235,29 +246,31 @@ async def change_instance(request: Request, instance_id: str) -> Response:
         raise Refusal(400, "invalid_instance", str(error)) from error
     if patch.recalibrated and not gateway.config.scheduler.recalibrate:
         raise Refusal(400, "invalid_instance", "recalibrated: scheduler.recalibrate is off")
-    if patch.recalibrated is not None:
-        gateway.fleet.set_recalibrated(instance, patch.recalibrated)
     if patch.deadline_s is not None and not patch.draining:
         raise Refusal(400, "invalid_instance", "deadline_s: only with draining true")
-    if patch.draining is not None:
-        instance.draining = patch.draining
-        after_s = math.inf if patch.deadline_s is None else patch.deadline_s
-        instance.leave_at_s = time.monotonic() + after_s
-    if patch.weight is not None:
-        instance.weight = patch.weight
-    gateway.fleet.publish(instance)
+    for instance in places:
+        if patch.recalibrated is not None:
+            gateway.fleet.set_recalibrated(instance, patch.recalibrated)
+        if patch.draining is not None:
+            instance.draining = patch.draining
+            after_s = math.inf if patch.deadline_s is None else patch.deadline_s
+            instance.leave_at_s = time.monotonic() + after_s
+        if patch.weight is not None:
+            instance.weight = patch.weight
+        gateway.fleet.publish(instance)
     wanted = patch.model_dump(exclude_none=True)
-    request.state.change = f"instance {instance.id}: {wanted or 'nothing'}"
-    return json_answer(describe_instance(gateway, instance))
+    request.state.change = f"instance {instance_id}: {wanted or 'nothing'}"
+    return _described(gateway, instance_id, places)
 
 
 @router.delete("/instances/{instance_id}")
 async def remove_instance(request: Request, instance_id: str) -> Response:
     """Remove an instance. Its load is settled now; its open responses go on to their end."""
     gateway = gateway_of(request)
-    instance = _known(gateway, instance_id)
-    request.state.change = f"instance {instance.id} removed"
-    return json_answer({"id": instance.id, "open_requests": gateway.roster.remove(instance.id)})
+    places = _known(gateway, instance_id)
+    request.state.change = f"instance {instance_id} removed"
+    open_requests = sum(gateway.roster.remove(each.id) for each in places)
+    return json_answer({"id": instance_id, "open_requests": open_requests})
 
 
 @router.get("/instances/{instance_id}/engine/{call:path}")
@@ -268,7 +281,7 @@ async def call_engine(request: Request, instance_id: str, call: str) -> Response
     ``call``: vLLM's path and query, as ``sleep?level=1``.
     """
     gateway = gateway_of(request)
-    return await engine.call_one(gateway, request, _known(gateway, instance_id), call)
+    return await engine.call_one(gateway, request, _known(gateway, instance_id)[0], call)
 
 
 @router.get("/models/{model:path}/engine/{call:path}")
@@ -327,7 +340,7 @@ async def list_observations(request: Request, instance: str) -> Response:
     is null where it is not known (yet) how many of the prompts' tokens were cached.
     """
     gateway = gateway_of(request)
-    known = _known(gateway, instance)
+    known = _known(gateway, instance)[0]
     scheduler = gateway.fleet.scheduler
     profile = scheduler.members.specs[known.id].profile
     observations = scheduler.members.table[known.id].observations
@@ -462,11 +475,12 @@ async def reload(request: Request) -> Response:
         raise Refusal(400, "invalid_configuration", str(error)) from error
 
 
-def _known(gateway: Gateway, instance_id: str) -> Instance:
-    instance = gateway.fleet.instances.get(InstanceId(instance_id))
-    if instance is None:
+def _known(gateway: Gateway, instance_id: str) -> list[Instance]:
+    """It, or all places of it."""
+    places = places_named(gateway.fleet, instance_id)
+    if not places:
         raise Refusal(404, "instance_not_found", f"there is no instance {instance_id[:64]!r}")
-    return instance
+    return places
 
 
 async def _read_json(request: Request) -> Any:

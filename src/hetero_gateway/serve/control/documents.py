@@ -121,6 +121,8 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
     return {
         "id": instance.id,
         "base_url": instance.config.base_url,
+        "instance": instance.config.server,
+        "data_parallel_rank": instance.config.rank_header,
         "models": sorted(instance.models),
         "profile": instance.profile_name,
         "recalibrated": instance.calibrated is not None,

@@ -13,6 +13,7 @@ from hetero_gateway.engines.vllm import ENGINE_CALLS
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.dataplane.answers import refusal_of
 from hetero_gateway.gateway.fleet.instances import Instance
+from hetero_gateway.gateway.fleet.places import servers
 from hetero_gateway.gateway.fleet.probe import ProbeAnswer
 from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.serve.control.documents import body_of, json_answer
@@ -49,7 +50,7 @@ async def call_all(gateway: Gateway, request: Request, model: str, call: str) ->
     """
     path = _path_of(request, call)
     body = await body_of(request)
-    instances = [i for i in gateway.fleet.instances.values() if model in i.models]
+    instances = [each for each in servers(gateway.fleet) if model in each.models]
     if not instances:
         raise Refusal(404, "model_not_found", f"no instance serves the model {model[:200]!r}")
     request.state.change = f"{len(instances)} instances of {model[:200]}: {path}"

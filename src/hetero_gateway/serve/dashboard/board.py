@@ -269,6 +269,7 @@ class Board:
             "accelerator": None if profile is None else profile.gpu,
             "weight": instance.weight,
             "source": instance.source,
+            "part_of": _part_of(instance),
             "why": _why(instance),
             "drifted": seen.drifted,
             "recalibrated": instance.calibrated is not None,
@@ -297,6 +298,11 @@ class Board:
 def _rounded(tokens: float) -> float:
     """A length to one step of a quarter: what can be done of it need not change all the time."""
     return float(1.25 ** round(math.log(max(1.0, tokens), 1.25)))
+
+
+def _part_of(instance: Instance) -> str:
+    rank = instance.config.rank_header
+    return "" if rank is None else f"rank {rank} of {instance.config.server}"
 
 
 def _why(instance: Instance) -> str:

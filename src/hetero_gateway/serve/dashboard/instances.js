@@ -128,6 +128,7 @@ async function change(parts, id, fields) {
 /** What the scheduler takes the instance for. */
 function profileText(instance, load) {
   const words = [instance.models.join(", ") || "models not known yet"];
+  if (instance.part_of) words.push(instance.part_of);
   if (instance.profile === "unprofiled") words.push("unprofiled, by its observed speed");
   else words.push(instance.profile);
   if (instance.recalibrated && instance.profile !== "learned") words.push("recalibrated from traffic");

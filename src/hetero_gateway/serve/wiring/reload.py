@@ -156,7 +156,7 @@ class Reloader:
     ) -> tuple[SettingsChange, Moves]:
         """Raises ConfigError."""
         change, fleet = self._settings.prepare(fresh), self._roster.fleet
-        wanted = {InstanceId(i.id): i for i in fresh.instances}
+        wanted = {InstanceId(i.id): i for i in fresh.places}
         moves = Moves([], [], [], [])
         for instance_id, instance in present.items():
             if instance_id not in wanted and instance.source == FILE and not instance.leaving:

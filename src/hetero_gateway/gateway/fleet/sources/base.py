@@ -33,12 +33,14 @@ class Found(NamedTuple):
         base_url: where it listens.
         labels: what may say which profile it has.
         config: all of it, where the source says more than an address.
+        rank: of a place, which one it is of those there; None: it is all of it.
     """
 
     key: str
     base_url: str
     labels: Mapping[str, str] = {}
     config: InstanceConfig | None = None
+    rank: int | None = None
 
 
 # Called with all that there are.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hetero_gateway.core.costs.profile import Profile
@@ -32,7 +32,7 @@ _LONGEST_ID = 63
 # What a source says of all of its instances.
 _OF_INSTANCES = (
     *("model", "weight", "api_key_env", "ca_file", "certificate_file", "key_file"),
-    "kv_transfer",
+    *("kv_transfer", "data_parallel_start_rank"),
 )
 # Of instances that may have changed, this many are looked at in a turn of the event loop.
 _LOOKED_AT = 128
@@ -71,8 +71,17 @@ class SourceFollower:
     def tell(self, found: list[Found]) -> None:
         """All that there are now."""
         self.problem = ""
-        self._wanted = found
+        self._wanted = [place for each in found for place in self._places_of(each)]
         self._changed.set()
+
+    def _places_of(self, each: Found) -> Iterator[Found]:
+        """Itself, or each of its ranks."""
+        ranks = (each.config or self.config).data_parallel_ranks
+        if ranks == 1:
+            yield each
+            return
+        for rank in range(ranks):
+            yield each._replace(key=f"{each.key}.dp{rank}", rank=rank)
 
     async def _follow(self) -> None:
         loop, backoff = asyncio.get_running_loop(), Backoff()
@@ -141,13 +150,13 @@ class SourceFollower:
     def _recall(self, fresh: list[Found]) -> set[str]:
         """Those that were about to leave, and are named again where they are."""
         leaving = {
-            instance.config.base_url: instance
+            (instance.config.base_url, instance.config.data_parallel_rank): instance
             for instance in self._roster.fleet.instances.values()
             if instance.leaving and instance.source == self.config.name
         }
         kept = set()
         for each in fresh:
-            instance = leaving.get(each.base_url)
+            instance = leaving.get((each.base_url, each.rank))
             if instance is not None and instance.config == self._config_of(each, instance.id):
                 self._roster.recall(instance)
                 instance.source_key = each.key
@@ -163,7 +172,8 @@ class SourceFollower:
             base = re.sub(r"[^A-Za-z0-9._-]+", "-", each.key).lstrip("._-") or "instance"
             if self.config.kind == "dns":
                 base = f"{self.config.name}-{base}"
-            base = base[: _LONGEST_ID - 5]
+            mark = "" if each.rank is None else f".dp{each.rank}"
+            base = base.removesuffix(mark)[: _LONGEST_ID - 5 - len(mark)] + mark
             name, number = base, 2
             while name in taken:
                 name, number = f"{base}.{number}", number + 1
@@ -173,11 +183,14 @@ class SourceFollower:
 
     def _config_of(self, each: Found, name: str) -> InstanceConfig:
         if each.config is not None:
-            return each.config.model_copy(update={"id": name})
+            place = each.config if each.rank is None else each.config.places()[each.rank]
+            return place.model_copy(update={"id": name})
         config = self.config
         rule = self._rule(each, frozenset())
         profile = config.profile if rule is None else config.profiles[rule].profile
         fields = {field: getattr(config, field) for field in _OF_INSTANCES}
+        if each.rank is not None:
+            fields["data_parallel_rank"] = each.rank
         return InstanceConfig(id=name, base_url=each.base_url, profile=profile, **fields)
 
     def _rule(self, each: Found, models: frozenset[str]) -> int | None:
