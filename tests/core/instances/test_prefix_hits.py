@@ -120,7 +120,7 @@ class Engine:
 
     def _look(self) -> None:
         changed = self.scheduler.members.observe_steps(I0, self._steps, self._busy_s, self.now_s)
-        self.alarms += any(changed)
+        self.alarms += changed
         if self.now_s - self._scraped_s >= SCRAPE_S:
             self._scraped_s = self.now_s
             counters = (float(self.queries), float(self.hits))

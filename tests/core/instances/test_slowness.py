@@ -104,7 +104,8 @@ def one_by_one(http_s: float, slow: float, requests: int) -> tuple[Members, floa
         s.members.observe_steps(I0, 0, 0.0, now_s)
         took_s = slow * 199 * decode_step_time_s(C, 1, 500)
         now_s += took_s
-        if s.members.observe_steps(I0, 199, took_s, now_s).slowness and found_s is None:
+        s.members.observe_steps(I0, 199, took_s, now_s)
+        if s.members.slowness[I0].since_s is not None and found_s is None:
             found_s = now_s
         s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)
     return s.members, found_s

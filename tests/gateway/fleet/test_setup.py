@@ -127,12 +127,15 @@ async def test_another_model_and_an_odd_speed_are_a_metric_and_a_line_each(
         fakes[0].models = ("llama-3-8b",)
         await eventually(lambda: not next(iter(running.gateway.fleet.instances.values())).problems)
         setup, fleet = running.gateway.setup, running.gateway.fleet
-        state = fleet.scheduler.members.table[InstanceId("i0")]
+        members = fleet.scheduler.members
+        state, slowness = members.table[InstanceId("i0")], members.slowness[InstanceId("i0")]
         for speed, odd in (
             (1.9, False), (4.0, False), (1.0, False), (4.0, False), (4.0, True), (4.5, True),
-            (1.9, True), (1.2, False), (0.3, False), (0.3, True), (1.0, False),
+            (1.7, True), (1.2, False), (0.3, False), (0.3, True), (1.0, False),
         ):  # fmt: skip
             state.speed = speed
+            for _ in range(5):
+                slowness.look(1.0, 1.0 / speed, 0.0)
             setup.look_at_speeds()
             assert (await problems(running) == {"speed"}) is odd, speed
         state.speed = 1.0

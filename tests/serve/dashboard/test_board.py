@@ -10,10 +10,20 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_gateway.core.types import InstanceId
+from hetero_gateway.core.types import InstanceId, Outcome
+from hetero_gateway.gateway.dataplane.records import AnswerTokens
 from hetero_gateway.gateway.records.metrics import Metrics
+from hetero_gateway.gateway.records.request_log import FailedAttempt, RequestLog, WaitParts
 from hetero_gateway.serve.dashboard.board import MOST_VIEWERS
-from hetero_gateway.serve.dashboard.trend import MOST_MODELS, NOW_STEPS, STEP_S, STEPS, Trend
+from hetero_gateway.serve.dashboard.trend import (
+    LONG_STEPS,
+    MOST_MODELS,
+    NOW_STEPS,
+    STEP_S,
+    STEPS,
+    Trend,
+)
+from hetero_gateway.serve.dashboard.use import describe_use
 from tests.fakes.running import eventually, rig
 
 
@@ -46,6 +56,10 @@ def test_now_forgets_what_fifteen_minutes_remember() -> None:
     assert now["tpot_s"] is None
     for _ in range(STEPS):
         trend.step(queued=0)
+    # The hours have it still: two minutes in a point.
+    first, *_, last = trend.long_points()
+    assert first[0] == pytest.approx(108 / (LONG_STEPS * STEP_S), rel=0.01)
+    assert (first[7], last[0]) == (7, 0)
     assert trend.figures(STEPS)["requests_per_s"] == 0
     assert trend.figures(STEPS)["ttft_s"] is None
 
@@ -66,6 +80,29 @@ def test_its_memory_is_bounded_and_a_forgotten_instance_leaves_it() -> None:
     count(metrics, 1)
     trend.step(0)
     assert trend.points(1)[0][0] == pytest.approx(1 / STEP_S)
+
+
+async def test_clients_and_waits_add_up_and_the_smaller_ones_are_one_row() -> None:
+    log, now_s = RequestLog(), time.monotonic()
+    tokens = AnswerTokens(10, 7)
+    for number in range(30):
+        row = (b"%d" % number, now_s - 3, 0.5, now_s - 2, now_s - 1, now_s, 200, Outcome.COMPLETED)
+        log.add([(*row, "i0", f"c{number % 9}" if number else "", number % 2 == 0, tokens)])
+    log.add_failed(FailedAttempt(b"2", "i0", "reset", now_s))
+    async with rig() as (running, _, _):
+        use = await describe_use(
+            log, running.gateway.fleet, {("c1", "tokens"): 4, ("late", "x"): 1}
+        )
+    assert (use["requests"], use["retried"], use["retries"], use["span_s"]) == (30, 1, 1, 60.0)
+    assert use["waits"]["streams"] == 15
+    parts = [use["waits"][part] for part in WaitParts._fields]
+    assert sum(parts) == pytest.approx(use["waits"]["ttft_s"], rel=0.01)
+    assert use["waits"]["ttft_s"] == pytest.approx(2.0, rel=0.01)
+    assert use["waits"]["retry_s"] == pytest.approx(0.5 / 15, rel=0.01)
+    assert sum(row["requests"] for row in use["clients"]) == 30
+    assert sum(row["output_tokens"] for row in use["clients"]) == 210
+    assert use["clients"][-1]["name"] == "5 others"
+    assert sum(row["refused"] for row in use["clients"]) == 5
 
 
 def test_a_queue_that_grows_is_told_from_one_that_is_long() -> None:

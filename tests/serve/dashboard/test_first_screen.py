@@ -28,6 +28,7 @@ SEEN = {
     "#summary dd": 2, ".tile .now": 6, ".spark svg": 6, "#waits .waitbar": 1, "#retries": 1,
     "#clients tr": 3, "#last tr": 5, "#instances .row": 2,
 }  # fmt: skip
+TEXTS = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
 VISIBLE = """
 const seen = (e) => {
   const box = e.getBoundingClientRect();
@@ -88,16 +89,12 @@ async def check(page: Browser, count: int, wrong: list[str]) -> None:
     alarms = "\n".join(await page.run(VISIBLE, "#alarms li"))
     for name in wrong:
         assert name in alarms
-    figures: list[str] = await page.run(
-        "return [...document.querySelectorAll('#instances .queue .value')].map((e) => e.innerText)"
-    )
+    figures: list[str] = await page.run(TEXTS, "#instances .queue .value")
     summary = (await page.text("#summary")).split()
     assert sum(int(each) for each in figures) == int(summary[-1])
     resting = sum("ejected" in row or "down" in row for row in rows[:3])
     assert f"{count - resting} of {count}" in " ".join(summary)
-    of_capacity: list[str] = await page.run(
-        "return [...document.querySelectorAll('#instances .share .value')].map((e) => e.innerText)"
-    )
+    of_capacity: list[str] = await page.run(TEXTS, "#instances .share .value")
     for place in (0, 1):  # of traffic, of capacity
         check_sum([figure(text.split(" of ")[place]) for text in of_capacity])
     clients: list[str] = await page.run(VISIBLE, "#clients td:nth-child(4)")

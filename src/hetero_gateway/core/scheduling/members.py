@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Final, NamedTuple
+from typing import Final
 
 from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.dispatch import Dispatch
@@ -28,18 +28,6 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectRe
 _MOST_NAMED: Final = 5
 # Pools of single instances that are kept.
 _MOST_ALONE: Final = 1024
-
-
-class Changed(NamedTuple):
-    """What a look at an instance has brought: its profile has begun or ceased to drift, it has
-    begun or ceased to be slow.
-    """
-
-    drift: bool
-    slowness: bool
-
-
-UNCHANGED: Final = Changed(False, False)
 
 
 class Members:
@@ -131,10 +119,11 @@ class Members:
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
-    ) -> Changed:
+    ) -> bool:
         """The instance made so many decode steps in the last ``duration_s``, while it streamed.
 
-        Returns what there is to report of it. Raises KeyError when there is no such instance.
+        Returns whether its profile has begun or ceased to drift (``drift``). Raises KeyError when
+        there is no such instance.
         """
         state = self.table[instance_id]
         if state.tracked != state.in_flight:
@@ -148,21 +137,20 @@ class Members:
         seen = state.observations
         first_tokens, steps_known, observed_s = seen.take_fresh(), seen.take_fresh_steps(), 0.0
         if drift is None or constants is None:
-            return UNCHANGED
-        slow = self._look_at(state, row, constants, now_s)
+            return False
+        self._look_at(state, row, constants, now_s)
         for first in first_tokens:
             modelled = seconds(first.terms, constants)
             drift.observe(engine_time_s(first.ttft_s, sum(modelled)), *modelled)
         for known in steps_known:
             drift.observe(known.duration_s, *seconds(known.terms, constants))
             observed_s += known.duration_s
-        drifts = observed_s > 0 and drift.judge(observed_s, now_s)
-        return Changed(drifts, slow) if drifts or slow else UNCHANGED
+        return observed_s > 0 and drift.judge(observed_s, now_s)
 
     def _look_at(
         self, state: InstanceState, row: StepRow | None, constants: Constants, now_s: float
-    ) -> bool:
-        """Whether an instance has begun or ceased to be slow, by its last row and answers."""
+    ) -> None:
+        """Find out whether an instance is slow, by its last row and answers."""
         slowness = self.slowness[state.instance_id]
         observed_s, modelled_s = state.take_checked()
         if row is not None and (row_s := state.row_modelled_s) is not None:
@@ -170,7 +158,7 @@ class Members:
             prefill_s, waiting_s = max(0.0, row_s - decode_s), state.waiting_modelled_s()
             observed_s += row.duration_s
             modelled_s += slowness.excused(row.duration_s, prefill_s, decode_s, waiting_s)
-        return slowness.look(observed_s, modelled_s, now_s)
+        slowness.look(observed_s, modelled_s, now_s)
 
     # Who can take what
 

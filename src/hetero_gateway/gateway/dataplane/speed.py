@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero_gateway.core.instances.slowness import Slowness
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import InstanceId, Outcome
 from hetero_gateway.engines.vllm import CLOSING_EVENTS
@@ -252,19 +251,8 @@ class StepWatch(StreamWatch):
 
     def _tell(self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float) -> None:
         scheduler = self._fleet.scheduler
-        changed = scheduler.members.observe_steps(instance_id, steps, duration_s, now_s)
-        if changed.drift:
+        if scheduler.members.observe_steps(instance_id, steps, duration_s, now_s):
             self._fleet.tell_drift(instance_id)
-        if changed.slowness:
-            _tell_slowness(instance_id, scheduler.members.slowness[instance_id])
-
-
-def _tell_slowness(instance_id: InstanceId, slowness: Slowness) -> None:
-    """Log, once, that an instance has begun or ceased to be slow."""
-    text, level = "instance %s takes %.1f times as long as its profile says", logging.WARNING
-    if slowness.since_s is None:
-        text, level = text + ": it is no longer slow", logging.INFO
-    _log.log(level, text, instance_id, slowness.factor)
 
 
 def _middle(parts: list[tuple[float, float]]) -> tuple[float, float]:

@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 # A change is seldom, and its warning not urgent.
 _LOOK_EVERY_S = 5.0
-# Observed over modelled time of a step, below and above which an instance is odd; within the second
-# pair it is no longer. A look may fall on a moment of it.
-_ODD_SPEED, _GOOD_SPEED, _LOOKS = (0.5, 2.0), (0.6, 1.7), 2
+# Observed over modelled time of a step, below which an instance is odd, and above which it is no
+# longer; one look may fall on a moment of it. ``core/instances/slowness.py`` says who is slow.
+_FAST, _FAST_AGAIN, _LOOKS = 0.5, 0.6, 2
 
 
 class SetupWatch:
@@ -32,7 +32,7 @@ class SetupWatch:
         self._looked_at = self._made_at = -1
         self._made: list[SetupWarning] = []
         self._logged: dict[str, SetupWarning] = {}
-        self._looks: dict[InstanceId, int] = {}  # in succession at which its speed was odd
+        self._looks: dict[InstanceId, int] = {}  # in succession at which it was odd
 
     def warnings(self) -> list[SetupWarning]:
         """What is odd now; made anew where anything has changed."""
@@ -64,22 +64,24 @@ class SetupWatch:
     def look_at_speeds(self) -> None:
         """Log whose speed has left what its profile says, or has come back."""
         looks, self._looks = self._looks, {}
+        members = self._fleet.scheduler.members
         for instance in self._fleet.instances.values():
-            speed = self._fleet.scheduler.members.table[instance.id].speed
-            if instance.profile is None:
-                continue
+            slowness = members.slowness.get(instance.id)
+            if slowness is None:
+                continue  # it has no profile
+            slow, speed = slowness.since_s is not None, members.table[instance.id].speed
             if "speed" in instance.problems:
-                if _GOOD_SPEED[0] <= speed <= _GOOD_SPEED[1]:
+                if not slow and speed >= _FAST_AGAIN:
                     instance.problems.discard("speed")
                     _log.info("instance %s is as fast as its profile says again", instance.id)
-            elif not _ODD_SPEED[0] <= speed <= _ODD_SPEED[1]:
+            elif slow or speed < _FAST:
                 self._looks[instance.id] = seen = looks.get(instance.id, 0) + 1
                 if seen >= _LOOKS:
                     instance.problems.add("speed")
                     _log.warning(
                         "instance %s: its steps take %.2g times what its profile says: something "
                         "else is on the machine, or the profile is another machine's", instance.id,
-                        speed,
+                        slowness.factor if slow else speed,
                     )  # fmt: skip
 
     async def run(self) -> None:

@@ -9,7 +9,7 @@ bounded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -118,9 +118,19 @@ class RequestLog:
                 return
             yield EndedRequest(*row)
 
-    def by_placement(self) -> dict[tuple[bytes, float], EndedRequest]:
-        """All of them, by id and ``placed_s``: ids are the clients', and may come again."""
-        return {(each.request_id, each.placed_s): each for each in self.newest_first()}
+    def by_placement(self) -> Callable[[bytes, float], EndedRequest | None]:
+        """Finds them by id and ``placed_s``: ids are the clients', and may come again."""
+        rows = {(row[0], row[3]): row for row in self._ended}
+
+        def find(request_id: bytes, placed_s: float) -> EndedRequest | None:
+            row = rows.get((request_id, placed_s))
+            return None if row is None else EndedRequest(*row)
+
+        return find
+
+    def of(self, request_id: bytes) -> list[EndedRequest]:
+        """Those with this id, oldest first."""
+        return [EndedRequest(*row) for row in self._ended if row[0] == request_id]
 
     def failed(self, request_id: bytes) -> list[FailedAttempt]:
         """A request's attempts that failed, oldest first."""

@@ -21,11 +21,11 @@ async def describe_decisions(
 ) -> AsyncIterator[dict[str, Any]]:
     """The last decisions, newest first; ``over``: only those of which it is known what came."""
     log = gateway.dataplane.request_log
-    ended, failed = log.by_placement(), log.failed_ids()
+    find, failed = log.by_placement(), log.failed_ids()
     records: list[tuple[LoggedDecision, EndedRequest | None]] = []
     raw_id = None if request_id is None else request_id.encode("utf-8", "replace")
     for record in gateway.dataplane.decisions.newest_first(raw_id):
-        outcome = ended.get((record.request_id.encode(), record.placed_s))
+        outcome = find(record.request_id.encode(), record.placed_s)
         if outcome is not None or not over:
             records.append((record, outcome))
         if len(records) == limit:
@@ -46,7 +46,7 @@ def describe_request(gateway: Gateway, request_id: str) -> dict[str, Any]:
     log, offset_s = gateway.dataplane.request_log, _unix_less_monotonic_s()
     raw_id = request_id.encode("utf-8", "replace")
     records = list(gateway.dataplane.decisions.newest_first(raw_id))
-    ended = {key: each for key, each in log.by_placement().items() if key[0] == raw_id}
+    ended = log.of(raw_id)
     failed = log.failed(raw_id)
     if not (records or ended or failed):
         message = (
@@ -58,7 +58,7 @@ def describe_request(gateway: Gateway, request_id: str) -> dict[str, Any]:
     left = list(failed)
     for record in reversed(records):
         placed_s, instance_id = record.placed_s, record.decision.instance_id
-        outcome = ended.get((raw_id, placed_s))
+        outcome = next((each for each in ended if each.placed_s == placed_s), None)
         failure = _take(left, instance_id, placed_s)
         attempts.append(
             _decision(gateway, record)
@@ -71,7 +71,7 @@ def describe_request(gateway: Gateway, request_id: str) -> dict[str, Any]:
             }
         )
     retries = sum(bool(each.instance_id) for each in failed)
-    last = max(ended.values(), key=lambda each: each.ended_s, default=None)
+    last = ended[-1] if ended else None
     return {
         "request_id": request_id,
         "attempts": attempts,

@@ -201,7 +201,7 @@ class Alarms:
         slow = [
             (each.factor or MOST, instance_id, each.since_s)
             for instance_id, each in members.slowness.items()
-            if each.since_s is not None and instances[instance_id].up
+            if each.since_s is not None and instance_id in instances and instances[instance_id].up
         ]
         for factor, instance_id, since_s in sorted(slow, reverse=True)[:_NAMED]:
             times = f"{factor:.1f}" if factor < MOST else f"more than {MOST:.0f}"

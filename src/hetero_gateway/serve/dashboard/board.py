@@ -9,7 +9,7 @@ nobody looks, only the trend's steps are made, and alarms learn since when they 
     rows        rows of instances that changed, by their place in ``all``
     capacities  requests/s of usual lengths that each instance can do, where any changed
     head        alarms, queue, totals, where any of them changed
-    use         clients, what they wait for, retries: of the last minute's requests
+    use         clients, what they wait for, retries: of the last minute's requests, with each step
     trend       figures now and over 15 minutes, of all models and of each; the newest point, and
                 of the last six hours, where there is a new one
 """
@@ -78,6 +78,7 @@ class Board:
         self._rows: list[list[Any]] = []
         self._head: dict[str, Any] = {}
         self._use: dict[str, Any] = {}
+        self._used = -1  # the trend's step at which that was made
         self._trended = 0
         self._looking: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(STEP_S, self._step)
@@ -165,9 +166,13 @@ class Board:
                 capacities.append(self._capacity_of(instance, usual))
                 rows.append(self._row_of(instance))
         head = self._head_of()
+        use = self._use
+        if self.trend.steps != self._used:  # it may take long, and hardly changes in a second
+            self._used, use = self.trend.steps, await self._use_of()
+        before, self._use = self._use, use
         if [each["id"] for each in plain] != [each["id"] for each in self._plain]:
             self._plain, self._rows, self._head = plain, rows, head
-            self._capacities, self._use = capacities, self._use_of()
+            self._capacities = capacities
             return self._everything()
         told = {i: new for i, (new, old) in enumerate(zip(plain, self._plain, strict=True))
                 if new != old}  # fmt: skip
@@ -180,9 +185,8 @@ class Board:
             events.append(_event("capacities", capacities))
         if head != self._head:
             events.append(_event("head", head))
-        if (use := self._use_of()) != self._use:
-            self._use = use
-            events.append(_event("use", use))
+        if use != before:
+            events.append(_event("use", self._use))
         if self.trend.steps != self._trended:
             self._trended = self.trend.steps
             news = {"point": self.trend.points(1)}
@@ -237,9 +241,11 @@ class Board:
             "alarms": self.alarms.now(),
         }
 
-    def _use_of(self) -> dict[str, Any]:
+    async def _use_of(self) -> dict[str, Any]:
         dataplane, fleet = self._gateway.dataplane, self._gateway.fleet
-        return describe_use(dataplane.request_log, fleet, self._gateway.admission.usage.denied)
+        return await describe_use(
+            dataplane.request_log, fleet, self._gateway.admission.usage.denied
+        )
 
     def _usual(self) -> tuple[float, float]:
         """Mean lengths of the last minutes' requests: prompt and output tokens."""

@@ -4,7 +4,7 @@ Made when somebody looks. Everything is of the same requests, so that parts add 
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hetero_gateway.core.types import CLIENT_DISCONNECTED, COMPLETED, InstanceId
@@ -16,78 +16,104 @@ from hetero_gateway.gateway.records.request_log import (
     WaitParts,
     parts_of,
 )
+from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.serve.dashboard.trend import short
 
 OVER_S = 60.0
 _CLIENTS = 6
+_AT_ONCE = 128
 
 
-def describe_use(
+async def describe_use(
     log: RequestLog, fleet: Fleet, denied: Mapping[tuple[str, str], int]
 ) -> dict[str, Any]:
-    """{"span_s", "requests", "retried", "retries", "waits", "clients"}.
+    """{"span_s", "requests", "retried", "retries", "waits", "clients"}, in turns of the event loop.
 
     Args:
         denied: what clients were refused since the start, by name and limit.
     """
-    now_s = time.monotonic()
+    now_s, failed = time.monotonic(), log.failed_ids()
     ended = list(log.newest_first(now_s - OVER_S))
     # Of more than are kept, those that are span less than a minute.
     full = len(ended) == MOST_ENDED
-    failed = log.failed_ids()
-    tries = [failed.get(each.request_id, 0) for each in ended]
+    retried = retries = 0
+    waits = _Waits()
+    clients: dict[str, list[int]] = {name: [0, 0, 0] for name, _ in denied}
+    async for some in in_turns(ended, _AT_ONCE):
+        for each in some:
+            tries = failed.get(each.request_id, 0)
+            retried += tries > 0
+            retries += tries
+            _count(clients.setdefault(each.client, [0, 0, 0]), each)
+            if each.stream and each.status < 400:
+                instance = fleet.instances.get(InstanceId(each.instance_id))
+                waits.add(each, tries, None if instance is None else instance.round_trip_s)
     return {
         "span_s": round(max(1.0, now_s - ended[-1].ended_s), 1) if full else OVER_S,
         "requests": len(ended),
-        "retried": sum(bool(count) for count in tries),
-        "retries": sum(tries),
-        "waits": _waits(zip(ended, tries, strict=True), fleet),
-        "clients": _clients(ended, denied),
+        "retried": retried,
+        "retries": retries,
+        "waits": waits.means(),
+        "clients": _clients(clients, denied),
     }
 
 
-def _waits(ended: Iterable[tuple[EndedRequest, int]], fleet: Fleet) -> dict[str, Any] | None:
-    """Means over the streams, s; None: there was none."""
-    sums, streams = [0.0] * len(WaitParts._fields), 0
-    for each, failed in ended:
-        if not each.stream or each.status >= 400:
-            continue
-        instance = fleet.instances.get(InstanceId(each.instance_id))
-        parts = parts_of(each, failed, None if instance is None else instance.round_trip_s)
+class _Waits:
+    """What streams waited for, s, summed."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * len(WaitParts._fields)
+        self._streams = 0
+
+    def add(self, ended: EndedRequest, failed: int, round_trip_s: float | None) -> None:
+        parts = parts_of(ended, failed, round_trip_s)
         if parts is not None:
-            sums = [a + b for a, b in zip(sums, parts, strict=True)]
-            streams += 1
-    if not streams:
-        return None
-    means = {n: short(s / streams) for n, s in zip(WaitParts._fields, sums, strict=True)}
-    return {"streams": streams, "ttft_s": short(sum(means.values()), 4), **means}
+            self._streams += 1
+            for i, part in enumerate(parts):
+                self._sums[i] += part
+
+    def means(self) -> dict[str, Any] | None:
+        """None: there was no stream."""
+        count = self._streams
+        if not count:
+            return None
+        means = {n: short(s / count) for n, s in zip(WaitParts._fields, self._sums, strict=True)}
+        return {"streams": count, "ttft_s": short(sum(means.values()), 4), **means}
+
+
+def _count(counts: list[int], ended: EndedRequest) -> None:
+    """A client's requests, output tokens, and what failed."""
+    counts[0] += 1
+    counts[1] += 0 if ended.tokens is None else ended.tokens.output
+    broke = ended.outcome is not COMPLETED and ended.outcome is not CLIENT_DISCONNECTED
+    counts[2] += broke or ended.status >= 400
 
 
 def _clients(
-    ended: Iterable[EndedRequest], denied: Mapping[tuple[str, str], int]
+    found: Mapping[str, list[int]], denied: Mapping[tuple[str, str], int]
 ) -> list[dict[str, Any]]:
     """Those with the most requests, and all others together; without a key: None as the name."""
-    found: dict[str, list[int]] = {name: [0, 0, 0] for name, _ in denied}
-    for each in ended:
-        counts = found.setdefault(each.client, [0, 0, 0])
-        counts[0] += 1
-        counts[1] += 0 if each.tokens is None else each.tokens.output
-        broke = each.outcome not in (COMPLETED, CLIENT_DISCONNECTED)
-        counts[2] += broke or each.status >= 400
     refused: dict[str, int] = {}
     for (name, _), count in denied.items():
         refused[name] = refused.get(name, 0) + count
     ordered = sorted(found, key=lambda name: (-found[name][0], name))
-    rows = [
-        {"name": name or None, "requests": a, "output_tokens": b, "failed": c,
-         "refused": refused.get(name, 0)}
-        for name in ordered[:_CLIENTS]
-        for a, b, c in [found[name]]
-    ]  # fmt: skip
+    rows = [_client(name or None, [name], found, refused) for name in ordered[:_CLIENTS]]
     if rest := ordered[_CLIENTS:]:
-        sums = [sum(found[name][i] for name in rest) for i in range(3)]
-        rows.append(
-            {"name": f"{len(rest)} others", "requests": sums[0], "output_tokens": sums[1],
-             "failed": sums[2], "refused": sum(refused.get(name, 0) for name in rest)}
-        )  # fmt: skip
+        rows.append(_client(f"{len(rest)} others", rest, found, refused))
     return rows
+
+
+def _client(
+    shown: str | None,
+    names: list[str],
+    found: Mapping[str, list[int]],
+    refused: Mapping[str, int],
+) -> dict[str, Any]:
+    requests, output_tokens, failed = (sum(found[name][i] for name in names) for i in range(3))
+    return {
+        "name": shown,
+        "requests": requests,
+        "output_tokens": output_tokens,
+        "failed": failed,
+        "refused": sum(refused.get(name, 0) for name in names),
+    }
