@@ -1,3 +1,3 @@
 """hetero-gateway: a load-balancing gateway for unequal vLLM instances."""
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
