@@ -19,7 +19,7 @@ Transactions of all gateways run one after the other (``BatchRows``), as those o
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -61,6 +61,18 @@ CREATE INDEX lines_held ON lines (holder) WHERE holder IS NOT NULL;
 ALTER TABLE batches ADD COLUMN holder TEXT;
 """
 _ALIVE = "(SELECT name FROM gateways WHERE alive_until > ?)"
+
+
+class Progress(NamedTuple):
+    """What others have done of batches.
+
+    ``new``: those that they have begun; ``there``: the numbers of all that are not over;
+    ``done_elsewhere``: lines, since the last look.
+    """
+
+    new: list[Batch]
+    there: set[int]
+    done_elsewhere: int
 
 
 class Presence:
@@ -280,20 +292,17 @@ class SharedLedger(Ledger):
             )
         return len(out)
 
-    def progress(self, known: Sequence[Batch], recount: bool) -> tuple[list[Batch], set[int]]:
+    def progress(self, known: Sequence[Batch], recount: bool) -> Progress:
         """Bring what is known of batches up to date.
 
         Args:
             recount: count what is left of each line by line, too.
-
-        Returns:
-            Those that others have begun; and the numbers of all that run.
         """
         rows = self._db.rows(
             "SELECT * FROM batches WHERE ended_at IS NULL AND total > 0 ORDER BY expires_at, seq"
         )
         mine = {each.seq: each for each in known}
-        new = []
+        new, elsewhere = [], 0
         for row in rows:
             batch = mine.get(row["seq"])
             if batch is None:
@@ -301,6 +310,7 @@ class SharedLedger(Ledger):
                 continue
             batch.status, batch.repeated = row["status"], row["repeated"]
             batch.outcome = batch.outcome or row["outcome"]
+            elsewhere += row["completed"] + row["failed"] - batch.done
             batch.completed, batch.failed = row["completed"], row["failed"]
             if recount:
                 self._count_left(batch)
@@ -314,7 +324,7 @@ class SharedLedger(Ledger):
         for each in known:
             if each.seq not in there:
                 self._close_input(each)
-        return new, there
+        return Progress(new, there, elsewhere)
 
     # Validation
 
