@@ -63,7 +63,7 @@ ALTER TABLE batches ADD COLUMN holder TEXT;
 _ALIVE = "(SELECT name FROM gateways WHERE alive_until > ?)"
 
 
-class Progress(NamedTuple):
+class BatchProgress(NamedTuple):
     """What others have done of batches.
 
     ``new``: those that they have begun; ``there``: the numbers of all that are not over;
@@ -292,7 +292,7 @@ class SharedLedger(Ledger):
             )
         return len(out)
 
-    def progress(self, known: Sequence[Batch], recount: bool) -> Progress:
+    def progress(self, known: Sequence[Batch], recount: bool) -> BatchProgress:
         """Bring what is known of batches up to date.
 
         Args:
@@ -324,7 +324,7 @@ class SharedLedger(Ledger):
         for each in known:
             if each.seq not in there:
                 self._close_input(each)
-        return Progress(new, there, elsewhere)
+        return BatchProgress(new, there, elsewhere)
 
     # Validation
 
