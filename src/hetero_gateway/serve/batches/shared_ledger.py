@@ -157,9 +157,7 @@ class SharedLedger(Ledger):
     def turn(
         self, answers: Sequence[Answer], sends: Sequence[WaitingLine]
     ) -> list[BatchLine | None]:
-        bodies: list[BatchLine | None] = [
-            self.read(line.batch, line.offset, line.size) for line in sends
-        ]
+        bodies = [self.read(line.batch, line.offset, line.size) for line in sends]
         by_batch: dict[int, list[Answer]] = {}
         for answer in answers:
             by_batch.setdefault(answer.line.batch.seq, []).append(answer)
@@ -183,30 +181,35 @@ class SharedLedger(Ledger):
                     seq,
                 )
                 counts.append((theirs[0].line.batch, good, len(mine) - good))
-            for i, line in enumerate(sends):
-                if not self._is_out(line):
-                    bodies[i] = None
+            out = self._say_out(sends)
         for batch, completed, failed in counts:
             batch.completed += completed
             batch.failed += failed
-        return bodies
+        return [
+            body if (line.batch.seq, line.number) in out else None
+            for line, body in zip(sends, bodies, strict=True)
+        ]
 
-    def _is_out(self, line: WaitingLine) -> bool:
-        """Say that it is. False: it is another gateway's by now."""
-        return bool(
-            self._db.run(
-                f"UPDATE lines SET state = {OUT} WHERE batch = ? AND number = ? AND holder = ?"
-                f" AND state < {DONE}",
-                *(line.batch.seq, line.number, self._name),
-            ).rowcount
-        )
+    def _say_out(self, lines: Sequence[WaitingLine]) -> set[tuple[int, int]]:
+        """Say that they are; returns which: the others are another gateway's by now."""
+        numbers: dict[int, list[int]] = {}
+        for line in lines:
+            numbers.setdefault(line.batch.seq, []).append(line.number)
+        out = set()
+        for seq, those in numbers.items():
+            rows = self._db.rows(
+                f"UPDATE lines SET state = {OUT} WHERE batch = ? AND holder = ? AND state < {DONE}"
+                f" AND number IN ({_marks(those)}) RETURNING number",
+                *(seq, self._name, *those),
+            )
+            out |= {(seq, row["number"]) for row in rows}
+        return out
 
     def _not_done(self, seq: int, numbers: Sequence[int]) -> dict[int, int]:
         """Those lines that are not, and how often each goes again."""
-        marks = ", ".join("?" * len(numbers))
         rows = self._db.rows(
             "SELECT number, repeats FROM lines WHERE batch = ?"
-            f" AND state < {DONE} AND number IN ({marks})",
+            f" AND state < {DONE} AND number IN ({_marks(numbers)})",
             *(seq, *numbers),
         )
         return {row["number"]: row["repeats"] for row in rows}
@@ -439,6 +442,10 @@ class SharedLedger(Ledger):
                 " (SELECT seq FROM batches WHERE seq = ? AND ended_at IS NOT NULL)",
                 batch.seq,
             )
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def gateway_name() -> str:
