@@ -402,6 +402,22 @@ def test_a_password_that_is_wrong_is_said_and_not_shown(shared, monkeypatch):
 
 
 @over_postgres
+def test_who_may_make_no_schema_takes_one_that_is_there(server):
+    with psycopg.connect(server.url, password=PASSWORD, autocommit=True) as db:
+        db.execute("DROP SCHEMA IF EXISTS hetero_gateway_batches CASCADE")
+        db.execute("DROP ROLE IF EXISTS small")
+        db.execute(f"CREATE ROLE small LOGIN PASSWORD '{PASSWORD}'")
+        rows = PostgresDatabase(server.url.replace("gateway@", "small@"), PASSWORD)
+        with pytest.raises(StorageUnavailable, match="permission denied"):
+            rows.prepare()
+        db.execute("CREATE SCHEMA hetero_gateway_batches AUTHORIZATION small")
+        rows.prepare()
+        assert rows.number("SELECT COUNT(*) FROM batches") == 0
+        rows.close()
+        db.execute("DROP SCHEMA hetero_gateway_batches CASCADE")
+
+
+@over_postgres
 def test_a_database_of_a_newer_gateway_is_left_alone(shared):
     store = SharedBatchStore(BatchesConfig(**shared))
     rows = store.rows()
