@@ -103,7 +103,8 @@ def lines(count: int, seed: int) -> Sequence[bytes]:
 
 async def start_batch(url: str, file: bytes) -> str:
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        while (await client.get("/v1/batches")).status_code == 503:  # its storage opens beside it
+        # Its storage opens beside it.
+        while (await client.get("/v1/batches")).status_code == 503:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         form = {"purpose": "batch"}
         up = await client.post("/v1/files", data=form, files={"file": ("in.jsonl", file)})
