@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from hetero_gateway.lab.load.client import parse_target
 from hetero_gateway.lab.load.prompts import BodyMaker, PromptKind, filler_pool
 from hetero_gateway.lab.load.replay import replay
 from hetero_gateway.lab.load.result import RequestRecord
+from tests.chaos.batches import shared_storage
 from tests.chaos.gateway import GatewayProcess
 from tests.fakes.clock import VirtualClock
 from tests.fakes.emulated import emulated
@@ -102,6 +103,9 @@ def lines(count: int, seed: int) -> Sequence[bytes]:
 
 async def start_batch(url: str, file: bytes) -> str:
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        # Its storage opens beside it.
+        while (await client.get("/v1/batches")).status_code == 503:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
         form = {"purpose": "batch"}
         up = await client.post("/v1/files", data=form, files={"file": ("in.jsonl", file)})
         batch = await client.post(
@@ -250,9 +254,8 @@ def memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         (directory / f"{count}").mkdir()
         place = str(directory / f"{count}")
         command = (sys.executable, "-m", "benchmarks.scheduling.batches", "_one", place)
-        done = subprocess.run(
-            (*command, "--lines", str(count)), capture_output=True, text=True, check=True
-        )
+        command += ("--lines", str(count), *(["--shared"] if args.shared else []))
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         told[str(count)] = float(done.stdout.split()[-1])
     return {"most_mb": told, "more_mb": told[str(args.memory_lines)] - told["1000"]}
 
@@ -262,15 +265,18 @@ def peak_mb(pid: int) -> float:
     return next(int(row.split()[1]) for row in rows if row.startswith("VmHWM")) / 1024
 
 
-async def one(directory: Path, count: int) -> float:
+async def one(directory: Path, count: int, section: dict[str, str]) -> float:
     """Serve a batch of so many short lines in a process of its own; returns its peak in MB.
 
     A line of it is 600 bytes; the instance, a few bytes at once, is in this process.
+
+    Args:
+        section: where the gateway keeps batches.
     """
     async with fake_instances(1, models=(MODEL,)) as fakes:
         config = {
             "server": {"port": 0},
-            "batches": {"directory": str(directory / "batches"), "max_lines": 1_000_000},
+            "batches": {**section, "max_lines": 1_000_000},
             "instances": [{"id": "a", "base_url": fakes[0].url, "profile": PROFILES[0]}],
             "log": {"access": False},
         }
@@ -301,9 +307,15 @@ def main() -> int:
     parser.add_argument("--warm-s", type=float, default=120.0)
     parser.add_argument("--lines", type=int, default=5000)
     parser.add_argument("--memory-lines", type=int, default=50_000)
+    parser.add_argument("--shared", action="store_true", help="memory over PostgreSQL and S3")
     args = parser.parse_args()
     if args.parts[0] == "_one":
-        print(asyncio.run(one(Path(args.parts[1]), args.lines)))
+        place = Path(args.parts[1])
+        with ExitStack() as stack:
+            section = {"directory": str(place / "batches")}
+            if args.shared:
+                _, section = shared_storage(stack)
+            print(asyncio.run(one(place, args.lines, section)))
         return 0
     document: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

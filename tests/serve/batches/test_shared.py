@@ -145,7 +145,7 @@ def test_two_gateways_share_the_lines_of_a_batch(several):
     make, _ = several
     a, b = make("a"), make("b")
     batch = a.begin()
-    (same,), there = b.ledger.progress([], False)
+    (same,), there, _ = b.ledger.progress([], False)
     assert (same.id, there) == (batch.id, {batch.seq})
     ours, theirs = a.ledger.next_lines(batch, "m", 5), b.ledger.next_lines(same, "m", 100)
     assert (len(ours), len(theirs)) == (5, LINES - 5)
@@ -158,10 +158,10 @@ def test_two_gateways_share_the_lines_of_a_batch(several):
     assert not a.ledger.finish(batch, "completed")
     assert not a.ledger.finish(batch, "cancelled")
     b.ledger.turn([answer(each, 400) for each in theirs], [])
-    a.ledger.progress([batch], True)
+    assert a.ledger.progress([batch], True).done_elsewhere == LINES - 5
     assert (batch.completed, batch.failed, batch.waiting, batch.left) == (5, LINES - 5, {}, {})
     assert a.ledger.finish(batch, "completed")
-    assert b.ledger.progress([same], False) == ([], set())
+    assert b.ledger.progress([same], False) == ([], set(), 0)
     check_whole(a, batch)
 
 
@@ -170,7 +170,7 @@ def test_lines_of_a_gateway_that_is_gone_go_on_elsewhere_and_say_so(several):
     a, b = make("a"), make("b")
     batch = a.begin()
     a.ledger.turn([], a.ledger.next_lines(batch, "m", 4)[:3])
-    (same,), _ = b.ledger.progress([], False)
+    (same,), _, _ = b.ledger.progress([], False)
     later(5)
     b.presence.renew({})
     assert b.ledger.reclaim() == 0
@@ -189,7 +189,7 @@ def test_of_two_answers_the_first_one_is_kept(several):
     batch = a.begin()
     lines = a.ledger.next_lines(batch, "m", LINES)
     a.ledger.turn([], lines[:6])
-    (same,), _ = b.ledger.progress([], False)
+    (same,), _, _ = b.ledger.progress([], False)
     later(11)
     b.presence.renew({})
     assert b.ledger.reclaim() == 6
@@ -217,7 +217,7 @@ def test_who_ends_in_the_midst_of_ending_a_batch_is_followed(several, monkeypatc
     lines = a.ledger.next_lines(batch, "m", 5)
     a.ledger.turn([], lines)
     a.ledger.turn([answer(each) for each in lines], [])
-    (same,), _ = b.ledger.progress([], False)
+    (same,), _, _ = b.ledger.progress([], False)
     a.ledger.cancel("", batch.id)
     method = {"errors": "_unsent", "files": "_write_files", "rows": "_keep_files"}[step]
 
@@ -399,6 +399,22 @@ def test_a_password_that_is_wrong_is_said_and_not_shown(shared, monkeypatch):
     monkeypatch.delenv(PASSWORD_ENV)
     with pytest.raises(ConfigError, match=f"password_env: .*{PASSWORD_ENV} is not set"):
         SharedBatchStore(BatchesConfig(**shared))
+
+
+@over_postgres
+def test_who_may_make_no_schema_takes_one_that_is_there(server):
+    with psycopg.connect(server.url, password=PASSWORD, autocommit=True) as db:
+        db.execute("DROP SCHEMA IF EXISTS hetero_gateway_batches CASCADE")
+        db.execute("DROP ROLE IF EXISTS small")
+        db.execute(f"CREATE ROLE small LOGIN PASSWORD '{PASSWORD}'")
+        rows = PostgresDatabase(server.url.replace("gateway@", "small@"), PASSWORD)
+        with pytest.raises(StorageUnavailable, match="permission denied"):
+            rows.prepare()
+        db.execute("CREATE SCHEMA hetero_gateway_batches AUTHORIZATION small")
+        rows.prepare()
+        assert rows.number("SELECT COUNT(*) FROM batches") == 0
+        rows.close()
+        db.execute("DROP SCHEMA hetero_gateway_batches CASCADE")
 
 
 @over_postgres

@@ -146,6 +146,11 @@ class LineChoice:
             for url, asked in said.items():
                 self._elsewhere[url] += asked.lines_out
 
+    @property
+    def lines_elsewhere(self) -> int:
+        """Lines that other gateways have out."""
+        return self._elsewhere.total()
+
     def _with_others(self, url: str, counts: InstanceCounts) -> InstanceCounts:
         """Also what they have asked since they were heard first."""
         for name, said in self._last.items():

@@ -31,6 +31,7 @@ from hetero_gateway.serve.batches.storage import BatchRows, Blobs, StorageUnavai
 
 WAITS, OUT, DONE = 0, 1, 2
 _MOST_OPEN = 32
+_READ_AT_ONCE = 1000
 _OVER = ("completed", "failed", "expired", "cancelled")
 REASONS = {
     "expired": ("batch_expired", "The request was not done before the completion window was over."),
@@ -244,17 +245,24 @@ class Ledger(ABC):
     def _count_left(self, batch: Batch) -> None:
         left: dict[Kind, Sums] = {}
         waiting: Counter[str] = Counter()
-        for model, prompt, output, state in self._db.run(
-            "SELECT model, prompt_tokens, output_tokens, state FROM lines"
-            " WHERE batch = ? AND state < ?",
-            *(batch.seq, DONE),
-        ):
+        for model, prompt, output, state in self._not_done_lines(batch.seq):
             kind = kind_of(model, prompt, output)
             left.setdefault(kind, Sums()).add(prompt, output)
             if state == WAITS:
                 waiting[model] += 1
         # At once: the event loop reads them.
         batch.left, batch.waiting = left, waiting
+
+    def _not_done_lines(self, seq: int) -> Iterator[Any]:
+        """(model, prompt tokens, output tokens, state) of each, a few at a time."""
+        after = 0
+        while rows := self._db.rows(
+            "SELECT model, prompt_tokens, output_tokens, state, number FROM lines"
+            f" WHERE batch = ? AND state < {DONE} AND number > ? ORDER BY number LIMIT ?",
+            *(seq, after, _READ_AT_ONCE),
+        ):
+            yield from (row[:4] for row in rows)
+            after = rows[-1]["number"]
 
     def read(self, batch: Batch, offset: int, size: int) -> BatchLine:
         """A line that was found good before. Raises InputLost."""

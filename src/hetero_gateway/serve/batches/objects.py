@@ -19,6 +19,8 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.serve.batches.storage import MEDIA_TYPE, StorageUnavailable
 
 _READ_BYTES = 1 << 20
+# Of 5 MiB each, in memory.
+_PARTS_AT_ONCE = 2
 # What no row knows may be on its way in, at another gateway.
 _STRAY = timedelta(days=1)
 
@@ -81,7 +83,7 @@ class Objects:
     def put(self, name: str, file: BinaryIO) -> None:
         file.seek(0)
         with _in_words():
-            obstore.put(self._store, name, file)
+            obstore.put(self._store, name, file, max_concurrency=_PARTS_AT_ONCE)
 
     def create(self, name: str) -> ObjectSink:
         return ObjectSink(self, name)

@@ -95,7 +95,10 @@ class PostgresDatabase:
             db = self._connected()
             with db.transaction():
                 db.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
-                db.execute(f"CREATE SCHEMA IF NOT EXISTS {_NAMESPACE}")
+                # Who may make none may have been given one.
+                there = "SELECT 1 FROM pg_namespace WHERE nspname = %s"
+                if db.execute(there, (_NAMESPACE,)).fetchone() is None:
+                    db.execute(f"CREATE SCHEMA {_NAMESPACE}")
                 db.execute("CREATE TABLE IF NOT EXISTS version (version BIGINT NOT NULL)")
                 row = db.execute("SELECT MAX(version) FROM version").fetchone()
                 version = 0 if row is None or row[0] is None else int(row[0])

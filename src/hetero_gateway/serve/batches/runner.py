@@ -12,6 +12,7 @@ import logging
 import math
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -47,6 +48,7 @@ _BUSY = frozenset((429, 503))
 _FAILED = frozenset((0, 500, 502, 504))
 _MOST_TRIES = 3
 _MOST_BACKOFF_S = 60.0
+_LATELY = 64
 
 
 class RunnerParts(Protocol):
@@ -101,6 +103,7 @@ class Runner:
         self._number = 0
         self._wake = asyncio.Event()
         self._pace = Pace()
+        self._lately: deque[float] = deque(maxlen=_LATELY)  # work of lines, s
         self._looked_s = -math.inf
         self._ends_s: dict[int, float] = {}  # by batch, monotonic
         self.paused = ""
@@ -325,7 +328,9 @@ class Runner:
             left.add(-told[0], -told[1], -1)
         if real is not None:
             running.seen.note(line.kind, told, real)
-            self._pace.note(self._work_s(line.model, *real))
+            work_s = self._work_s(line.model, *real)
+            self._pace.note(work_s)
+            self._lately.append(work_s)
 
     def _work_s(self, model: str, prompt_tokens: float, output_tokens: float) -> float:
         return self.choice.work_s(model, prompt_tokens, output_tokens, time.monotonic())
@@ -394,6 +399,11 @@ class Runner:
             for batch in new:
                 self.add(batch)
 
+    def note_elsewhere(self, lines: int) -> None:
+        """So many are done by other gateways: as long as those that were done here lately."""
+        if lines and self._lately:
+            self._pace.note(lines * sum(self._lately) / len(self._lately))
+
     def stuck(self, for_s: float, rest_s: float) -> list[WaitingLine]:
         """Lines that found no place here for so long: they are let go, for others to send.
 
@@ -418,11 +428,18 @@ class Runner:
             made = 0.0 if placed is None else self.choice.made_tokens(placed, now_s)
             told = line.prompt_tokens, line.output_tokens
             out[running.batch.seq].append(LineOut(line.kind, at, told, made))
-        works_s, begun_s = [], 0.0
+        works_s, begun_s, elsewhere = [], 0.0, self.choice.lines_elsewhere
         for each in self.running:
             lines = out[each.batch.seq]
             each.seen.look(lines)
             waits_s, theirs_s = work_of(each.batch.left, lines, each.seen, self._work_s)
+            if elsewhere:
+                # Lines that other gateways have out are as those here; the earliest ones first.
+                waiting = sum(sums.lines for sums in each.batch.left.values()) - len(lines)
+                theirs = max(0, min(elsewhere, waiting))
+                elsewhere -= theirs
+                waits_s *= 1 - theirs / max(1, waiting)
+                theirs_s *= 1 + theirs / max(1, len(lines))
             works_s.append(waits_s)
             begun_s += theirs_s
         pace = self._pace.look(now_s, begun_s)

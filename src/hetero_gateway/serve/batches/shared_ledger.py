@@ -19,7 +19,7 @@ Transactions of all gateways run one after the other (``BatchRows``), as those o
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -61,6 +61,18 @@ CREATE INDEX lines_held ON lines (holder) WHERE holder IS NOT NULL;
 ALTER TABLE batches ADD COLUMN holder TEXT;
 """
 _ALIVE = "(SELECT name FROM gateways WHERE alive_until > ?)"
+
+
+class BatchProgress(NamedTuple):
+    """What others have done of batches.
+
+    ``new``: those that they have begun; ``there``: the numbers of all that are not over;
+    ``done_elsewhere``: lines, since the last look.
+    """
+
+    new: list[Batch]
+    there: set[int]
+    done_elsewhere: int
 
 
 class Presence:
@@ -145,9 +157,7 @@ class SharedLedger(Ledger):
     def turn(
         self, answers: Sequence[Answer], sends: Sequence[WaitingLine]
     ) -> list[BatchLine | None]:
-        bodies: list[BatchLine | None] = [
-            self.read(line.batch, line.offset, line.size) for line in sends
-        ]
+        bodies = [self.read(line.batch, line.offset, line.size) for line in sends]
         by_batch: dict[int, list[Answer]] = {}
         for answer in answers:
             by_batch.setdefault(answer.line.batch.seq, []).append(answer)
@@ -171,30 +181,35 @@ class SharedLedger(Ledger):
                     seq,
                 )
                 counts.append((theirs[0].line.batch, good, len(mine) - good))
-            for i, line in enumerate(sends):
-                if not self._is_out(line):
-                    bodies[i] = None
+            out = self._say_out(sends)
         for batch, completed, failed in counts:
             batch.completed += completed
             batch.failed += failed
-        return bodies
+        return [
+            body if (line.batch.seq, line.number) in out else None
+            for line, body in zip(sends, bodies, strict=True)
+        ]
 
-    def _is_out(self, line: WaitingLine) -> bool:
-        """Say that it is. False: it is another gateway's by now."""
-        return bool(
-            self._db.run(
-                f"UPDATE lines SET state = {OUT} WHERE batch = ? AND number = ? AND holder = ?"
-                f" AND state < {DONE}",
-                *(line.batch.seq, line.number, self._name),
-            ).rowcount
-        )
+    def _say_out(self, lines: Sequence[WaitingLine]) -> set[tuple[int, int]]:
+        """Say that they are; returns which: the others are another gateway's by now."""
+        numbers: dict[int, list[int]] = {}
+        for line in lines:
+            numbers.setdefault(line.batch.seq, []).append(line.number)
+        out = set()
+        for seq, those in numbers.items():
+            rows = self._db.rows(
+                f"UPDATE lines SET state = {OUT} WHERE batch = ? AND holder = ? AND state < {DONE}"
+                f" AND number IN ({_marks(those)}) RETURNING number",
+                *(seq, self._name, *those),
+            )
+            out |= {(seq, row["number"]) for row in rows}
+        return out
 
     def _not_done(self, seq: int, numbers: Sequence[int]) -> dict[int, int]:
         """Those lines that are not, and how often each goes again."""
-        marks = ", ".join("?" * len(numbers))
         rows = self._db.rows(
             "SELECT number, repeats FROM lines WHERE batch = ?"
-            f" AND state < {DONE} AND number IN ({marks})",
+            f" AND state < {DONE} AND number IN ({_marks(numbers)})",
             *(seq, *numbers),
         )
         return {row["number"]: row["repeats"] for row in rows}
@@ -280,20 +295,17 @@ class SharedLedger(Ledger):
             )
         return len(out)
 
-    def progress(self, known: Sequence[Batch], recount: bool) -> tuple[list[Batch], set[int]]:
+    def progress(self, known: Sequence[Batch], recount: bool) -> BatchProgress:
         """Bring what is known of batches up to date.
 
         Args:
             recount: count what is left of each line by line, too.
-
-        Returns:
-            Those that others have begun; and the numbers of all that run.
         """
         rows = self._db.rows(
             "SELECT * FROM batches WHERE ended_at IS NULL AND total > 0 ORDER BY expires_at, seq"
         )
         mine = {each.seq: each for each in known}
-        new = []
+        new, elsewhere = [], 0
         for row in rows:
             batch = mine.get(row["seq"])
             if batch is None:
@@ -301,6 +313,7 @@ class SharedLedger(Ledger):
                 continue
             batch.status, batch.repeated = row["status"], row["repeated"]
             batch.outcome = batch.outcome or row["outcome"]
+            elsewhere += row["completed"] + row["failed"] - batch.done
             batch.completed, batch.failed = row["completed"], row["failed"]
             if recount:
                 self._count_left(batch)
@@ -314,7 +327,7 @@ class SharedLedger(Ledger):
         for each in known:
             if each.seq not in there:
                 self._close_input(each)
-        return new, there
+        return BatchProgress(new, there, elsewhere)
 
     # Validation
 
@@ -429,6 +442,10 @@ class SharedLedger(Ledger):
                 " (SELECT seq FROM batches WHERE seq = ? AND ended_at IS NOT NULL)",
                 batch.seq,
             )
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def gateway_name() -> str:

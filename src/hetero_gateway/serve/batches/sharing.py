@@ -22,8 +22,10 @@ from hetero_gateway.serve.batches.storage import BatchRows
 
 _log = logging.getLogger(__name__)
 
-# Between two renewals, and two looks at how far others are; between two counts of all lines.
-_TURN_S, _RECOUNT_S = 2.0, 30.0
+# Between two renewals, and two looks at how far others are.
+_TURN_S = 2.0
+# Lines that are left are counted so many a second, as others do some: for when it will be done.
+_COUNTED_PER_S = 5000
 # Lines that wait for a place here for so long may be sent from elsewhere, if that is soon done.
 _STUCK_S, _REST_S = 5.0, 2.5
 
@@ -85,12 +87,14 @@ class SharedWork:
         if out := await self._call(self._ledger.reclaim):
             _log.warning("a gateway is gone: %d lines that it had out go again", out)
         now_s = time.monotonic()
-        recount = now_s - self._counted_s >= _RECOUNT_S
+        known = [each.batch for each in self._runner.running]
+        lines = sum(each.total - each.done for each in known)
+        recount = now_s - self._counted_s >= lines / _COUNTED_PER_S
         if recount:
             self._counted_s = now_s
-        known = [each.batch for each in self._runner.running]
-        new, there = await self._call(self._ledger.progress, known, recount)
-        self._runner.take_up(new, known, there)
+        progress = await self._call(self._ledger.progress, known, recount)
+        self._runner.take_up(progress.new, known, progress.there)
+        self._runner.note_elsewhere(progress.done_elsewhere)
         if self._others and (stuck := self._runner.stuck(_STUCK_S, _REST_S)):
             await self._call(self._ledger.let_go, stuck)
         for batch in await self._call(self._ledger.unlooked):
