@@ -9,6 +9,7 @@ import argparse
 import re
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -64,7 +65,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return _report(error)
     except KeyboardInterrupt:
         # Whoever is in a hurry and presses it again wants no traceback of what is cleaned up.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return 130
     except BrokenPipeError:
         # Whoever read the output has left, as `| head` does.
