@@ -185,6 +185,7 @@ def instance_rows(
     n[kernel.CACHING] = int(prefix_caching)
     n[kernel.BUCKET_MASK] = block_cache.bucket_mask(total_blocks)
     n[kernel.INSTANCE] = heads // 3
+    n[kernel.AHEAD] = int(profile.plans_ahead)
     n[kernel.HEAD_WAITING] = heads
     n[kernel.HEAD_PREFILLING] = heads + 1
     n[kernel.HEAD_DECODING] = heads + 2

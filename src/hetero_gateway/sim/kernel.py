@@ -49,7 +49,9 @@ KEYS, HITS, KEPT, HELD, CACHED_TOKENS = range(13, 18)
 # Of a leg. FETCHED: prompt tokens whose KV came from elsewhere; PINS: 1 where its blocks stay when
 # it is done, until they are fetched.
 FETCHED, PINS = range(18, 20)
-SEQUENCE_FIELDS = 20
+# Of a scheduler that plans ahead: the plans that there were when it came.
+SEEN = 20
+SEQUENCE_FIELDS = 21
 
 # Values of STATE.
 NEW, WAITING, PREFILLING, DECODING, DONE = range(5)
@@ -67,7 +69,9 @@ PHASE = 24
 # Of the prefix cache: whether there is one; tokens looked up and found; blocks on its stack.
 CACHING, BUCKET_MASK, QUERIES_TOTAL, HITS_TOTAL, SPARES = range(25, 30)
 INSTANCE = 30  # its place in ``c``
-PHASES_AT = 31  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
+# AHEAD: 1 where a step is planned while the one before it runs; how many PLANS there were.
+AHEAD, PLANS = range(31, 33)
+PHASES_AT = 33  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 
 # Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
 # much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
@@ -246,14 +250,26 @@ def drop(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
 def enqueue(q: Rows, n: Row, slot: int) -> None:
     """Put a new sequence at the end of the waiting queue."""
     q[slot][STATE] = WAITING
+    # What follows the step under way is planned already.
+    q[slot][SEEN] = n[PLANS] if n[STEPS] > 0 else n[PLANS] - 1
     link(q, slot, n[HEAD_WAITING])
     n[NUM_WAITING] += 1
+
+
+def comes_too_late(q: Rows, n: Row) -> bool:
+    """Whether the head of the waiting queue came when this plan had been made, a step ahead.
+
+    Where nothing runs, nothing was planned.
+    """
+    if n[AHEAD] == 0 or n[NUM_WAITING] == 0 or n[NUM_PREFILLING] + n[NUM_DECODING] == 0:
+        return False
+    return q[q[n[HEAD_WAITING]][NEXT]][SEEN] + 2 > n[PLANS]
 
 
 def admissible(q: Rows, n: Row, c: Kept, k: Rows) -> bool:
     """Whether there is a slot and room for the head of the waiting queue; looks its prompt up."""
     running = n[NUM_PREFILLING] + n[NUM_DECODING]
-    if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS]:
+    if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS] or comes_too_late(q, n):
         return False
     slot = q[n[HEAD_WAITING]][NEXT]
     needed = blocks(n, prefill_tokens(q, slot))
@@ -401,6 +417,7 @@ def plan(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, no
     last one has ended, unless the caller cuts STEPS.
     """
     evicted = False
+    n[PLANS] += 1
     n[STEP_DECODES] = 0
     n[STEP_PROMPTS] = 0
     n[STEP_TOKENS] = 0
@@ -426,7 +443,7 @@ def plan(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, no
     # An eviction does not shorten the run: less than its blocks are free, so it stays out until
     # another one finishes, and those behind it with it. With a prefix cache it may find equal
     # blocks that others use, and come back in the next step.
-    alone = n[NUM_PREFILLING] > 0 or (evicted and n[CACHING])
+    alone = n[NUM_PREFILLING] > 0 or (evicted and n[CACHING]) or comes_too_late(q, n)
     n[STEPS] = 1 if alone else run_length(q, n)
     return n[STEPS]
 

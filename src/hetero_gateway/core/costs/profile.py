@@ -76,9 +76,13 @@ class Profile:
         kv_capacity_tokens: KVTotal of the paper, as a number of tokens, for the whole instance.
         max_num_seqs: most sequences that the engine runs in one step.
         source: how the constants were obtained (``how``, ``date``, ``note``, ``error``).
+        first_token_s: what a first token takes beside its steps, occupying nothing, s: the server
+            reads the request, and makes the answer's head. Under any load it is the same.
+        plans_ahead: a step is planned while the one before it runs (vLLM's asynchronous
+            scheduling), so that a prompt that comes meanwhile waits for one step more.
 
     Raises:
-        ProfileError: when a capacity is below 1.
+        ProfileError: when a capacity is below 1, or ``first_token_s`` below 0.
     """
 
     gpu: str
@@ -88,11 +92,15 @@ class Profile:
     kv_capacity_tokens: int
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    first_token_s: float = 0.0
+    plans_ahead: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "kv_capacity_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ProfileError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if not 0 <= self.first_token_s < math.inf:
+            raise ProfileError(f"first_token_s is {self.first_token_s}: it must be 0 or more")
 
     @property
     def name(self) -> str:
