@@ -44,7 +44,6 @@ import numpy as np
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import BucketMeanPredictor
 from hetero_gateway.core.policies import make_policy
-from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.files.accelerator_catalogue import ACCELERATORS, accelerator
@@ -307,7 +306,6 @@ def plan_large(
         Goals("cost"),
         Goals("fewest", rate_per_s=rate_per_s),
         Goals("fewest", rate_per_s=rate_per_s, ttft_p99_s=2.0, tpot_p99_s=0.05),
-        Goals("goodput", slo=Slo(2.0, 0.05)),
     ):
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         types, unfit = instance_types(

@@ -93,9 +93,8 @@ def test_a_printed_command_line_is_taken():
 
 
 def test_a_plan_of_many_machines_is_made_for_every_goal(capsys):
-    search.plan_large(["T4-16GB"], copies=1, count=2, rate_per_s=0.1, requests=100)
+    search.plan_large(["L40S-48GB"], copies=1, count=1, rate_per_s=1.0, requests=100)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
         *("throughput", "cost", "fewest", "fewest, TTFT p99 ≤ 2 s and TPOT p99 ≤ 50 ms"),
-        "goodput, 95 % within TTFT 2 s, TPOT 50 ms",
     ]

@@ -1,6 +1,7 @@
 """Measuring a live engine: what comes out, and every way in which it can go wrong."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -257,3 +258,14 @@ def test_killed_or_interrupted_and_resumed_is_as_good_as_in_one_go(tmp_path, cap
         assert decode_time_s(one, b, i, 30) == pytest.approx(
             decode_time_s(other, b, i, 30), rel=0.02
         )
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_what_comes_before_a_first_token_is_measured(tmp_path, ahead):
+    planted = dataclasses.replace(quick_profile(), first_token_s=0.03, plans_ahead=ahead)
+    output = tmp_path / "p.yaml"
+    async with engine(EmulatorSettings(planted, max_model_len=512)) as (url, _):
+        await profile(url, output, CampaignPlan(budget_s=8, passes=1))
+    found = load_profile(str(output))
+    assert found.first_token_s == pytest.approx(0.03, abs=0.003)
+    assert found.plans_ahead is ahead
