@@ -49,8 +49,8 @@ KEYS, HITS, KEPT, HELD, CACHED_TOKENS = range(13, 18)
 # Of a leg. FETCHED: prompt tokens whose KV came from elsewhere; PINS: 1 where its blocks stay when
 # it is done, until they are fetched.
 FETCHED, PINS = range(18, 20)
-# Of a scheduler that plans ahead: the plans that there were when it came.
-SEEN = 20
+# Where steps are planned ahead: the number of the step that was under way when it came; -1: none.
+CAME_IN = 20
 SEQUENCE_FIELDS = 21
 
 # Values of STATE.
@@ -69,8 +69,8 @@ PHASE = 24
 # Of the prefix cache: whether there is one; tokens looked up and found; blocks on its stack.
 CACHING, BUCKET_MASK, QUERIES_TOTAL, HITS_TOTAL, SPARES = range(25, 30)
 INSTANCE = 30  # its place in ``c``
-# AHEAD: 1 where a step is planned while the one before it runs; how many PLANS there were.
-AHEAD, PLANS = range(31, 33)
+# AHEAD: 1 where a step is planned while the one before it runs; how many have ENDED.
+AHEAD, ENDED = range(31, 33)
 PHASES_AT = 33  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 
 # Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
@@ -250,20 +250,18 @@ def drop(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
 def enqueue(q: Rows, n: Row, slot: int) -> None:
     """Put a new sequence at the end of the waiting queue."""
     q[slot][STATE] = WAITING
-    # What follows the step under way is planned already.
-    q[slot][SEEN] = n[PLANS] if n[STEPS] > 0 else n[PLANS] - 1
+    q[slot][CAME_IN] = n[ENDED] + 1 if n[STEPS] > 0 else -1
     link(q, slot, n[HEAD_WAITING])
     n[NUM_WAITING] += 1
 
 
 def comes_too_late(q: Rows, n: Row) -> bool:
-    """Whether the head of the waiting queue came when this plan had been made, a step ahead.
-
-    Where nothing runs, nothing was planned.
+    """Whether the head of the waiting queue came while the step before this one ran, and this one
+    had been planned. Where nothing runs, nothing was.
     """
     if n[AHEAD] == 0 or n[NUM_WAITING] == 0 or n[NUM_PREFILLING] + n[NUM_DECODING] == 0:
         return False
-    return q[q[n[HEAD_WAITING]][NEXT]][SEEN] + 2 > n[PLANS]
+    return q[q[n[HEAD_WAITING]][NEXT]][CAME_IN] == n[ENDED]
 
 
 def admissible(q: Rows, n: Row, c: Kept, k: Rows) -> bool:
@@ -417,7 +415,6 @@ def plan(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, no
     last one has ended, unless the caller cuts STEPS.
     """
     evicted = False
-    n[PLANS] += 1
     n[STEP_DECODES] = 0
     n[STEP_PROMPTS] = 0
     n[STEP_TOKENS] = 0
@@ -517,6 +514,7 @@ def end(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, now
     """Apply the steps that ``plan`` planned: their tokens, blocks and finishes."""
     steps = n[STEPS]
     n[STEPS] = 0
+    n[ENDED] += steps
     if n[STEP_DECODES] > 0:
         batch = n[NUM_DECODING]
         size = n[BLOCK_TOKENS]
@@ -617,6 +615,10 @@ def submit(
     s[HITS] = 0
     s[CACHED_TOKENS] = 0
     enqueue(q, instance, slot)
+    if instance[AHEAD] and instance[STEPS] > 1:
+        ended = steps_ended_by(x[i], instance[STEPS], now_s)
+        between = ended > 0 and run_end_s(x[i], ended) == now_s
+        s[CAME_IN] = -1 if between else instance[ENDED] + ended + 1
     # Behind others it changes nothing: what they lack comes free at the end of the run at best.
     if instance[STEPS] == 0 or instance[NUM_WAITING] == 1:
         look_again(n, x, first, i, now_s)
