@@ -21,7 +21,11 @@ from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner import roofline
-from hetero_gateway.planner.accelerators import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
+from hetero_gateway.planner.accelerators import (
+    COMPUTE_EFFICIENCY,
+    LAYER_OVERHEAD_S,
+    MEMORY_EFFICIENCY,
+)
 
 # compute, memory, link (shares); a layer's small kernels, the start of an all-reduce (seconds).
 NAMES = ("compute", "memory", "link", "layer", "all-reduce start")
@@ -29,7 +33,7 @@ SHARES = (
     COMPUTE_EFFICIENCY,
     MEMORY_EFFICIENCY,
     roofline.LINK_EFFICIENCY,
-    roofline.LAYER_OVERHEAD_S,
+    LAYER_OVERHEAD_S,
     roofline.ALL_REDUCE_START_S,
 )
 BOUNDS = ((0.3, 0.4, 0.1, 0.0, 0.0), (1.0, 1.0, 1.0, 1e-4, 1e-4))
@@ -44,10 +48,9 @@ def ratios(profile: Profile, shares: tuple[float, ...]) -> Iterator[np.ndarray]:
         # A card that has a share of its own keeps it, in proportion.
         compute_efficiency=device.compute_efficiency * compute / COMPUTE_EFFICIENCY,
         memory_efficiency=device.memory_efficiency * memory / MEMORY_EFFICIENCY,
+        layer_overhead_s=device.layer_overhead_s * layer / LAYER_OVERHEAD_S,
     )
-    with patch.multiple(
-        roofline, LINK_EFFICIENCY=link, LAYER_OVERHEAD_S=layer, ALL_REDUCE_START_S=start
-    ):
+    with patch.multiple(roofline, LINK_EFFICIENCY=link, ALL_REDUCE_START_S=start):
         times = roofline.step_times(device, model_card(profile.model), profile.tensor_parallel)
         shapes = roofline.grid(profile.kv_capacity_tokens, profile.max_num_seqs)
         known = (prefill_time_s, decode_step_time_s)

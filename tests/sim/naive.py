@@ -132,6 +132,9 @@ class NaiveEngine:
             time_s += c.p5 * cached + c.p6 * b + c.p7 * (cached / b) + c.p8
         if prompts and decoders:
             time_s -= min(c.p4, c.p8)
+        tokens = len(decoders) + sum(size for _, size in prompts)
+        if decoders and tokens < self.profile.experts_awake_at:
+            time_s -= self.profile.idle_expert_s * (self.profile.experts_awake_at - tokens)
         factor = 1.0
         for since_s, value in self.slowdowns:
             if since_s <= now_s:

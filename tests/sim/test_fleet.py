@@ -36,8 +36,13 @@ def cases(draw: st.DrawFn, constants: tuple[Constants, ...], times: st.SearchStr
     jobs = sorted(draw(st.lists(sizes, min_size=1, max_size=14)), key=lambda job: job[0])
     max_num_seqs = draw(st.integers(1, 8))
     changes = st.tuples(times, st.sampled_from([0.5, 1.0, 2.0, 4.0]))
-    profile = Profile("GPU", "m", 1, draw(st.sampled_from(constants)), kv_tokens, max_num_seqs)
-    profile = dataclasses.replace(profile, plans_ahead=draw(st.booleans()))
+    c = draw(st.sampled_from(constants))
+    profile = Profile(
+        *("GPU", "m", 1, c, kv_tokens, max_num_seqs),
+        plans_ahead=draw(st.booleans()),
+        experts_awake_at=draw(st.sampled_from([0.0, 4.0])),
+        idle_expert_s=c.p8 / 16,
+    )
     return Case(
         profile,
         draw(st.sampled_from(BOTH)),

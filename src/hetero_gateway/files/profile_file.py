@@ -63,6 +63,8 @@ class ProfileModel(StrictModel):
     max_num_seqs: int = Field(DEFAULT_MAX_NUM_SEQS, ge=1)
     first_token_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     plans_ahead: bool = False
+    experts_awake_at: float = Field(0.0, ge=0, allow_inf_nan=False)
+    idle_expert_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     source: SourceModel | None = None
 
     @field_validator("constants")
@@ -121,6 +123,9 @@ def profile_document(
         document["first_token_s"] = float(profile.first_token_s / speed)
     if profile.plans_ahead:
         document["plans_ahead"] = True
+    if profile.idle_expert_s:
+        document["experts_awake_at"] = float(profile.experts_awake_at)
+        document["idle_expert_s"] = float(profile.idle_expert_s / speed)
     return document | {"source": dict(source)}
 
 

@@ -77,6 +77,8 @@ PHASES_AT = 33  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 # much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
 P1, P2, P3, P4, P5, P6, P7, P8, P9 = range(9)
 SLOWDOWN, START_S, FIRST_S, GROWTH_S, NEXT_S, DECODE_S = range(9, 15)
+# Of a mixture of experts, as in ``Profile``.
+AWAKE_AT, IDLE_EXPERT_S = range(15, 17)
 
 # Values of PHASE: what NEXT_S is the time of. At one time, steps end before others begin, so that
 # what a caller does at that time is seen by the steps that begin then.
@@ -473,6 +475,8 @@ def step_time_s(
         time_s += x[P5] * cached + x[P6] * decodes + x[P7] * cached / decodes + x[P8]
         if prompts > 0:
             time_s -= min(x[P4], x[P8])
+        if decodes + tokens < x[AWAKE_AT]:
+            time_s -= x[IDLE_EXPERT_S] * (x[AWAKE_AT] - (decodes + tokens))
     return time_s
 
 

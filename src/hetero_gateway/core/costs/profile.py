@@ -80,9 +80,12 @@ class Profile:
             reads the request, and makes the answer's head. Under any load it is the same.
         plans_ahead: a step is planned while the one before it runs (vLLM's asynchronous
             scheduling), so that a prompt that comes meanwhile waits for one step more.
+        experts_awake_at: a step of fewer tokens leaves some experts of a mixture unread; p8 has all.
+        idle_expert_s: what each token fewer spares of such a step, s.
 
     Raises:
-        ProfileError: when a capacity is below 1, or ``first_token_s`` below 0.
+        ProfileError: when a capacity is below 1, a time below 0, or nothing would be left of a
+            step of one token.
     """
 
     gpu: str
@@ -94,13 +97,19 @@ class Profile:
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
     first_token_s: float = 0.0
     plans_ahead: bool = False
+    experts_awake_at: float = 0.0
+    idle_expert_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "kv_capacity_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ProfileError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if not 0 <= self.first_token_s < math.inf:
-            raise ProfileError(f"first_token_s is {self.first_token_s}: it must be 0 or more")
+        for name in ("first_token_s", "experts_awake_at", "idle_expert_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ProfileError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+        spared_s = self.idle_expert_s * self.experts_awake_at
+        if spared_s and spared_s >= self.constants.p8:
+            raise ProfileError("idle_expert_s times experts_awake_at must be less than p8")
 
     @property
     def name(self) -> str:
