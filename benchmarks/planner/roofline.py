@@ -39,16 +39,19 @@ SHARES = (
 BOUNDS = ((0.3, 0.4, 0.1, 0.0, 0.0), (1.0, 1.0, 1.0, 1e-4, 1e-4))
 
 
-def ratios(profile: Profile, shares: tuple[float, ...]) -> Iterator[np.ndarray]:
+def ratios(
+    profile: Profile, shares: tuple[float, ...], *, fitting: bool = False
+) -> Iterator[np.ndarray]:
     """Roofline over profile, of the prefills and of the decode steps of the grid."""
     compute, memory, link, layer, start = shares
     device = accelerator(profile.gpu)
     device = dataclasses.replace(
         device,
-        # A card that has a share of its own keeps it, in proportion.
+        # A card that has a share of its own keeps it, in proportion; what engines show of its memory
+        # and small kernels is not in operators, to which shares are fitted.
         compute_efficiency=device.compute_efficiency * compute / COMPUTE_EFFICIENCY,
-        memory_efficiency=device.memory_efficiency * memory / MEMORY_EFFICIENCY,
-        layer_overhead_s=device.layer_overhead_s * layer / LAYER_OVERHEAD_S,
+        memory_efficiency=memory if fitting else device.memory_efficiency,
+        layer_overhead_s=layer if fitting else device.layer_overhead_s,
     )
     with patch.multiple(roofline, LINK_EFFICIENCY=link, ALL_REDUCE_START_S=start):
         times = roofline.step_times(device, model_card(profile.model), profile.tensor_parallel)
@@ -64,7 +67,7 @@ def fit(profiles: list[Profile]) -> tuple[float, ...]:
 
     def off(shares: np.ndarray) -> np.ndarray:
         return np.concatenate(
-            [np.log(r) / np.sqrt(len(r)) for p in profiles for r in ratios(p, tuple(shares))]
+            [np.log(r) / np.sqrt(len(r)) for p in profiles for r in ratios(p, tuple(shares), fitting=True)]
         )
 
     scale = [0.1, 0.1, 0.1, 1e-5, 1e-5]
