@@ -2,8 +2,8 @@
 
     python benchmarks/planner/measured_stages.py STAGES.csv
 
-A row of STAGES.csv is a stage of constant arrivals: run, model, accelerator (absent: H100-80GB-SXM),
-tp, max_model_len, max_num_batched_tokens, max_num_seqs, rate, prompt_mean, output_tokens,
+A row of STAGES.csv is a stage of constant arrivals: run, model, accelerator (absent: H100 SXM), tp,
+max_model_len, max_num_batched_tokens, max_num_seqs, rate, prompt_mean, output_tokens,
 latency_mean_s, ttft_mean_s. Prompts repeat, so all but their last block is in the engine's prefix
 cache. No profile is used: memory and times are the planner's. Printed, as Markdown, is simulated
 over measured. Exit code 1 where the mean latency is off by more than 10 % in the mean or 20 % in
@@ -118,7 +118,9 @@ def main() -> int:
         )
     latency = [abs(s.latency - 1) for s in found]
     ttft = float(np.mean([abs(s.ttft - 1) for s in found]))
-    print(f"\nlatency off by {np.mean(latency):.1%} in the mean, {max(latency):.1%} at most; ", end="")
+    print(
+        f"\nlatency off by {np.mean(latency):.1%} in the mean, {max(latency):.1%} at most; ", end=""
+    )
     print(f"TTFT by {ttft:.1%} in the mean")
     met = np.mean(latency) <= 0.1 and max(latency) <= 0.2 and ttft <= 0.2
     return 0 if met and all(s.held for s in found) else 1

@@ -47,8 +47,8 @@ def ratios(
     device = accelerator(profile.gpu)
     device = dataclasses.replace(
         device,
-        # A card that has a share of its own keeps it, in proportion; what engines show of its memory
-        # and small kernels is not in operators, to which shares are fitted.
+        # A card that has a share of its own keeps it, in proportion; what engines show of its
+        # memory and small kernels is not in operators, to which shares are fitted.
         compute_efficiency=device.compute_efficiency * compute / COMPUTE_EFFICIENCY,
         memory_efficiency=memory if fitting else device.memory_efficiency,
         layer_overhead_s=layer if fitting else device.layer_overhead_s,
@@ -67,7 +67,11 @@ def fit(profiles: list[Profile]) -> tuple[float, ...]:
 
     def off(shares: np.ndarray) -> np.ndarray:
         return np.concatenate(
-            [np.log(r) / np.sqrt(len(r)) for p in profiles for r in ratios(p, tuple(shares), fitting=True)]
+            [
+                np.log(r) / np.sqrt(len(r))
+                for p in profiles
+                for r in ratios(p, tuple(shares), fitting=True)
+            ]
         )
 
     scale = [0.1, 0.1, 0.1, 1e-5, 1e-5]

@@ -296,7 +296,9 @@ def plan_large(
     """
     prices = dict(zip(LARGE, (0.6, 0.3, 1.1, 1.6, 2.8), strict=True))
     machines = [
-        Machine(f"{name.lower()}-{i}", name, count, prices[name]) for name in kinds for i in range(copies)
+        Machine(f"{name.lower()}-{i}", name, count, prices[name])
+        for name in kinds
+        for i in range(copies)
     ]
     profiles = list(builtin_profiles().values())
     lengths = LogNormalLengths(LogNormal(256, 1.0, 3072), LogNormal(160, 0.8, 1024))

@@ -1,4 +1,4 @@
-"""Recorded runs of vLLM on an H100 beside the simulator: half of the requests fit, the others judge.
+"""Recorded runs of vLLM on an H100 beside the simulator: half of their requests fit, half judge.
 
     python benchmarks/simulator/recorded.py
     python benchmarks/simulator/recorded.py --fit
@@ -75,7 +75,7 @@ def beside(recording: Recording, profile: Profile, parity: int) -> Beside:
 
 
 def fit(profile: Profile, recordings: list[Recording]) -> Profile:
-    """``first_token_s`` and p6, by the even halves: each request's errors, and those of the means."""
+    """``first_token_s`` and p6, by the even halves: errors of each request, and of the means."""
     from scipy.optimize import minimize  # 300 modules
 
     def changed(values: np.ndarray) -> Profile:

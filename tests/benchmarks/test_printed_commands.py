@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -58,9 +59,13 @@ def start(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
         patch.setattr(sys, "argv", [module, *words])
         with pytest.raises(Parsed):
-            running = script.main()
-            if inspect.iscoroutine(running):
-                asyncio.run(running)
+            _run(script)
+
+
+def _run(script: ModuleType) -> None:
+    running = script.main()
+    if inspect.iscoroutine(running):
+        asyncio.run(running)
 
 
 BENCHMARKS = sorted({command for _, command in printed(r"python (?:-m )?benchmarks")})

@@ -79,8 +79,8 @@ def test_a_run_on_an_h100_simulates_as_it_was_measured(rate, capsys):
     (run,) = json.loads(capsys.readouterr().out)
     measured, simulated = run["measured"], run["by_policy"]
     assert measured["requests"] == simulated["requests"] >= 250
-    # docs/evidence/h100.md: what the server adds to a request and to each of its tokens is not in the
-    # profile that the gateway had, so the simulation is somewhat early, and never late.
+    # docs/evidence/h100.md: what the server adds to a request and to each of its tokens is not in
+    # the profile that the gateway had, so the simulation is somewhat early, and never late.
     assert 1.0 < measured["latency_s"]["mean"] / simulated["latency_s"]["mean"] < 1.12
     assert 1.0 < measured["tpot_s"]["mean"] / simulated["tpot_s"]["mean"] < 1.12
     assert 0.97 < measured["output_tokens_per_s"] / simulated["output_tokens_per_s"] < 1.01

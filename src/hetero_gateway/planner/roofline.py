@@ -90,8 +90,8 @@ def roofline_profile(
         return prefill(batch, prompt_tokens) - p9 * batch * attended_pairs(prompt_tokens)
 
     all_awake, awake_at, idle_s = decode, 0.0, 0.0
-    if model.moe_layers and times is None:
-        all_awake, awake_at, idle_s = _awake(decode, accelerator, model, tensor_parallel)
+    if model.moe_layers:
+        all_awake, awake_at, idle_s = _awake(decode, accelerator, model, tensor_parallel * copies)
     p1_to_p4 = _fit(without_attention, prefill_shapes)
     p5_to_p8 = _fit(all_awake, decode_shapes)
     constants = Constants(*[*p1_to_p4, *p5_to_p8, _rounded(p9)])
@@ -122,17 +122,20 @@ def roofline_profile(
 
 
 def _awake(
-    decode: StepTime, accelerator: Accelerator, model: ModelShape, tensor_parallel: int
+    decode: StepTime, accelerator: Accelerator, model: ModelShape, ranks: int
 ) -> tuple[StepTime, float, float]:
     """Decode steps that read all experts; from how many tokens on they do, nearly; and what each
     token fewer spares, s: a line through none spared there and what one token alone does.
+
+    ``ranks``: accelerators that share the experts out.
     """
-    bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * tensor_parallel
+    bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * ranks
     experts = model.moe_layers * model.experts * model.expert_weights * model.bytes_per_weight
     missed = 1 - model.experts_per_token / model.experts
 
     def all_awake(batch: float, cached_tokens: float) -> float:
-        return decode(batch, cached_tokens) + experts / bytes_per_s * missed**batch
+        idle: float = missed**batch
+        return decode(batch, cached_tokens) + experts / bytes_per_s * idle
 
     if missed <= 0:
         return decode, 0.0, 0.0
@@ -186,7 +189,10 @@ def step_times(
             STEP_OVERHEAD_S
             + SEQUENCE_OVERHEAD_S * batch
             + model.layers
-            * (accelerator.layer_overhead_s + 2 * all_reduce_s(accelerator, model, tensor_parallel, tokens))
+            * (
+                accelerator.layer_overhead_s
+                + 2 * all_reduce_s(accelerator, model, tensor_parallel, tokens)
+            )
         )
 
     def prefill(batch: float, prompt_tokens: float) -> float:

@@ -80,7 +80,8 @@ class Profile:
             reads the request, and makes the answer's head. Under any load it is the same.
         plans_ahead: a step is planned while the one before it runs (vLLM's asynchronous
             scheduling), so that a prompt that comes meanwhile waits for one step more.
-        experts_awake_at: a step of fewer tokens leaves some experts of a mixture unread; p8 has all.
+        experts_awake_at: a step of fewer tokens leaves some experts of a mixture unread; p8 is of
+            one that reads all.
         idle_expert_s: what each token fewer spares of such a step, s.
 
     Raises:

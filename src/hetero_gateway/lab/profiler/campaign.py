@@ -206,7 +206,8 @@ class Campaign:
             self._spent_s += time.perf_counter() - began_s
 
     async def _probe_beside(self, step_s: float) -> None:
-        tokens, beside = first_tokens.BESIDE_TOKENS, []
+        tokens = first_tokens.BESIDE_TOKENS
+        beside: list[tuple[float, Track]] = []
         # The stream is to last as long as the others take.
         steps = max((p.ttft_s for p in self.idle_probes), default=0.0) / step_s + 3
         output = 5 + math.ceil(first_tokens.BESIDE_TIMES * steps)
