@@ -28,7 +28,7 @@ from hetero_gateway.lab.load.replay import raise_file_limit
 from hetero_gateway.lab.profiler import first_tokens, verdicts
 from hetero_gateway.lab.profiler.batch import BatchSender, Shot
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts
-from hetero_gateway.lab.profiler.first_tokens import Probe
+from hetero_gateway.lab.profiler.first_tokens import ShortPrompt
 from hetero_gateway.lab.profiler.grid import GRID_VERSION, BatchLimits, GridCell, cost_s, plan_cells
 from hetero_gateway.lab.profiler.samples import append, kept_samples, record_of
 from hetero_gateway.lab.profiler.tracks import Track
@@ -149,8 +149,8 @@ class Campaign:
         self._decode = np.zeros(4)
         self._warm: Sample | None = None
         self._rng = np.random.default_rng(plan.seed)
-        self.idle_probes: list[Probe] = []
-        self.beside_probes: list[Probe] = []
+        self.idle_probes: list[ShortPrompt] = []
+        self.beside_probes: list[ShortPrompt] = []
 
     async def run(self) -> CampaignOutcome:
         """Measure until every cell has its samples or the budget is spent, or it cannot go on.
@@ -224,7 +224,7 @@ class Campaign:
             stream.cancel()
         step_s = (other.times_s[-1] - other.first_s) / max(1, other.output_tokens - 1)
         self.beside_probes += [
-            Probe(tokens, found.first_s - sent_s, step_s)
+            ShortPrompt(tokens, found.first_s - sent_s, step_s)
             for sent_s, found in beside
             if other.first_s < sent_s and found.first_s < other.times_s[-1]
         ]
@@ -450,8 +450,8 @@ def identity(facts: EngineFacts, plan: CampaignPlan) -> dict[str, Any]:
     }
 
 
-def _probe(prompt_tokens: int, sent_s: float, track: Track) -> Probe:
+def _probe(prompt_tokens: int, sent_s: float, track: Track) -> ShortPrompt:
     """Of a prompt that was alone."""
     steps = max(1, track.output_tokens - track.tokens[0])
     step_s = (track.times_s[-1] - track.first_s) / steps
-    return Probe(prompt_tokens, track.first_s - sent_s, step_s)
+    return ShortPrompt(prompt_tokens, track.first_s - sent_s, step_s)

@@ -28,7 +28,7 @@ STEPS = len(IDLE_TOKENS) * IDLE_TIMES * OUTPUT_TOKENS + 6 * BESIDE_TIMES
 _PLANNED_AHEAD_STEPS = 1.0
 
 
-class Probe(NamedTuple):
+class ShortPrompt(NamedTuple):
     """One short prompt. ``step_s``: a decode step's mean, of its stream or of the one beside it."""
 
     prompt_tokens: int
@@ -45,7 +45,7 @@ class FirstTokens(NamedTuple):
 
 
 def fit_first_tokens(
-    idle: Sequence[Probe], beside: Sequence[Probe], constants: Constants
+    idle: Sequence[ShortPrompt], beside: Sequence[ShortPrompt], constants: Constants
 ) -> FirstTokens | None:
     """None where there is too little to tell.
 
