@@ -197,7 +197,7 @@ def test_an_unknown_model_is_answered_with_the_nearest():
 
 
 def test_a_patch_may_be_said_as_height_and_width():
-    """As InternVL's files for transformers do; of a configuration made up by its class's defaults."""
+    """As InternVL's files for transformers do; made up by the defaults of its class."""
     vision = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
     text = {
         "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "vocab_size": 151674,

@@ -315,7 +315,7 @@ def _vision_weights(fields: Fields, hidden: int) -> int | None:
     sides = part.items("patch_size") or [part.optional("patch_size") or 14]
     if not all(isinstance(side, int) and side > 0 for side in sides):
         raise part.error(f"patch_size is {sides}, it must be one or two whole numbers above 0")
-    pixels = sides[0] * sides[-1]
+    pixels: int = sides[0] * sides[-1]
     frames = part.optional("temporal_patch_size") or 1
     encoder += 3 * frames * pixels * width
     encoder += width * part.optional("num_position_embeddings")
