@@ -192,7 +192,7 @@ def instance_rows(
     n[kernel.HEAD_PREFILLING] = heads + 1
     n[kernel.HEAD_DECODING] = heads + 2
     x = [*astuple(profile.constants), slowdown, 0.0, 0.0, 0.0, math.inf, 0.0]
-    x += [profile.experts_awake_at, profile.idle_expert_s]
+    x += [profile.experts_awake_at, profile.spared_s]
     return n, x
 
 

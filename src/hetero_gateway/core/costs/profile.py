@@ -15,6 +15,8 @@ from hetero_gateway.errors import ProfileError
 
 # vLLM's own default for max_num_seqs on cards below 70 GiB (vllm/engine/arg_utils.py).
 DEFAULT_MAX_NUM_SEQS = 256
+# Of p8, what idle experts may take off a step.
+_MOST_SPARED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,7 @@ class Profile:
         idle_expert_s: what each token fewer spares of such a step, s.
 
     Raises:
-        ProfileError: when a capacity is below 1, a time below 0, or nothing would be left of a
-            step of one token.
+        ProfileError: when a capacity is below 1, or a time below 0.
     """
 
     gpu: str
@@ -108,9 +109,13 @@ class Profile:
         for name in ("first_token_s", "experts_awake_at", "idle_expert_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ProfileError(f"{name} is {getattr(self, name)}: it must be 0 or more")
-        spared_s = self.idle_expert_s * self.experts_awake_at
-        if spared_s and spared_s >= self.constants.p8:
-            raise ProfileError("idle_expert_s times experts_awake_at must be less than p8")
+
+    @property
+    def spared_s(self) -> float:
+        """``idle_expert_s``, as far as p8 has so much: a part of it is left of every step."""
+        if self.experts_awake_at <= 0:
+            return 0.0
+        return min(self.idle_expert_s, _MOST_SPARED * self.constants.p8 / self.experts_awake_at)
 
     @property
     def name(self) -> str:
