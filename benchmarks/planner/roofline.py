@@ -21,7 +21,11 @@ from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles
 from hetero_gateway.planner import roofline
-from hetero_gateway.planner.accelerators import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
+from hetero_gateway.planner.accelerators import (
+    COMPUTE_EFFICIENCY,
+    LAYER_OVERHEAD_S,
+    MEMORY_EFFICIENCY,
+)
 
 # compute, memory, link (shares); a layer's small kernels, the start of an all-reduce (seconds).
 NAMES = ("compute", "memory", "link", "layer", "all-reduce start")
@@ -29,25 +33,27 @@ SHARES = (
     COMPUTE_EFFICIENCY,
     MEMORY_EFFICIENCY,
     roofline.LINK_EFFICIENCY,
-    roofline.LAYER_OVERHEAD_S,
+    LAYER_OVERHEAD_S,
     roofline.ALL_REDUCE_START_S,
 )
 BOUNDS = ((0.3, 0.4, 0.1, 0.0, 0.0), (1.0, 1.0, 1.0, 1e-4, 1e-4))
 
 
-def ratios(profile: Profile, shares: tuple[float, ...]) -> Iterator[np.ndarray]:
+def ratios(
+    profile: Profile, shares: tuple[float, ...], *, fitting: bool = False
+) -> Iterator[np.ndarray]:
     """Roofline over profile, of the prefills and of the decode steps of the grid."""
     compute, memory, link, layer, start = shares
     device = accelerator(profile.gpu)
     device = dataclasses.replace(
         device,
-        # A card that has a share of its own keeps it, in proportion.
+        # A card that has a share of its own keeps it, in proportion; what engines show of its
+        # memory and small kernels is not in operators, to which shares are fitted.
         compute_efficiency=device.compute_efficiency * compute / COMPUTE_EFFICIENCY,
-        memory_efficiency=device.memory_efficiency * memory / MEMORY_EFFICIENCY,
+        memory_efficiency=memory if fitting else device.memory_efficiency,
+        layer_overhead_s=layer if fitting else device.layer_overhead_s,
     )
-    with patch.multiple(
-        roofline, LINK_EFFICIENCY=link, LAYER_OVERHEAD_S=layer, ALL_REDUCE_START_S=start
-    ):
+    with patch.multiple(roofline, LINK_EFFICIENCY=link, ALL_REDUCE_START_S=start):
         times = roofline.step_times(device, model_card(profile.model), profile.tensor_parallel)
         shapes = roofline.grid(profile.kv_capacity_tokens, profile.max_num_seqs)
         known = (prefill_time_s, decode_step_time_s)
@@ -61,7 +67,11 @@ def fit(profiles: list[Profile]) -> tuple[float, ...]:
 
     def off(shares: np.ndarray) -> np.ndarray:
         return np.concatenate(
-            [np.log(r) / np.sqrt(len(r)) for p in profiles for r in ratios(p, tuple(shares))]
+            [
+                np.log(r) / np.sqrt(len(r))
+                for p in profiles
+                for r in ratios(p, tuple(shares), fitting=True)
+            ]
         )
 
     scale = [0.1, 0.1, 0.1, 1e-5, 1e-5]

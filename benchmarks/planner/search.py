@@ -35,7 +35,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -54,7 +54,7 @@ from hetero_gateway.planner.instance_types import Types, instance_types
 from hetero_gateway.planner.layouts import describe, machine_layouts
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.planner.plan import Layout, Machine
-from hetero_gateway.planner.question import Question
+from hetero_gateway.planner.question import SYSTEM_REQUESTS, Question
 from hetero_gateway.planner.search import search
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
@@ -282,11 +282,23 @@ def summary(rows: list[dict[str, Any]], chosen: str, share: str) -> dict[str, An
     }
 
 
-def plan_large() -> int:
-    """How long a hundred machines take, by goal."""
+def plan_large(
+    kinds: Sequence[str] = LARGE,
+    copies: int = 20,
+    count: int = 8,
+    rate_per_s: float = 1000.0,
+    requests: int = SYSTEM_REQUESTS,
+) -> int:
+    """How long so many machines of each kind, of ``count`` accelerators, take, by goal.
+
+    Args:
+        requests: of a run of a whole system.
+    """
     prices = dict(zip(LARGE, (0.6, 0.3, 1.1, 1.6, 2.8), strict=True))
     machines = [
-        Machine(f"{name.lower()}-{i}", name, 8, prices[name]) for name in LARGE for i in range(20)
+        Machine(f"{name.lower()}-{i}", name, count, prices[name])
+        for name in kinds
+        for i in range(copies)
     ]
     profiles = list(builtin_profiles().values())
     lengths = LogNormalLengths(LogNormal(256, 1.0, 3072), LogNormal(160, 0.8, 1024))
@@ -294,15 +306,17 @@ def plan_large() -> int:
     for goals in (
         Goals(),
         Goals("cost"),
-        Goals("fewest", rate_per_s=1000.0),
-        Goals("fewest", rate_per_s=1000.0, ttft_p99_s=2.0, tpot_p99_s=0.05),
+        Goals("fewest", rate_per_s=rate_per_s),
+        Goals("fewest", rate_per_s=rate_per_s, ttft_p99_s=2.0, tpot_p99_s=0.05),
     ):
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         types, unfit = instance_types(
             model_card("Llama-3-8B"), machines, profiles, EngineOptions(max_model_len=4096),
             needed_tokens=4096, find=accelerator,
         )  # fmt: skip
-        question = Question(tuple(machines), types, lengths, goals, unfit=tuple(unfit))
+        question = Question(
+            tuple(machines), types, lengths, goals, requests=requests, unfit=tuple(unfit)
+        )
         plan = search(question)
         took[goals] = time.perf_counter() - begin_s
         name = f"{goals.name}{f', {goals.limits}' if goals.has_limits else ''}"

@@ -30,7 +30,7 @@ import yaml
 
 from benchmarks.envoy import command, configuration, without_reports
 from benchmarks.ports import free_port
-from hetero_gateway.cli.demo import INSTANCES, MODEL, RATE_PER_S, TIME_SCALE, _mix
+from hetero_gateway.cli.demo import _MIX, INSTANCES, MODEL, RATE_PER_S, TIME_SCALE
 from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace
 from hetero_gateway.lab.load.children import Children
 from hetero_gateway.lab.load.client import parse_target
@@ -130,7 +130,7 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         await cluster.start_instances()
         for number in range(args.rounds):
             seed = args.seed + number
-            trace = synthetic_trace(count, seed, _mix())
+            trace = synthetic_trace(count, seed, _MIX)
             load = list(schedule(trace, RATE_PER_S * scale, seed))
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
                 before_s = await cluster.lost_s()

@@ -161,6 +161,7 @@ def test_offers_are_bought_for_a_rate(tmp_path, run, document):
     [
         (("--goal", "goodput"), 2, "--slo-ttft"),
         (("--goal", "fewest", "--rate", "1e6"), 1, "nothing holds"),
+        (("--rate", "1e6"), 1, "nothing holds"),
         (("--report", "no/such/folder/plan.html"), 2, "folder"),
         (("--seed", "-1"), 2, "seed"),
         (("--policy", "fastest"), 2, "policy"),

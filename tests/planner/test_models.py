@@ -194,3 +194,24 @@ def test_a_card_is_found_by_what_people_call_it():
 def test_an_unknown_model_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"'Llama-3-9B' has no built-in card.*Llama-3-8B"):
         model_card("Llama-3-9B")
+
+
+def test_a_patch_may_be_said_as_height_and_width():
+    """As InternVL's files for transformers do; made up by the defaults of its class."""
+    vision = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
+    text = {
+        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "vocab_size": 151674,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+    }  # fmt: skip
+    found = [
+        model_from_config(
+            {
+                "model_type": "internvl",
+                "text_config": text,
+                "vision_config": vision | {"patch_size": patch},
+            },
+            name="internvl",
+        ).other_weights
+        for patch in ([14, 14], 14)
+    ]
+    assert found[0] == found[1] > 24 * 12 * 1024 * 1024

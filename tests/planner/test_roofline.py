@@ -13,12 +13,15 @@ from benchmarks.planner.measured_operators import (
     all_reduce_ratios,
     expert_ratios,
 )
+from benchmarks.planner.measured_stages import run_stage
 from hetero_gateway.core.costs.cost_model import decode_step_time_s, prefill_time_s
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.profile_file import builtin_profiles, load_profile
 from hetero_gateway.planner.memory import EngineOptions, StartUp
 from hetero_gateway.planner.roofline import all_reduce_s, grid, roofline_profile, step_times
+from hetero_gateway.sim import kernel
+from hetero_gateway.sim.engine import instance_rows
 
 ROOT = Path(__file__).parents[2]
 LLAMA_3_8B = model_card("Llama-3-8B")
@@ -54,10 +57,10 @@ def ratios(device, tensor_parallel):
     [
         # The table in docs/evidence/planner.md.
         (A100, 1, 1.03, 0.94),
-        (A100, 4, 0.89, 0.90),
-        (H100, 1, 0.98, 1.04),
-        (H100, 4, 0.98, 1.08),
-        (H200, 8, 1.08, 1.05),
+        (A100, 4, 0.91, 0.97),
+        (H100, 1, 0.92, 0.88),
+        (H100, 4, 0.96, 1.00),
+        (H200, 8, 1.11, 1.10),
         (L40S, 1, 1.06, 1.00),
         (L40S, 2, 1.03, 1.04),
         (V100, 4, 2.73, 1.15),
@@ -99,13 +102,13 @@ def test_the_stored_l4_profile_is_near_what_the_roofline_gives():
 
 
 def test_a_measured_h100_is_as_near_to_the_roofline_as_its_page_says():
-    """docs/evidence/h100.md: decode steps come out a quarter too long, prefills right."""
+    """docs/evidence/h100.md: decode steps come out right, and prefills."""
     measured = load_profile("configs/profiles/h100-80gb-llama-3.1-8b-tp1.yaml", ROOT)
     assert measured.source["how"] == "measured"
     prefill, decode = step_times(H100, LLAMA_3_8B, 1)
     steps = [(b, i) for b in (1, 4, 16, 64) for i in (128, 1024)]
     slower = [decode(*s) / decode_step_time_s(measured.constants, *s) for s in steps]
-    assert np.mean(slower) == pytest.approx(1.23, abs=0.05)
+    assert np.mean(slower) == pytest.approx(1.03, abs=0.02)
     prompts = [(1, 2048), (4, 1024), (1, 8192)]
     ratio = [prefill(*s) / prefill_time_s(measured.constants, *s) for s in prompts]
     assert np.mean(ratio) == pytest.approx(1.0, abs=0.1)
@@ -211,3 +214,34 @@ def test_over_slots_two_cards_do_more_each_than_four(device) -> None:
     prefill, decode = zip(*(step_times(device, LLAMA_3_8B, t) for t in (2, 4)), strict=True)
     assert prefill[0](1, 2048) * 2 < prefill[1](1, 2048) * 4
     assert decode[0](64, 1000) * 2 < decode[1](64, 1000) * 4
+
+
+def test_stages_that_others_measured_on_an_h100_are_as_the_page_says():
+    """docs/evidence/planner.md: two of its rows, with the figures that stand there."""
+    common = {"max_model_len": "4096", "max_num_batched_tokens": "2048", "max_num_seqs": "128"}
+    common |= {"prompt_mean": "590", "output_tokens": "247", "rate": "10", "run": "stage"}
+    for model, t, latency_s, ttft_s in (
+        ("Llama-2-7b-hf", "1", "2.22", "0.029"),
+        ("Mixtral-8x7B-v0.1", "2", "4.75", "0.057"),
+    ):
+        row = {"model": model, "tp": t, "latency_mean_s": latency_s, "ttft_mean_s": ttft_s}
+        stage = run_stage(common | row, duration_s=20)
+        assert stage.held
+        assert stage.latency == pytest.approx(1, abs=0.1)
+        assert stage.ttft == pytest.approx(1, abs=0.2)
+
+
+def test_a_mixtures_steps_rise_until_all_experts_are_awake():
+    mixtral = model_card("Mixtral-8x7B")
+    found = roofline_profile(H100, mixtral, 2, 128, 100_000)
+    decode = step_times(H100, mixtral, 2)[1]
+    _, times = instance_rows(found, 0)
+    took_s = {}
+    for batch in (1, 2, 4, 8, 16, 64):
+        took_s[batch] = kernel.step_time_s(times, 0, 0, 0.0, batch, batch * 500)
+        assert took_s[batch] == pytest.approx(decode(batch, 500), rel=0.25)
+    assert took_s[8] > 1.8 * took_s[1]
+    assert took_s[64] < 1.2 * took_s[16]
+    # Of a machine that is taken to be faster, a step still takes some time.
+    faster = dataclasses.replace(found, constants=found.constants.scaled(0.1))
+    assert kernel.step_time_s(instance_rows(faster, 0)[1], 0, 0, 0.0, 1, 1) > 0

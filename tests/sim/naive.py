@@ -31,6 +31,7 @@ class Job:
     cached_tokens: int | None = None
     first_s: float | None = None
     finish_s: float | None = None
+    late: bool = False  # it came while the step before this one ran
 
     @property
     def to_compute(self) -> int:
@@ -64,8 +65,12 @@ class NaiveEngine:
         while todo or self.waiting or self.running:
             if not self.waiting and not self.running:
                 now_s = max(now_s, todo[0].arrival_s)
+            for job in self.waiting:
+                job.late = False
             while todo and todo[0].arrival_s <= now_s:
                 self.waiting.append(todo.pop(0))
+                # In the order of events, a step ends before what happens at that time.
+                self.waiting[-1].late = self.waiting[-1].arrival_s < now_s
             now_s = self._step(now_s)
         assert len(self.free) == total
 
@@ -127,6 +132,9 @@ class NaiveEngine:
             time_s += c.p5 * cached + c.p6 * b + c.p7 * (cached / b) + c.p8
         if prompts and decoders:
             time_s -= min(c.p4, c.p8)
+        tokens = len(decoders) + sum(size for _, size in prompts)
+        if decoders and tokens < self.profile.experts_awake_at:
+            time_s -= self.profile.idle_expert_s * (self.profile.experts_awake_at - tokens)
         factor = 1.0
         for since_s, value in self.slowdowns:
             if since_s <= now_s:
@@ -158,6 +166,8 @@ class NaiveEngine:
 
     def _can_admit(self) -> bool:
         if not self.waiting or len(self.running) >= self.profile.max_num_seqs:
+            return False
+        if self.profile.plans_ahead and self.running and self.waiting[0].late:
             return False
         in_use = len([block for block in self._found(self.waiting[0]) if block.references])
         needed = blocks_for(self.waiting[0].to_compute) - in_use

@@ -31,12 +31,18 @@ def jobs_of(*rows: tuple[float, int, int]) -> list[Job]:
 
 @st.composite
 def cases(draw: st.DrawFn, constants: tuple[Constants, ...], times: st.SearchStrategy[float]):
-    kv_tokens = draw(st.integers(180, 600))
+    kv_tokens = draw(st.integers(192, 600))  # room for the largest job, in whole blocks
     sizes = st.tuples(times, st.integers(1, 120), st.integers(1, 60))
     jobs = sorted(draw(st.lists(sizes, min_size=1, max_size=14)), key=lambda job: job[0])
     max_num_seqs = draw(st.integers(1, 8))
     changes = st.tuples(times, st.sampled_from([0.5, 1.0, 2.0, 4.0]))
-    profile = Profile("GPU", "m", 1, draw(st.sampled_from(constants)), kv_tokens, max_num_seqs)
+    c = draw(st.sampled_from(constants))
+    profile = Profile(
+        *("GPU", "m", 1, c, kv_tokens, max_num_seqs),
+        plans_ahead=draw(st.booleans()),
+        experts_awake_at=draw(st.sampled_from([0.0, 4.0])),
+        idle_expert_s=c.p8 / 16,
+    )
     return Case(
         profile,
         draw(st.sampled_from(BOTH)),

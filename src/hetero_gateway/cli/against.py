@@ -95,6 +95,12 @@ def _notes(record: RecordedRun, answered: Sequence[RequestLine]) -> list[str]:
     return notes
 
 
+def recording_of(record: RecordedRun) -> Recording:
+    """Those of a record that were answered with tokens, instances in its order."""
+    answered = [line for line in record.requests if line.instance and line.out and line.end]
+    return _recording(answered, list(record.instances))
+
+
 def _recording(answered: Sequence[RequestLine], ids: Sequence[str]) -> Recording:
     """As arrays: each sequence counts as a request."""
     position = {name: i for i, name in enumerate(ids)}

@@ -10,12 +10,19 @@ from hetero_gateway.planner.accelerators import (
     CHECKED,
     COMPUTE_EFFICIENCY,
     GIB,
+    LAYER_OVERHEAD_S,
+    MEMORY_EFFICIENCY,
     RELATED,
     UNCHECKED,
     Accelerator,
 )
 
-_UNCERTAINTIES: Final = {"checked": CHECKED, "related": RELATED, "unchecked": UNCHECKED}
+_UNCERTAINTIES: Final = {
+    "engine": CHECKED,
+    "operators": CHECKED,
+    "related": RELATED,
+    "unchecked": UNCHECKED,
+}
 _ROWS: Final = list(table("accelerators.csv"))
 
 
@@ -27,10 +34,13 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
         float(row["gb_per_s"]) * 1e9,
         float(row["link_gb_per_s"] or 0) * 1e9,
         float(row["efficiency"] or COMPUTE_EFFICIENCY),
+        float(row["memory_share"] or MEMORY_EFFICIENCY),
+        layer_overhead_s=float(row["layer_us"] or LAYER_OVERHEAD_S * 1e6) / 1e6,
         usable_memory_bytes=float(row["usable_gib"]) * GIB if row["usable_gib"] else None,
         fp8_op_per_s=float(row["fp8_tops"] or 0) * 1e12,
         int8_op_per_s=float(row["int8_tops"] or 0) * 1e12,
-        uncertainty=_UNCERTAINTIES[row["uncertainty"]],
+        uncertainty=_UNCERTAINTIES[row["known"]],
+        known=row["known"],
         cuda_capability=float(row["cuda_capability"]) if row["cuda_capability"] else None,
         source=row["source"],
     )

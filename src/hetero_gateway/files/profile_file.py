@@ -61,6 +61,10 @@ class ProfileModel(StrictModel):
     constants: dict[str, float]
     kv_capacity_tokens: int = Field(ge=1)
     max_num_seqs: int = Field(DEFAULT_MAX_NUM_SEQS, ge=1)
+    first_token_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    plans_ahead: bool = False
+    experts_awake_at: float = Field(0.0, ge=0, allow_inf_nan=False)
+    idle_expert_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     source: SourceModel | None = None
 
     @field_validator("constants")
@@ -107,15 +111,22 @@ def profile_document(
     constants = asdict(profile.constants.scaled(1 / speed))
     if not constants["p9"]:
         del constants["p9"]  # it was not fitted: the file is as the paper's eight are
-    return {
+    document = {
         "gpu": profile.gpu,
         "model": profile.model,
         "tensor_parallel": profile.tensor_parallel,
         "constants": {name: float(value) for name, value in constants.items()},
         "kv_capacity_tokens": int(profile.kv_capacity_tokens),
         "max_num_seqs": int(profile.max_num_seqs),
-        "source": dict(source),
     }
+    if profile.first_token_s:
+        document["first_token_s"] = float(profile.first_token_s / speed)
+    if profile.plans_ahead:
+        document["plans_ahead"] = True
+    if profile.idle_expert_s:
+        document["experts_awake_at"] = float(profile.experts_awake_at)
+        document["idle_expert_s"] = float(profile.idle_expert_s / speed)
+    return document | {"source": dict(source)}
 
 
 def profile_text(document: Mapping[str, Any]) -> str:

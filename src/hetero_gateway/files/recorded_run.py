@@ -193,6 +193,11 @@ def _instance(line: InstanceLine, where: str) -> RecordedInstance:
                 Constants(*map(float, known["constants"])),
                 int(known["kv_capacity_tokens"]),
                 int(known["max_num_seqs"]),
+                # Not in the records of earlier versions.
+                first_token_s=float(known.get("first_token_s", 0.0)),
+                plans_ahead=bool(known.get("plans_ahead", False)),
+                experts_awake_at=float(known.get("experts_awake_at", 0.0)),
+                idle_expert_s=float(known.get("idle_expert_s", 0.0)),
             )
         except (KeyError, TypeError, ValueError, OverflowError, ProfileError) as error:
             raise ConfigError(f"{where}: its profile cannot be read: {error!r}") from None

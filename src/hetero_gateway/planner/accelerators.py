@@ -24,8 +24,10 @@ USABLE_SHARE = 0.985
 # the built-in profiles of measured operators by benchmarks/planner/roofline.py.
 COMPUTE_EFFICIENCY = 0.72
 MEMORY_EFFICIENCY = 0.78
-# Relative error of a roofline's step times: of one that was held against measured operators
-# (docs/evidence/planner.md), of a card of the same make as one that was, and of one never seen.
+# Of a layer's many small kernels in one step; fitted in the same way.
+LAYER_OVERHEAD_S = 3.9e-5
+# Relative error of a roofline's step times: of one that was held against measured engines or
+# operators (docs/evidence/planner.md), of a card of the same make, and of one never seen.
 CHECKED, RELATED, UNCHECKED = 0.15, 0.25, 0.4
 
 
@@ -37,7 +39,10 @@ class Accelerator:
         link_bytes_per_s: 0: none is known, so no tensor parallelism.
         usable_memory_bytes: None: ``USABLE_SHARE`` of the nominal.
         max_group: most devices that one instance can sensibly span (a box, a board).
+        layer_overhead_s: of one layer's small kernels in a step.
         uncertainty: relative, of step times from this roofline.
+        known: how: held against measured engines ("engine") or sums of measured "operators", of the
+            make of one that was ("related"), or "unchecked": its sheet alone.
         cuda_capability: of NVIDIA's; None for others. Below 8.0 there is no bf16.
         source: where the figures are from.
     """
@@ -49,11 +54,13 @@ class Accelerator:
     link_bytes_per_s: float = 0.0
     compute_efficiency: float = COMPUTE_EFFICIENCY
     memory_efficiency: float = MEMORY_EFFICIENCY
+    layer_overhead_s: float = LAYER_OVERHEAD_S
     usable_memory_bytes: float | None = None
     fp8_op_per_s: float = 0.0
     int8_op_per_s: float = 0.0
     max_group: int = 8
     uncertainty: float = UNCHECKED
+    known: str = "unchecked"
     cuda_capability: float | None = None
     source: str = ""
 

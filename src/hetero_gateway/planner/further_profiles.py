@@ -78,7 +78,10 @@ def pipelined_profile(
     )
     note = f"{p} stages of tp{size.tensor}, reckoned from {base.source.get('how', 'derived')} times"
     source = dict(base.source) | {"how": "roofline", "note": note, "pipeline_parallel": p}
-    return dataclasses.replace(base, constants=constants, source=source)
+    # Of a mixture all stages read all experts here: p8 has them.
+    return dataclasses.replace(
+        base, constants=constants, source=source, experts_awake_at=0.0, idle_expert_s=0.0
+    )
 
 
 def _hops(

@@ -19,6 +19,7 @@ L40S); docs/evidence/planner.md has the ratios. Those of V100, T4 and A800 hold 
 overhead, 2.5 ms a step and 60 µs a sequence: against them it is optimistic.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -37,9 +38,13 @@ from hetero_gateway.planner.model_shape import ModelShape
 # What vLLM's scheduler, sampler and input preparation add to a step: as in the built-in profiles.
 STEP_OVERHEAD_S = 1e-3
 SEQUENCE_OVERHEAD_S = 1e-5
-# Small kernels of a layer, and the start of one all-reduce (two of them follow each layer); the
-# share of a link's figure that an all-reduce reaches. Fitted as said above.
-LAYER_OVERHEAD_S = 3.9e-5
+# What a server does before a first token, beside the steps: of vLLM's on an H100 and of those in
+# docs/evidence/planner.md 7 to 13 ms, whatever the model or the group; not the card's.
+FIRST_TOKEN_S = 9e-3
+# Of a mixture's experts, so many are read by a step from which on all are taken to be.
+AWAKE_SHARE = 0.9
+# The start of one all-reduce (two of them follow each layer), and the share of a link's figure that
+# an all-reduce reaches. Fitted as said above.
 ALL_REDUCE_START_S = 0.7e-5
 LINK_EFFICIENCY = 0.53
 # Links below this are slots. What an all-reduce of vLLM's reaches there, as a share of the link,
@@ -84,8 +89,11 @@ def roofline_profile(
     def without_attention(batch: float, prompt_tokens: float) -> float:
         return prefill(batch, prompt_tokens) - p9 * batch * attended_pairs(prompt_tokens)
 
+    all_awake, awake_at, idle_s = decode, 0.0, 0.0
+    if model.moe_layers:
+        all_awake, awake_at, idle_s = _awake(decode, accelerator, model, tensor_parallel * copies)
     p1_to_p4 = _fit(without_attention, prefill_shapes)
-    p5_to_p8 = _fit(decode, decode_shapes)
+    p5_to_p8 = _fit(all_awake, decode_shapes)
     constants = Constants(*[*p1_to_p4, *p5_to_p8, _rounded(p9)])
     return Profile(
         gpu=accelerator.name,
@@ -94,6 +102,10 @@ def roofline_profile(
         constants=constants,
         kv_capacity_tokens=kv_capacity_tokens,
         max_num_seqs=max_num_seqs,
+        first_token_s=FIRST_TOKEN_S,
+        plans_ahead=True,
+        experts_awake_at=awake_at,
+        idle_expert_s=idle_s,
         source={
             "how": "roofline",
             "note": (
@@ -107,6 +119,31 @@ def roofline_profile(
             },
         },
     )
+
+
+def _awake(
+    decode: StepTime, accelerator: Accelerator, model: ModelShape, ranks: int
+) -> tuple[StepTime, float, float]:
+    """Decode steps that read all experts; from how many tokens on they do, nearly; and what each
+    token fewer spares, s: a line through none spared there and what one token alone does.
+
+    ``ranks``: accelerators that share the experts out.
+    """
+    bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * ranks
+    experts = model.moe_layers * model.experts * model.expert_weights * model.bytes_per_weight
+    missed = 1 - model.experts_per_token / model.experts
+
+    def all_awake(batch: float, cached_tokens: float) -> float:
+        idle: float = missed**batch
+        return decode(batch, cached_tokens) + experts / bytes_per_s * idle
+
+    if missed <= 0:
+        return decode, 0.0, 0.0
+    awake_at = math.ceil(math.log(1 - AWAKE_SHARE) / math.log(missed))
+    if awake_at < 2:
+        return all_awake, 0.0, 0.0
+    idle_s = experts / bytes_per_s * missed / (awake_at - 1)
+    return all_awake, float(awake_at), _rounded(idle_s)
 
 
 def step_times(
@@ -152,7 +189,10 @@ def step_times(
             STEP_OVERHEAD_S
             + SEQUENCE_OVERHEAD_S * batch
             + model.layers
-            * (LAYER_OVERHEAD_S + 2 * all_reduce_s(accelerator, model, tensor_parallel, tokens))
+            * (
+                accelerator.layer_overhead_s
+                + 2 * all_reduce_s(accelerator, model, tensor_parallel, tokens)
+            )
         )
 
     def prefill(batch: float, prompt_tokens: float) -> float:
@@ -203,7 +243,8 @@ def all_reduce_s(
     if accelerator.link_bytes_per_s <= 0:
         raise ValueError(f"{accelerator.name}: t > 1 needs link_bytes_per_s")
     slots = accelerator.link_bytes_per_s < SLOT_BYTES_PER_S
-    start = SLOT_START_S * t if slots else ALL_REDUCE_START_S
+    # Between switches each doubling of the group is one more round of waiting for each other.
+    start = SLOT_START_S * t if slots else ALL_REDUCE_START_S * math.log2(t)
     # A ring passes 2(t - 1)/t of the activations over every link.
     passed = 2 * (1 - 1 / t) * tokens * model.hidden * 2
     return start + passed / (accelerator.link_bytes_per_s * link_share(accelerator, t))

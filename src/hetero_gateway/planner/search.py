@@ -104,11 +104,24 @@ class _Search:
             tokens_per_s = _LOAD * ranked[0][0].tokens_per_s
             self._rate_per_s = tokens_per_s / self._shortlist.mix.mean_tokens
         simulated = [self._systems.at_rate(c, self._rate_per_s) for c, _ in ranked]
+        if not any(candidate.holds is not False for candidate in simulated):
+            simulated = self._others_that_hold(simulated)
         simulated.sort(key=lambda candidate: candidate.holds is False)
         taken = {each for _, each in ranked}
         rest = [self._systems.candidate(each) for each in found if each not in taken]
         rest += [self._systems.candidate(each) for each in self._ruled_out()]
         return simulated + sorted(rest, key=self._goals.rank)
+
+    def _others_that_hold(self, failed: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+        """The fastest few miss the rate's limits: perhaps another layout keeps them.
+
+        Raises:
+            NoPlan: none does.
+        """
+        found, _ = LeastSets(self._systems, self._on_progress).find()
+        seen = [candidate.layouts for candidate in found]
+        found += [candidate for candidate in failed if candidate.layouts not in seen]
+        return sorted(found, key=self._goals.rank)
 
     def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
         """The best few; of one kind of machine, the equal layouts of the paper among them."""
@@ -177,6 +190,11 @@ class _Search:
         best = ranked[0][0]
         if best.goodput_per_s is None:
             raise NoPlan(f"nothing that was simulated keeps {self._goals.limits} at any rate")
+        if best.goodput_per_s < self._rate_per_s:
+            raise NoPlan(
+                f"nothing holds {self._rate_per_s:g} requests/s within {self._goals.limits}: "
+                f"{self._systems.name(ranked[0][1])} holds the most, {best.goodput_per_s:.3g}"
+            )
         self._rate_per_s = best.goodput_per_s
         taken = {each for _, each in ranked}
         rest = [

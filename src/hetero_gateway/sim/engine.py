@@ -34,6 +34,8 @@ with S cached tokens in all:
     decode    p5·S + p6·b + p7·S/b + p8
     mixed     their sum, less min(p4, p8): the weights are read and the kernels launched once,
               so the fixed part is paid once, at the larger of the two fits
+    experts   where a step decodes, less idle_expert_s·(experts_awake_at − b − n) while b + n tokens
+              leave some experts unread
 
 The rules themselves are functions in ``kernel.py``. This class drives them step by step, which is
 what an instance that must emit every token in time needs; ``fleet.py`` drives the same functions
@@ -185,10 +187,12 @@ def instance_rows(
     n[kernel.CACHING] = int(prefix_caching)
     n[kernel.BUCKET_MASK] = block_cache.bucket_mask(total_blocks)
     n[kernel.INSTANCE] = heads // 3
+    n[kernel.AHEAD] = int(profile.plans_ahead)
     n[kernel.HEAD_WAITING] = heads
     n[kernel.HEAD_PREFILLING] = heads + 1
     n[kernel.HEAD_DECODING] = heads + 2
     x = [*astuple(profile.constants), slowdown, 0.0, 0.0, 0.0, math.inf, 0.0]
+    x += [profile.experts_awake_at, profile.spared_s]
     return n, x
 
 

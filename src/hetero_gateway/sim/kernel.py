@@ -49,7 +49,9 @@ KEYS, HITS, KEPT, HELD, CACHED_TOKENS = range(13, 18)
 # Of a leg. FETCHED: prompt tokens whose KV came from elsewhere; PINS: 1 where its blocks stay when
 # it is done, until they are fetched.
 FETCHED, PINS = range(18, 20)
-SEQUENCE_FIELDS = 20
+# Where steps are planned ahead: the number of the step that was under way when it came; -1: none.
+CAME_IN = 20
+SEQUENCE_FIELDS = 21
 
 # Values of STATE.
 NEW, WAITING, PREFILLING, DECODING, DONE = range(5)
@@ -67,12 +69,16 @@ PHASE = 24
 # Of the prefix cache: whether there is one; tokens looked up and found; blocks on its stack.
 CACHING, BUCKET_MASK, QUERIES_TOTAL, HITS_TOTAL, SPARES = range(25, 30)
 INSTANCE = 30  # its place in ``c``
-PHASES_AT = 31  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
+# AHEAD: 1 where a step is planned while the one before it runs; how many have ENDED.
+AHEAD, ENDED = range(31, 33)
+PHASES_AT = 33  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 
 # Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
 # much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
 P1, P2, P3, P4, P5, P6, P7, P8, P9 = range(9)
 SLOWDOWN, START_S, FIRST_S, GROWTH_S, NEXT_S, DECODE_S = range(9, 15)
+# Of a mixture of experts, as in ``Profile``.
+AWAKE_AT, IDLE_EXPERT_S = range(15, 17)
 
 # Values of PHASE: what NEXT_S is the time of. At one time, steps end before others begin, so that
 # what a caller does at that time is seen by the steps that begin then.
@@ -246,14 +252,24 @@ def drop(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
 def enqueue(q: Rows, n: Row, slot: int) -> None:
     """Put a new sequence at the end of the waiting queue."""
     q[slot][STATE] = WAITING
+    q[slot][CAME_IN] = n[ENDED] + 1 if n[STEPS] > 0 else -1
     link(q, slot, n[HEAD_WAITING])
     n[NUM_WAITING] += 1
+
+
+def comes_too_late(q: Rows, n: Row) -> bool:
+    """Whether the head of the waiting queue came while the step before this one ran, and this one
+    had been planned. Where nothing runs, nothing was.
+    """
+    if n[AHEAD] == 0 or n[NUM_WAITING] == 0 or n[NUM_PREFILLING] + n[NUM_DECODING] == 0:
+        return False
+    return q[q[n[HEAD_WAITING]][NEXT]][CAME_IN] == n[ENDED]
 
 
 def admissible(q: Rows, n: Row, c: Kept, k: Rows) -> bool:
     """Whether there is a slot and room for the head of the waiting queue; looks its prompt up."""
     running = n[NUM_PREFILLING] + n[NUM_DECODING]
-    if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS]:
+    if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS] or comes_too_late(q, n):
         return False
     slot = q[n[HEAD_WAITING]][NEXT]
     needed = blocks(n, prefill_tokens(q, slot))
@@ -426,7 +442,7 @@ def plan(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, no
     # An eviction does not shorten the run: less than its blocks are free, so it stays out until
     # another one finishes, and those behind it with it. With a prefix cache it may find equal
     # blocks that others use, and come back in the next step.
-    alone = n[NUM_PREFILLING] > 0 or (evicted and n[CACHING])
+    alone = n[NUM_PREFILLING] > 0 or (evicted and n[CACHING]) or comes_too_late(q, n)
     n[STEPS] = 1 if alone else run_length(q, n)
     return n[STEPS]
 
@@ -459,6 +475,8 @@ def step_time_s(
         time_s += x[P5] * cached + x[P6] * decodes + x[P7] * cached / decodes + x[P8]
         if prompts > 0:
             time_s -= min(x[P4], x[P8])
+        if decodes + tokens < x[AWAKE_AT]:
+            time_s -= x[IDLE_EXPERT_S] * (x[AWAKE_AT] - (decodes + tokens))
     return time_s
 
 
@@ -500,6 +518,7 @@ def end(q: Rows, n: Row, x: Times, c: Kept, k: Rows, log: Row, log_s: Times, now
     """Apply the steps that ``plan`` planned: their tokens, blocks and finishes."""
     steps = n[STEPS]
     n[STEPS] = 0
+    n[ENDED] += steps
     if n[STEP_DECODES] > 0:
         batch = n[NUM_DECODING]
         size = n[BLOCK_TOKENS]
@@ -600,6 +619,10 @@ def submit(
     s[HITS] = 0
     s[CACHED_TOKENS] = 0
     enqueue(q, instance, slot)
+    if instance[AHEAD] and instance[STEPS] > 1:
+        ended = steps_ended_by(x[i], instance[STEPS], now_s)
+        between = ended > 0 and run_end_s(x[i], ended) == now_s
+        s[CAME_IN] = -1 if between else instance[ENDED] + ended + 1
     # Behind others it changes nothing: what they lack comes free at the end of the run at best.
     if instance[STEPS] == 0 or instance[NUM_WAITING] == 1:
         look_again(n, x, first, i, now_s)

@@ -17,7 +17,12 @@ from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.core.lengths.predictors import ConstantPredictor
 from hetero_gateway.core.policies import PolicyOptions, make_policy
 from hetero_gateway.core.scheduling.scheduler import Scheduler
-from hetero_gateway.sim.cluster import Records, SimulatedInstance, simulate
+from hetero_gateway.sim.cluster import (
+    Records,
+    SimulatedInstance,
+    simulate,
+    with_first_token_s,
+)
 from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS, Scheduling
 from hetero_gateway.sim.figures import Distribution
 from hetero_gateway.sim.fleet import EngineFleet
@@ -76,7 +81,7 @@ def run_as_placed(
             owners[slot] = request
             fleet.submit(i, slot, prompt, output, now_s)
     _work_until(fleet, math.inf, owners, records)
-    return records
+    return with_first_token_s(records, profiles)
 
 
 def _work_until(

@@ -1,6 +1,7 @@
 """Measuring a live engine: what comes out, and every way in which it can go wrong."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -138,7 +139,7 @@ async def test_an_engine_that_ignores_min_tokens_is_not_measured_for_long(tmp_pa
 
 async def test_an_engine_that_dies_midway_leaves_its_samples_to_go_on_with(tmp_path):
     output = tmp_path / "p.yaml"
-    async with engine(die_after=20) as (url, _):
+    async with engine(die_after=50) as (url, _):
         result = await profile(url, output)
     assert "the engine is gone" in result.outcome.stopped
     kept = len(result.samples)
@@ -231,13 +232,13 @@ def command(output: Path, *more: str, stop_after: int) -> subprocess.Popen[str]:
 @pytest.mark.system
 def test_killed_or_interrupted_and_resumed_is_as_good_as_in_one_go(tmp_path, capsys):
     output, whole = tmp_path / "p.yaml", tmp_path / "whole.yaml"
-    first = command(output, stop_after=20)
+    first = command(output, stop_after=50)
     first.kill()
     first.communicate()
     assert not output.exists()
     kept = len(lines(output))
     assert kept >= 4
-    second = command(output, "--resume", stop_after=20)
+    second = command(output, "--resume", stop_after=50)
     second.send_signal(signal.SIGINT)
     second.send_signal(signal.SIGCONT)
     _, error = second.communicate(timeout=PATIENCE_S)
@@ -257,3 +258,14 @@ def test_killed_or_interrupted_and_resumed_is_as_good_as_in_one_go(tmp_path, cap
         assert decode_time_s(one, b, i, 30) == pytest.approx(
             decode_time_s(other, b, i, 30), rel=0.02
         )
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_what_comes_before_a_first_token_is_measured(tmp_path, ahead):
+    planted = dataclasses.replace(quick_profile(), first_token_s=0.03, plans_ahead=ahead)
+    output = tmp_path / "p.yaml"
+    async with engine(EmulatorSettings(planted, max_model_len=512)) as (url, _):
+        await profile(url, output, CampaignPlan(budget_s=8, passes=1))
+    found = load_profile(str(output))
+    assert found.first_token_s == pytest.approx(0.03, abs=0.003)
+    assert found.plans_ahead is ahead

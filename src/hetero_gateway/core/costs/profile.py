@@ -15,6 +15,8 @@ from hetero_gateway.errors import ProfileError
 
 # vLLM's own default for max_num_seqs on cards below 70 GiB (vllm/engine/arg_utils.py).
 DEFAULT_MAX_NUM_SEQS = 256
+# Of p8, what idle experts may take off a step.
+_MOST_SPARED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,16 @@ class Profile:
         kv_capacity_tokens: KVTotal of the paper, as a number of tokens, for the whole instance.
         max_num_seqs: most sequences that the engine runs in one step.
         source: how the constants were obtained (``how``, ``date``, ``note``, ``error``).
+        first_token_s: what a first token takes beside its steps, occupying nothing, s: the server
+            reads the request, and makes the answer's head. Under any load it is the same.
+        plans_ahead: a step is planned while the one before it runs (vLLM's asynchronous
+            scheduling), so that a prompt that comes meanwhile waits for one step more.
+        experts_awake_at: a step of fewer tokens leaves some experts of a mixture unread; p8 is of
+            one that reads all.
+        idle_expert_s: what each token fewer spares of such a step, s.
 
     Raises:
-        ProfileError: when a capacity is below 1.
+        ProfileError: when a capacity is below 1, or a time below 0.
     """
 
     gpu: str
@@ -88,11 +97,25 @@ class Profile:
     kv_capacity_tokens: int
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    first_token_s: float = 0.0
+    plans_ahead: bool = False
+    experts_awake_at: float = 0.0
+    idle_expert_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "kv_capacity_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ProfileError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("first_token_s", "experts_awake_at", "idle_expert_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ProfileError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+
+    @property
+    def spared_s(self) -> float:
+        """``idle_expert_s``, as far as p8 has so much: a part of it is left of every step."""
+        if self.experts_awake_at <= 0:
+            return 0.0
+        return min(self.idle_expert_s, _MOST_SPARED * self.constants.p8 / self.experts_awake_at)
 
     @property
     def name(self) -> str:

@@ -128,7 +128,7 @@ def request_time_s(member: Member, prompt_tokens: float, output_tokens: float) -
     T = A + B/b, where A and B are linear in (I, 1, O·I, O, O(O+1)/2): dividing Eq. (3) + Eq. (4)
     by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B.
     """
-    p1, p2, p3, p4, p5, p6, p7, p8, p9, _, kv_limit_tokens, batch, _, _, _, _ = member
+    p1, p2, p3, p4, p5, p6, p7, p8, p9, _, kv_limit_tokens, batch, _, _, _, _, _, _, _, _ = member
     tokens = prompt_tokens + output_tokens
     if tokens > 0 and kv_limit_tokens / tokens < batch:
         batch = kv_limit_tokens / tokens
@@ -328,7 +328,10 @@ def estimate(
         residual: as in ``Backlog``.
         expects_prompts: further ones are to be reckoned with.
     """
-    p1, p2, _, p4, p5, p6, p7, p8, p9, kv, _, max_num_seqs, _, _, _, _ = member
+    (
+        p1, p2, _, p4, p5, p6, p7, p8, p9, kv, _, max_num_seqs, _, _, _, _,
+        first_s, ahead, awake, idle_s,
+    ) = member  # fmt: skip
     waiting, streaming = float(state.waiting), float(state.streaming)
     waiting_prompt = float(state.waiting_prompt)
     waiting_prefill, waiting_output = state.waiting_prefill, state.waiting_output
@@ -375,6 +378,8 @@ def estimate(
     most_held = kv * (tokens / kv_held)
     held = tokens if tokens < most_held else most_held
     step_s = f * (p6 * batch + p8 + p5 * held + p7 * held / batch)
+    if batch < awake:
+        step_s -= f * idle_s * (awake - batch)
     own_s = others_s = 0.0
     if p9:
         own_s = p9 * (prefill * (prompt_tokens - 0.5 * prefill / n_r))
@@ -387,6 +392,9 @@ def estimate(
     else:
         prefill_s = p1 * (waiting_prefill + prefill) + (others_s + own_s)
         ttft_s = f * (prefill_s + p2 * (waiting + n_r) + p4)
+    ttft_s += first_s
+    if n > 0:
+        ttft_s += ahead * step_s
     rho = busy(state, p1, now_s) if expects_prompts else 0.0
     if rho > MOST_BUSY:
         rho = MOST_BUSY

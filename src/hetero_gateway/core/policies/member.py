@@ -12,7 +12,8 @@ class Member(NamedTuple):
     ``kv_limit_tokens`` is what a request has to fit, without a limit where nobody knows one.
     ``seats``: sequences that are sent to it at most, a few more than ``max_num_seqs``.
     ``capacity``: fitted requests per second. ``kind``: a number that those of one profile share,
-    where the same request takes the same time.
+    where the same request takes the same time. ``first_token_s``, ``plans_ahead`` (0 or 1),
+    ``experts_awake_at``, ``idle_expert_s``: as in ``Profile``.
     """
 
     p1: float
@@ -31,3 +32,7 @@ class Member(NamedTuple):
     seats: float
     capacity: float
     kind: float
+    first_token_s: float = 0.0
+    plans_ahead: float = 0.0
+    experts_awake_at: float = 0.0
+    idle_expert_s: float = 0.0

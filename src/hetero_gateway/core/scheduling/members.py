@@ -139,9 +139,12 @@ class Members:
         if drift is None or constants is None:
             return False
         self._look_at(state, row, constants, now_s)
+        profile = self.specs[instance_id].profile
+        beside_s = profile.first_token_s if profile is not None else 0.0
         for first in first_tokens:
-            modelled = seconds(first.terms, constants)
-            drift.observe(engine_time_s(first.ttft_s, sum(modelled)), *modelled)
+            if first.ttft_s > beside_s:  # what is left are its steps, and what HTTP adds
+                modelled = seconds(first.terms, constants)
+                drift.observe(engine_time_s(first.ttft_s - beside_s, sum(modelled)), *modelled)
         for known in steps_known:
             drift.observe(known.duration_s, *seconds(known.terms, constants))
             observed_s += known.duration_s

@@ -137,6 +137,8 @@ class Pool:
                     *dataclasses.astuple(p.constants),
                     *(tokens, float(p.kv_capacity_tokens), float(p.max_num_seqs)),
                     *(float(spec.weight), seats(float(p.max_num_seqs)), capacities[p], kinds[p]),
+                    *(p.first_token_s, float(p.plans_ahead)),
+                    *(p.experts_awake_at, p.spared_s),
                 )
             )
             for spec, p, tokens in zip(self.specs, profiles, assumed_tokens, strict=True)

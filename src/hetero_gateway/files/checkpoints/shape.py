@@ -311,9 +311,13 @@ def _vision_weights(fields: Fields, hidden: int) -> int | None:
     outer = str(fields.config.get("model_type", ""))
     gated = outer in _GATED or str(part.get("model_type", "")) in _GATED
     encoder = layers * (4 * width * width + (3 if gated else 2) * width * intermediate)
-    patch = part.optional("patch_size") or 14
+    # Some say height and width (InternVL for transformers).
+    sides = part.items("patch_size") or [part.optional("patch_size") or 14]
+    if not all(isinstance(side, int) and side > 0 for side in sides):
+        raise part.error(f"patch_size is {sides}, it must be one or two whole numbers above 0")
+    pixels: int = sides[0] * sides[-1]
     frames = part.optional("temporal_patch_size") or 1
-    encoder += 3 * frames * patch * patch * width
+    encoder += 3 * frames * pixels * width
     encoder += width * part.optional("num_position_embeddings")
     merge = part.optional("spatial_merge_size") or 1
     taken = merge * merge * width

@@ -51,15 +51,27 @@ class EngineLoop:
         self.engine = make_engine(settings)
         self.metrics = EmulatedMetrics(settings, self.engine)
         self._time_scale = settings.time_scale
+        self._first_token_s = settings.profile.first_token_s / settings.time_scale
         self._work = asyncio.Event()
         self._submitted_s = 0.0
         self._open: set[EmulatedReply] = set()
         self.on_steps: list[Callable[[], None]] = []  # after each
 
     def submit(self, reply: EmulatedReply) -> None:
-        """Queue every sequence of a reply whose response is open."""
+        """Queue every sequence of a reply whose response is open.
+
+        What a server does before a first token, and occupies nothing, comes before that.
+        """
         self.open(reply)
-        self.enqueue(reply)
+        if self._first_token_s:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._first_token_s, self._enqueue_open, reply)
+        else:
+            self.enqueue(reply)
+
+    def _enqueue_open(self, reply: EmulatedReply) -> None:
+        if reply in self._open:  # its client may have gone
+            self.enqueue(reply)
 
     def open(self, reply: EmulatedReply) -> None:
         """A reply is under way, whether its sequences are queued yet or not."""

@@ -83,6 +83,19 @@ class BatchSender:
                 raise HeteroGatewayError(f"the engine does not complete a small request: {found}")
             return read_batch([found], reply.sent_s)
 
+    async def one(self, prompt_tokens: int, output_tokens: int) -> tuple[float, Track]:
+        """One streamed request: when it was sent, and its tokens.
+
+        Raises:
+            HeteroGatewayError: the engine does not complete it.
+        """
+        reply = _traced()
+        await self._client.post(self._body(prompt_tokens, output_tokens), reply)
+        found = _refused(reply) or track(reply, prompt_tokens)
+        if isinstance(found, str):
+            raise HeteroGatewayError(f"the engine does not complete a small request: {found}")
+        return reply.sent_s, found
+
     async def measure(self, cell: GridCell, gate_tokens: int) -> Shot:
         """Send the gate, then the batch, and wait for all of it."""
         gate_body = self._body(gate_tokens, 1)

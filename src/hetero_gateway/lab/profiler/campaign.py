@@ -10,6 +10,7 @@ tokens in time. What does not count is tried again later.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,13 @@ from hetero_gateway.engines.vllm import EngineMetrics, paths
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.lab.load.client import LoadClient, LoadTarget
 from hetero_gateway.lab.load.replay import raise_file_limit
-from hetero_gateway.lab.profiler import verdicts
+from hetero_gateway.lab.profiler import first_tokens, verdicts
 from hetero_gateway.lab.profiler.batch import BatchSender, Shot
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts
+from hetero_gateway.lab.profiler.first_tokens import ShortPrompt
 from hetero_gateway.lab.profiler.grid import GRID_VERSION, BatchLimits, GridCell, cost_s, plan_cells
 from hetero_gateway.lab.profiler.samples import append, kept_samples, record_of
+from hetero_gateway.lab.profiler.tracks import Track
 from hetero_gateway.lab.profiler.verdicts import BatchVerdict, disturbance, one_step, several_steps
 
 # Above this share of a core this process may see tokens late.
@@ -145,6 +148,9 @@ class Campaign:
         self._prefill = np.zeros(4)
         self._decode = np.zeros(4)
         self._warm: Sample | None = None
+        self._rng = np.random.default_rng(plan.seed)
+        self.idle_probes: list[ShortPrompt] = []
+        self.beside_probes: list[ShortPrompt] = []
 
     async def run(self) -> CampaignOutcome:
         """Measure until every cell has its samples or the budget is spent, or it cannot go on.
@@ -168,6 +174,8 @@ class Campaign:
             reading = await self._sender.agree(prompt, output)
         decode_s = reading.decode.decode_s if reading.decode else None
         self._warm = replace(reading.whole, prompt_tokens=prompt, decode_s=decode_s)
+        if decode_s:
+            await self._probe_first_tokens(decode_s / (output - 1))
         self._waiting = self._items()
         self.progress.total = len(self._waiting) + self.progress.done
         while self._waiting:
@@ -177,6 +185,49 @@ class Campaign:
                 return
             await self._measure(item)
             self._show()
+
+    async def _probe_first_tokens(self, step_s: float) -> None:
+        """Short prompts alone, and beside a stream: ``first_tokens``."""
+        most = self.facts.max_model_len - first_tokens.OUTPUT_TOKENS
+        needed_s = first_tokens.STEPS * step_s
+        if needed_s > MAX_SHARE * self.plan.budget_s or self.facts.max_num_seqs < 2:
+            return
+        began_s = time.perf_counter()
+        await self._client.warm(2)
+        try:
+            for tokens in first_tokens.IDLE_TIMES * first_tokens.IDLE_TOKENS:
+                if tokens <= most:
+                    sent = await self._sender.one(tokens, first_tokens.OUTPUT_TOKENS)
+                    self.idle_probes.append(_probe(tokens, *sent))
+            await self._probe_beside(step_s)
+        except HeteroGatewayError:
+            pass  # the batches will say what is wrong
+        finally:
+            self._spent_s += time.perf_counter() - began_s
+
+    async def _probe_beside(self, step_s: float) -> None:
+        tokens = first_tokens.BESIDE_TOKENS
+        beside: list[tuple[float, Track]] = []
+        # The stream is to last as long as the others take.
+        steps = max((p.ttft_s for p in self.idle_probes), default=0.0) / step_s + 3
+        output = 5 + math.ceil(first_tokens.BESIDE_TIMES * steps)
+        output = min(output, self.facts.max_model_len // 2)
+        stream = asyncio.create_task(self._sender.one(tokens, output))
+        try:
+            await asyncio.sleep(3 * step_s)
+            while len(beside) < first_tokens.BESIDE_TIMES and not stream.done():
+                # At any moment of a step.
+                await asyncio.sleep(step_s * (1 + self._rng.random()))
+                beside.append(await self._sender.one(tokens, 1))
+            _, other = await stream
+        finally:
+            stream.cancel()
+        step_s = (other.times_s[-1] - other.first_s) / max(1, other.output_tokens - 1)
+        self.beside_probes += [
+            ShortPrompt(tokens, found.first_s - sent_s, step_s)
+            for sent_s, found in beside
+            if other.first_s < sent_s and found.first_s < other.times_s[-1]
+        ]
 
     # -- what to measure
 
@@ -397,3 +448,10 @@ def identity(facts: EngineFacts, plan: CampaignPlan) -> dict[str, Any]:
         "seed": plan.seed,
         "grid": GRID_VERSION,
     }
+
+
+def _probe(prompt_tokens: int, sent_s: float, track: Track) -> ShortPrompt:
+    """Of a prompt that was alone."""
+    steps = max(1, track.output_tokens - track.tokens[0])
+    step_s = (track.times_s[-1] - track.first_s) / steps
+    return ShortPrompt(prompt_tokens, track.first_s - sent_s, step_s)

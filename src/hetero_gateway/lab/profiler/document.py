@@ -37,12 +37,18 @@ class ProfiledInstance(NamedTuple):
     tensor_parallel: int
     kv_capacity_tokens: int
     max_num_seqs: int
+    first_token_s: float = 0.0
+    plans_ahead: bool = False
 
     def profile(self, constants: Constants) -> Profile:
         """Its profile with these constants, rounded."""
         values = Constants(*map(rounded, astuple(constants)))
-        sizes = (self.kv_capacity_tokens, self.max_num_seqs)
-        return Profile(self.gpu, self.model, self.tensor_parallel, values, *sizes)
+        return Profile(
+            *(self.gpu, self.model, self.tensor_parallel, values),
+            *(self.kv_capacity_tokens, self.max_num_seqs),
+            first_token_s=rounded(self.first_token_s),
+            plans_ahead=self.plans_ahead,
+        )
 
 
 class Recorded(NamedTuple):

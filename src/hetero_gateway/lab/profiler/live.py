@@ -22,6 +22,7 @@ from hetero_gateway.lab.profiler.campaign import (
 )
 from hetero_gateway.lab.profiler.document import ProfiledInstance, write_fit
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts, Overrides, read_engine
+from hetero_gateway.lab.profiler.first_tokens import fit_first_tokens
 from hetero_gateway.lab.profiler.plot import check_can_plot
 from hetero_gateway.lab.profiler.samples import discarded_counts, kept_samples, read_json_lines
 from hetero_gateway.lab.profiler.verdicts import chunked_prefills
@@ -167,9 +168,13 @@ def _conclude(
                 f"p1 to p4 and p9 are off by {off:.0%} on average for the {len(chunked.batches)} "
                 f"batches measured whose prefill takes several steps; they are {whether}"
             )
+        first = fit_first_tokens(campaign.idle_probes, campaign.beside_probes, fitted.constants)
+        if first is None:
+            outcome.notes.append("what a first token takes beside its steps was not measured")
         instance = ProfiledInstance(
             *(given.gpu, facts.model, given.tensor_parallel),
             *(facts.kv_capacity_tokens, outcome.max_num_seqs),
+            *((first.first_token_s, first.plans_ahead) if first is not None else ()),
         )
         source = {
             "note": _note(campaign, len(samples), signal_number),

@@ -80,6 +80,7 @@ def member_of(m: Row) -> Member:
     return Member(
         m.p1, m.p2, m.p3, m.p4, m.p5, m.p6, m.p7, m.p8, m.p9, m.kv_capacity_tokens,
         m.kv_limit_tokens, m.max_num_seqs, m.weight, m.seats, m.capacity, m.kind,
+        m.first_token_s, m.plans_ahead, m.experts_awake_at, m.idle_expert_s,
     )  # fmt: skip
 
 
