@@ -76,7 +76,9 @@ def panel(files, title: str) -> str:
     """A panel's first query, over all models and backends."""
     (found,) = (panel for panel in files.panels() if panel["title"] == title)
     expression: str = found["targets"][0]["expr"]
-    return expression.replace("$model", ".*").replace("$backend", ".*")
+    for variable in ("$model", "$backend", "$gateway"):
+        expression = expression.replace(variable, ".*")
+    return expression
 
 
 @pytest.mark.system

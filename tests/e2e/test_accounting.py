@@ -134,7 +134,7 @@ async def test_hundreds_of_mixed_requests_leave_nothing_behind(
     if scheduler["policy"] == "finish-time":
         for reason in ("queue_full", "queue_timeout"):
             assert f'queue_rejections_total{{reason="{reason}"}}' in text
-        assert 'model="m",backend="",outcome="client_disconnected"' in text
+        assert 'backend="",model="m",outcome="client_disconnected"' in text
         assert "hetero_gateway_queue_depth 0.0" in text
     failed = re.findall(r'outcome="internal_error"[^}]*} (\S+)', text)
     assert set(failed) <= {"0.0"}

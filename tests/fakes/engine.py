@@ -44,10 +44,9 @@ class Manners:
     completions: int = 0
     keys: set[str] = field(default_factory=set)
 
-    @property
-    def loop(self) -> Any:
-        """What the server looks at."""
-        return self.emulated.loop
+    def abort_all(self) -> None:
+        """What the server asks at its end."""
+        self.emulated.abort_all()
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]):
         if scope["type"] != "http":

@@ -219,7 +219,7 @@ async def test_the_total_time_out_counts_while_waiting() -> None:
         answers = await asyncio.gather(*posts)
         assert [error_of(answer) for answer in answers] == [(504, "upstream_timeout")] * 8
         assert fakes[0].requests < 8
-        assert 'model="m",backend="",outcome="timed_out"' in await running.metrics()
+        assert 'backend="",model="m",outcome="timed_out"' in await running.metrics()
 
 
 async def test_what_waits_goes_to_an_instance_that_comes_up() -> None:

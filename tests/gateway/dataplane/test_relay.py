@@ -472,7 +472,7 @@ async def test_without_usage_the_events_are_counted() -> None:
     async with rig() as (running, client, _):
         await client.post(CHAT, json=chat(stream=True, events=7, usage=False))
         # role, 7 deltas, finish, [DONE]: the finish event of the fake carries no token
-        assert 'output_tokens_total{model="m",backend="i0"} 8.0' in await running.metrics()
+        assert 'output_tokens_total{backend="i0",model="m"} 8.0' in await running.metrics()
 
 
 async def test_the_union_of_models_is_served_and_routed_by_name() -> None:

@@ -27,8 +27,9 @@ _MOST_ESCAPED = 4096
 
 
 def labels_text(names: Sequence[str], values: Sequence[str]) -> str:
-    """Labels as they stand between braces. Raises ValueError: one is no text."""
-    pairs = zip(names, values, strict=True)
+    """Labels as they stand between braces, in the order of their names, as prometheus-client has
+    them. Raises ValueError: one is no text."""
+    pairs = sorted(zip(names, values, strict=True))
     return ",".join([f'{name}="{_escaped(value)}"' for name, value in pairs])
 
 
@@ -131,7 +132,9 @@ def _number(value: float) -> str:
 @lru_cache(maxsize=64)
 def _zeros(start: str, labels: tuple[str, ...], others: tuple[str, ...]) -> str:
     """Lines of 0 by a family's second label, with a place for the first one's value."""
-    texts = (f'{labels[0]}="{_PLACE}",{labels_text(labels[1:], (other,))}' for other in others)
+    first = f'{labels[0]}="{_PLACE}"'
+    both = (sorted((first, labels_text(labels[1:], (other,)))) for other in others)
+    texts = (",".join(each) for each in both)
     return "".join(f"{start}{{{text}}} 0.0\n" for text in texts)
 
 
