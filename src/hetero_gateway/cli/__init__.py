@@ -6,6 +6,7 @@ returns the exit code.
 """
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -66,7 +67,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         # Whoever is in a hurry and presses it again wants no traceback of what is cleaned up.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         return 130
     except BrokenPipeError:
         # Whoever read the output has left, as `| head` does.
