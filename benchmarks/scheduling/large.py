@@ -42,6 +42,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.clusters import PROFILES
+from benchmarks.dataplane.scrape import scraped
 from benchmarks.scheduling.decision import (
     REQUESTS_PER_INSTANCE,
     make_requests,
@@ -216,26 +217,9 @@ async def looks_us(fleet: Fleet) -> float:
 
 async def scrapes_us(gateway: Gateway) -> tuple[tuple[float, float], int]:
     """CPU of a scrape, and the most that it takes at a time; and its bytes."""
-    spent: list[tuple[float, float]] = []
-    size = 0
-
-    async def written() -> int:
-        return sum([len(part) async for part in gateway.metrics.exposition()])
-
-    for _ in range(ROUNDS):
-        scrape = written().__await__()
-        steps_s = []
-        while True:
-            begin_s = time.process_time()
-            try:
-                next(scrape)
-            except StopIteration as done:
-                steps_s.append(time.process_time() - begin_s)
-                size = done.value
-                break
-            steps_s.append(time.process_time() - begin_s)
-        spent.append((sum(steps_s) * 1e6, max(steps_s) * 1e6))
-    return (statistics.median(s for s, _ in spent), statistics.median(m for _, m in spent)), size
+    spent = [await scraped(gateway, gzipped=False) for _ in range(ROUNDS)]
+    cpu_us, longest_us = (statistics.median(each[i] for each in spent) * 1e6 for i in (0, 1))
+    return (cpu_us, longest_us), spent[-1][2]
 
 
 def chore_rows(instances: int) -> Rows:

@@ -258,6 +258,18 @@ class Rig(NamedTuple):
     fakes: list[Any]
 
 
+class There:
+    """An instance that runs already, for ``rig``."""
+
+    port = 1
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def close(self) -> None:
+        pass
+
+
 @contextlib.asynccontextmanager
 async def rig(
     fakes: int | Sequence[Any] = 1, *, workers: int = 1, **sections: Any

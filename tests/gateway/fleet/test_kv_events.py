@@ -20,22 +20,10 @@ from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.serve.wiring.gateway import Gateway
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
-from tests.fakes.running import CHAT, FAST, eventually, rig
+from tests.fakes.running import CHAT, FAST, There, eventually, rig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*add_reader.*")
 ONE = InstanceId("i0")
-
-
-class There:
-    """An instance that runs already, for ``rig``."""
-
-    port = 1
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    async def close(self) -> None:
-        pass
 
 
 def settings(**changes: Any) -> EmulatorSettings:

@@ -18,7 +18,7 @@ from hetero_gateway.lab.emulator.ranks import EmulatedRanks
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import serving
-from tests.fakes.running import CHAT, FAST, Rig, chat, config_for, eventually, rig
+from tests.fakes.running import CHAT, FAST, Rig, There, chat, config_for, eventually, rig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*add_reader.*")
 RANKS = 4
@@ -28,18 +28,6 @@ EVENTS = KVEventsConfig(
     endpoint="tcp://*:0",
     replay_endpoint="tcp://127.0.0.1:0",
 )
-
-
-class There:
-    """An instance that runs already, for ``rig``."""
-
-    port = 1
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    async def close(self) -> None:
-        pass
 
 
 def entry(url: str, **fields: Any) -> dict[str, Any]:
