@@ -25,7 +25,7 @@ from benchmarks.paper.experiments import (
     Ranking,
     mean_sd,
 )
-from benchmarks.paper.lengths import Mix, Source
+from benchmarks.paper.lengths import Source
 
 PAPER_ORDER = (2, 4, 1, 8)
 PAPER_GAIN_A, PAPER_RATE_A = 1.225, 24.0
@@ -59,15 +59,14 @@ class SourceResult:
         return found[0] if found else None
 
 
-def document(
-    sources: Sequence[SourceResult], mixes: Iterable[Mix], links: Sequence[str], command: str
-) -> str:
+def document(sources: Sequence[SourceResult], links: Sequence[str], command: str) -> str:
     parts = [
         INTRODUCTION.format(command=command, summary=_summary(sources, links)),
-        _lengths_table(sources, mixes),
+        _lengths_table(sources),
         "## The paper's claims",
         CLAIMS_TEXT,
-        *(f"**{link}**\n\n{_claims(sources, link)}" for link in links),
+        f"**{links[0]}**\n\n{_claims(sources, links[0])}",
+        _other_links(sources, links[1:]),
         "## 1. Which t is best on 8 V100s",
         RANKING_TEXT,
         _rankings(sources, links[0]),
@@ -103,29 +102,18 @@ def rate_name(rate: float) -> str:
 # Lengths
 
 
-def _lengths_table(sources: Sequence[SourceResult], mixes: Iterable[Mix]) -> str:
-    fitted = {mix.name: mix for mix in mixes}
+def _lengths_table(sources: Sequence[SourceResult]) -> str:
     rows = []
     for source in (s.source for s in sources):
         prompts, outputs = source.lengths.prompt_tokens, source.lengths.output_tokens
-        mix = fitted.get(source.name)
-        how = "as they are"
-        if mix is not None:
-            p, o = mix.prompts.log_normal(), mix.outputs.log_normal()
-            how = (
-                f"log-normal: prompts of median {p.median:.0f}, σ {p.sigma:.2f}, at most "
-                f"{p.maximum}; outputs of median {o.median:.0f}, σ {o.sigma:.2f}, at most "
-                f"{o.maximum}"
-            )
         rows.append(
             (
                 source.name,
                 f"{prompts.mean():.0f} ± {prompts.std():.0f}",
                 f"{outputs.mean():.0f} ± {outputs.std():.0f}",
-                how,
             )
         )
-    return table(("lengths", "prompt tokens, mean ± sd", "output tokens", "drawn"), rows)
+    return table(("lengths", "prompt tokens, mean ± sd", "output tokens"), rows)
 
 
 # Claims
@@ -150,6 +138,16 @@ def _claims(sources: Sequence[SourceResult], link: str) -> str:
     return table(("claim", "paper", *(source.source.name for source in sources)), rows)
 
 
+def _other_links(sources: Sequence[SourceResult], links: Sequence[str]) -> str:
+    """How many claims hold over the other readings of the paper's machine."""
+    return "\n".join(
+        f"Over {link}: "
+        + ", ".join(f"{s.source.name} {_held(_verdicts(s, link))} of {len(CLAIMS)}" for s in sources)
+        + "."
+        for link in links
+    )
+
+
 def _summary(sources: Sequence[SourceResult], links: Sequence[str]) -> str:
     """Which lengths and link are nearest to the paper."""
     held, name, link = max(
@@ -161,6 +159,10 @@ def _summary(sources: Sequence[SourceResult], links: Sequence[str]) -> str:
 
 def _mark(holds: bool, figure: str) -> str:
     return f"{'yes' if holds else 'no'}: {figure}"
+
+
+def _range(gains: Sequence[float], digits: int = 0) -> str:
+    return f"{percent(min(gains), digits)} to {percent(max(gains), digits)}"
 
 
 def _order(order: Sequence[int]) -> str:
@@ -183,9 +185,7 @@ def _ranking_claim(method: str) -> Callable[[SourceResult, str], str]:
         if not mine:
             return ""
         agree = sum(r.order == PAPER_ORDER for r in mine)
-        usual, _ = Counter(r.order for r in mine).most_common(1)[0]
-        also = "" if usual == PAPER_ORDER else f"; mostly {_order(usual)}"
-        return _mark(agree == len(mine), f"{agree} of {len(mine)} draws{also}")
+        return _mark(agree == len(mine), f"{agree} of {len(mine)} draws")
 
     return verdict
 
@@ -208,11 +208,8 @@ def _rr_below_si(source: SourceResult, link: str) -> str:
     c = source.comparison("A", link)
     if c is None:
         return ""
-    figures = {rate: c.gain(RR.label, SI.label, rate)[0] for rate in c.rates}
-    return _mark(
-        all(gain < 0 for gain in figures.values()),
-        ", ".join(percent(gain) for gain in figures.values()),
-    )
+    gains = [c.gain(RR.label, SI.label, rate)[0] for rate in c.rates]
+    return _mark(all(gain < 0 for gain in gains), _range(gains))
 
 
 def _best(c: Comparison, rate: float) -> list[tuple[float, str]]:
@@ -245,7 +242,7 @@ def _mb_below_os(source: SourceResult, link: str) -> str:
     gains = [c.gain(MB.label, OS.label, rate)[0] for rate in c.rates]
     return _mark(
         all(gain < NOISE for gain in gains) and min(gains) < 0,
-        ", ".join(percent(gain, 1) for gain in gains),
+        _range(gains, 1),
     )
 
 
@@ -277,10 +274,10 @@ CLAIMS: list[tuple[str, str, Callable[[SourceResult, str], str]]] = [
         percent(PAPER_GAIN_A, 1),
         _gain_claim("A", PAPER_RATE_A, PAPER_GAIN_A),
     ),
-    ("2: RR is below SI, by rate", "yes", _rr_below_si),
+    ("2: RR is below SI at each rate", "yes", _rr_below_si),
     ("2: OS is the best at 8 and 16", "yes", _best_claim(OS.label, (8.0, 16.0))),
     ("2: WRR is the best at 24 and at once", "yes", _best_claim(WRR.label, (24.0, math.inf))),
-    ("2: MB is slightly below OS, by rate", "yes", _mb_below_os),
+    ("2: MB is slightly below OS at each rate", "yes", _mb_below_os),
     ("2: completion times at 24, OS against RR", "much nearer", _spread_claim),
     (
         "3: OS over RR at 16 req/s",
@@ -320,34 +317,27 @@ def _comparison(c: Comparison) -> str:
         f"their sum, {sum(c.solo_tokens_per_s):.0f}, is the bound; "
         f"strongest over weakest {c.ratio:.2f}."
     )
-    rates, busiest = c.rates[-2:], c.rates[-1]
+    rates = c.rates[-2:]
     header = [
         "policy",
         *(rate_name(rate) for rate in rates),
         f"mean latency {rate_name(c.rates[0])}, s",
-        f"requests, {rate_name(busiest)}, %",
     ]
     rows = []
     for label in c.labels:
-        quiet, busy = c.runs[label, c.rates[0]], c.runs[label, busiest]
+        quiet = c.runs[label, c.rates[0]]
         cells = []
         for rate in rates:
             mean, sd = c.tokens_per_s(label, rate)
             cells.append(f"{mean:.0f} ± {sd:.0f} ({percent(c.gain(label, RR.label, rate)[0])})")
-        shares = _by_instance([[100 * i.requests / r.requests for i in r.instances] for r in busy])
         rows.append(
             (
                 f"**{label}**" if label == OS.label else label,
                 *cells,
                 f"{mean_sd([r.latency_s.mean for r in quiet])[0]:.1f}",
-                " / ".join(shares),
             )
         )
     return head + "\n\n" + table(header, rows)
-
-
-def _by_instance(runs: Sequence[Sequence[float]]) -> list[str]:
-    return [f"{mean_sd(values)[0]:.0f}" for values in zip(*runs, strict=True)]
 
 
 def crossing(points: Sequence[ScanPoint], label: str, gain: float) -> float | None:
@@ -361,18 +351,14 @@ def crossing(points: Sequence[ScanPoint], label: str, gain: float) -> float | No
 
 
 def _scan(named: Sequence[tuple[str, list[ScanPoint]]], claim: float) -> str:
+    """By policy, the capacity ratio at which the gain is reached, for each source that has points."""
+    scanned = [(name, points) for name, points in named if points]
+    labels = scanned[0][1][0].gains if scanned else ()
     rows = [
-        (
-            name,
-            label,
-            ", ".join(f"{p.ratio:.2f}: {percent(p.gains[label])}" for p in points),
-            _crossing_text(points, label, claim),
-        )
-        for name, points in named
-        for label in (points[0].gains if points else ())
+        (label, *(_crossing_text(points, label, claim) for _, points in scanned))
+        for label in labels
     ]
-    reached = f"{percent(claim, 1)} is reached at"
-    return table(("lengths", "policy", "capacity ratio: gain over RR", reached), rows)
+    return table((f"{percent(claim, 1)} is reached at", *(name for name, _ in scanned)), rows)
 
 
 def _crossing_text(points: Sequence[ScanPoint], label: str, claim: float) -> str:
@@ -393,25 +379,21 @@ virtual time, on the gateway's own scheduler. This page is the output of
 
     {command}
 
-and states what came out. It cannot show what the paper's machines did: the paper prints neither its
-constants nor its lengths. It shows under which constants and lengths the claims hold.{summary}
+The paper prints neither its constants nor its lengths, so this cannot show what its machines did.
+It shows under which constants and lengths the claims hold.{summary}
 
-- **Constants**: the built-in profiles of V100-32GB and A800-80GB, which are derived from public
-  per-layer measurements, with an assumed all-reduce. The paper says "V100-SXM2-32GB (connected over
-  PCIe 3.0 x16)". SXM2 boards wire NVLink from GPU to GPU, so the claims are judged by both
-  readings; the other tables are of the first.
-- **Engine**: prefill-first steps (vLLM 0.6), blocks of 16 tokens, at most 256 sequences and 8192
-  prompt tokens in a step, KV capacity by Eq. (1) with φ = 0.9, δ = 2 GiB, grouped-query attention.
-- **Tokens** are prompt and output tokens, as Algorithm 1 counts them (tokenNum); the paper does not
-  say whether its measured throughput does. Every request is finished in every run, so gains are the
-  same either way. Throughput is over the time of the last completion.
-- **Lengths**: "(mix)" are log-normals with the mean and sd of two public traces of ShareGPT, both
-  Apache-2.0: the first turns in Thesys-lab/Helix-ASPLOS25, and the multi-turn conversations, cut to
-  8192 tokens, in project-etalon/etalon. Other names are traces given with --requests; "(Helix)" and
-  "(etalon)" are those two, half of their rows.
-- **Load**: 4000 requests, Poisson arrivals, or all at once. The policies get the same ones.
-- **OS** is policy `paper`, with the paper's predictor (a normal draw; also for MB); RR and WRR draw
-  at random, as the paper says. The others predict by a running mean.
+- **Constants**: the built-in profiles of V100-32GB and A800-80GB, from public per-layer
+  measurements, with an assumed all-reduce. "V100-SXM2-32GB (connected over PCIe 3.0 x16)" can mean
+  two links (SXM2 boards have NVLink); claims are judged with both, the other tables with the first.
+- **Engine**: prefill-first steps (vLLM 0.6), blocks of 16 tokens, 256 sequences and 8192 prompt
+  tokens in a step at most, KV capacity by Eq. (1) with φ = 0.9, δ = 2 GiB, grouped-query attention.
+- **Tokens** are prompt and output tokens; throughput is over the time of the last completion.
+- **Lengths**: "(Helix)" and "(etalon)" are halves of two public ShareGPT traces (Apache-2.0): first
+  turns in Thesys-lab/Helix-ASPLOS25, and conversations cut to 8192 tokens in project-etalon/etalon.
+  "(mix)" are log-normals with their mean and sd (`benchmarks/paper/lengths.py`).
+- **Load**: the same 4000 requests for every policy, Poisson arrivals or all at once.
+- **OS** is policy `paper` with the paper's predictor (also for MB); RR and WRR draw at random, as
+  the paper says. The others predict by a running mean.
 """
 
 CLAIMS_TEXT = f"""
@@ -420,47 +402,40 @@ A gain "holds" when the ratio is at least nine tenths of the claimed one; "best"
 """
 
 RANKING_TEXT = f"""
-Tokens/s of the whole machine: means, and the most frequent orders, in bold the paper's. Algorithm 1
-on 20 draws of 200 requests; the simulation on two of 1000 requests, each {COPIES} times, all at
-once and in turn over the instances. "As printed" counts KV by 2·l·h, four times too much for this
-model; "unpadded" is erratum 11 of
-[scheduling](../design/scheduling.md#what-differs-from-the-papers-print).
+Tokens/s of the whole machine: means, and the most frequent orders, the paper's in bold. Algorithm 1
+on 20 draws of 200 requests; the simulation on two of 1000, each {COPIES} times, all at once and in
+turn over the instances. "As printed" counts KV by 2·l·h, four times too much; "unpadded" is erratum
+11 of [scheduling](../design/scheduling.md#what-differs-from-the-papers-print).
 """
 
 POLICY_TEXT = f"""
-Tokens/s, mean ± sd over the seeds, and the gain over RR. OS to the paper's letter; in turn,
-{CAPACITY.label} and {FINISH.label} are not in the paper.
+Tokens/s, mean ± sd over the seeds, and the gain over RR. {CAPACITY.label}, {FINISH.label} and those
+in turn are not in the paper.
 """
 
 SCAN_A_TEXT = """
-The constants of the t=1 instance times 0.75 to 3, NVLink2, 24 req/s. The capacity ratio r is that
-of the two instances' solo throughputs. Where both are overloaded, RR does twice what the weak one
-can, so a perfect split gains (r - 1)/2, and +122.5 % needs r = 3.45.
+The t=1 instance's constants times 0.75 to 3, NVLink2, 24 req/s; r is the ratio of the two
+instances' solo throughputs. A perfect split of an overload gains (r - 1)/2: +122.5 % needs r = 3.45.
 """
 
 SCAN_B_TEXT = """
-The constants of the four V100 instances times 1 to 3, NVLink2, 16 req/s. OS gives ties to the
-lowest index, as printed; min-max gives them to the lowest own load. Here a perfect split gains
-(r - 1)/5, with r the A800's solo throughput over a V100 instance's, and +33.6 % needs r = 2.68.
+The four V100 instances' constants times 1 to 3, NVLink2, 16 req/s. A perfect split gains (r - 1)/5,
+with r the A800's solo throughput over a V100 instance's: +33.6 % needs r = 2.68.
 """
 
 DIFFERENCES = """
 ## What differs from the paper, and why
 
-- **Nothing was measured here.** The constants come from other people's measurements of the same
-  cards. vLLM 0.6 on a V100 had no FlashAttention and more overhead in each step, which would make
-  the paper's V100s slower than these, and the A800's lead in cluster B larger.
-- **Lengths.** The paper samples ShareGPT without saying what of a conversation is the prompt. With
-  first turns alone the clusters are hardly loaded at the paper's rates, so that policies differ
-  little below "at once". With whole conversations they are overloaded at each of its rates. In
-  cluster B, a reasoning model would write longer answers than ShareGPT's; these are ShareGPT's.
-- **Overload.** When much more is outstanding than the KV caches hold, e^(θ·kvusage) outweighs T,
-  and OS splits tokens by KV capacity rather than by speed. In cluster A the two nearly agree. In
-  cluster B they do not, which is why OS stops gaining there while finish-time goes on.
-- **KV memory** is grouped-query right; the paper's formula is four to five times too large. In the
-  first experiment Algorithm 1 is shown with both.
+- **Nothing was measured here.** vLLM 0.6 on a V100 had no FlashAttention and more overhead in each
+  step, which would slow the paper's V100s and widen the A800's lead in cluster B.
+- **Lengths.** The paper does not say which part of a ShareGPT conversation is the prompt. First
+  turns hardly load these clusters at its rates; whole conversations overload them at each.
+- **Overload.** With more outstanding than the KV caches hold, e^(θ·kvusage) outweighs T, and OS
+  splits tokens by KV capacity, not by speed. In cluster B the two differ, so OS stops gaining.
+- **KV memory** by the paper's formula is four to five times too large under grouped-query
+  attention. Experiment 1 has both.
 - **Weights for cluster B** are not in the paper, so WRR is left out there.
-- **Ties.** With three or more instances min-max ties are the rule, and the printed algorithm gives
-  them to the lowest index. [Scheduling](../design/scheduling.md#what-differs-from-the-papers-print)
-  says what the gateway does instead.
+- **Ties** are the rule with three or more instances, and the printed algorithm gives them to the
+  lowest index. [Scheduling](../design/scheduling.md#what-differs-from-the-papers-print) says what
+  the gateway does instead.
 """

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sources.append(run_source(mix.source(), args.seeds, args.count, brief=bool(traces)))
     # Where the trace lies on this machine means nothing to a reader.
     shown = [f"--requests {shlex.quote(lengths.name + '=TRACE.csv')}" for lengths in traces]
-    text = document(sources, MIXES, LINKS, " ".join(["scripts/reproduce", *shown]))
+    text = document(sources, LINKS, " ".join(["scripts/reproduce", *shown]))
     if args.output == "-":
         print(text, end="")
     else:
