@@ -374,11 +374,15 @@ def compare_orders(
 
 def verdict(cell: Mapping[str, Any]) -> str:
     """The order in both, in words."""
-    pairs = cell["pairs"]
-    total = sum(map(len, pairs.values()))
     by = "mean latency" if figures_of(cell) is FIGURES else f"{CLASSES[0]} TTFT p99"
     text = f"By {by}: measured {cell['order_measured']}; simulated "
-    text += f"{cell['order_simulated']}. Of {total} pairs {len(pairs['agree'])} have the same order"
+    return f"{text}{cell['order_simulated']}. {pairs_in_words(cell)}"
+
+
+def pairs_in_words(cell: Mapping[str, Any]) -> str:
+    pairs = cell["pairs"]
+    total = sum(map(len, pairs.values()))
+    text = f"Of {total} pairs {len(pairs['agree'])} have the same order"
     text += f", {len(pairs['tie'])} are within {NOISE:.0%} in one of the two"
     if pairs["differ"]:
         return f"{text}, and these differ: {'; '.join(pairs['differ'])}."
@@ -386,17 +390,17 @@ def verdict(cell: Mapping[str, Any]) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """A table for each load."""
+    """A table for each load: what was measured, and its ratio to what was simulated."""
     lines = []
     for cell in document["loads"]:
         lines += [f"{load_name(cell)}:", ""]
-        compared = figures_of(cell)
+        compared = [figure for figure in figures_of(cell) if figure[0] != "latency_p50_s"]
         head = ["policy", *(f"{unit}" for _, unit in compared)]
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for policy, row in cell["policies"].items():
-            figures = [_figures(row, name) for name, _ in compared]
+            figures = [_figures(row, name, both=False) for name, _ in compared]
             lines.append(f"| {policy} | {' | '.join(figures)} |")
-        lines += ["", verdict(cell), ""]
+        lines += ["", pairs_in_words(cell), ""]
     return "\n".join(lines)
 
 
@@ -406,10 +410,11 @@ def load_name(cell: Mapping[str, Any]) -> str:
     return f"At {cell['load']:.0%} of the bound ({cell['rate_per_s']:.1f} requests/s)"
 
 
-def _figures(row: Mapping[str, Any], name: str) -> str:
+def _figures(row: Mapping[str, Any], name: str, *, both: bool = True) -> str:
     digits = 0 if name == "output_tokens_per_s" else 2
     measured, simulation = (row[side][name] for side in ("measured", "simulated"))
-    return f"{measured:.{digits}f} / {simulation:.{digits}f} ({row['ratio'][name]:.2f})"
+    second = f" / {simulation:.{digits}f}" if both else ""
+    return f"{measured:.{digits}f}{second} ({row['ratio'][name]:.2f})"
 
 
 def print_cell(cell: Mapping[str, Any]) -> None:

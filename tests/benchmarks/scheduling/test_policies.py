@@ -16,7 +16,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_load_has_a_row_and_every_other_policy_a_column() -> None:
     table, goals = policies.against_all(
-        policies.settings({"chat": policies.chat_mix()}, ["A"]), seeds=2
+        policies.settings({"chat": policies.chat_mix()}, ["A"]), policies.LOADS, seeds=2
     )
     assert len(table) == 2 + len(policies.LOADS)
     assert all(line.count("|") == 7 + 2 + 1 for line in table)
