@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hetero_gateway.cli import against
 from hetero_gateway.cli.reports import page, simulation
+from hetero_gateway.cli.simulate_running import running_cluster
 from hetero_gateway.core.nearest import nearest_names
 from hetero_gateway.core.policies import POLICY_NAMES
 from hetero_gateway.core.policies.slo import Slo
@@ -46,20 +47,29 @@ _COUNT = 2000
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison; 1 when no request finished in any run, else 0."""
+    given = [what for what in (args.config, args.url) if what is not None]
+    if len(given) > 1 or (args.url and args.against):
+        raise ConfigError("simulate URL takes the gateway's own cluster: no -c, and no --against")
     if args.against is not None:
         return against.run(args)
-    if args.config is None:
-        raise ConfigError("simulate: give a cluster, -c CLUSTER.yaml, or a record, --against")
+    if not given:
+        raise ConfigError(
+            "simulate: give a cluster, -c CLUSTER.yaml, a running gateway's URL, or a record, --against"
+        )
     _check_policies(args.policy)
     page.check_can_write(args.report)
-    cluster = load_cluster(args.config)
-    experiment = _experiment(args, cluster)
+    args.source, seen = str(given[0]), list[TraceRequest]()
+    if args.url is None:
+        cluster = load_cluster(args.config)
+    else:
+        cluster, seen = running_cluster(args)
+    experiment = _experiment(args, cluster, seen)
     moments = mix_moments(experiment.lengths)
     bound = measure_bound(experiment)
     cells = _compare(args, experiment, _rates_to_run(args, experiment, bound, moments), bound)
     held = _held(args, experiment, bound) if args.held else {}
     simulation.report(
-        simulation.PolicyComparison(args.config, experiment, bound, moments, cells, held)
+        simulation.PolicyComparison(args.source, experiment, bound, moments, cells, held)
     ).tell(args)
     if all(cell.throughput_tokens_per_s.mean == 0 for cell in cells):
         print("hetero-gateway: simulate: no request finished in any run", file=sys.stderr)
@@ -67,19 +77,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
-    """Flags over the cluster file."""
+def _experiment(
+    args: argparse.Namespace, cluster: Cluster, seen: list[TraceRequest]
+) -> Experiment:
+    """Flags over the cluster file, or over the requests that a gateway has ``seen``."""
     for instance in cluster.instances if args.scheduling == "chunked" else ():
         if instance.profile.max_num_seqs > args.max_batched_tokens:
             raise ConfigError(
-                f"{args.config}: {instance.instance_id} runs up to "
+                f"{args.source}: {instance.instance_id} runs up to "
                 f"{instance.profile.max_num_seqs} sequences (max_num_seqs), more than the "
                 f"{args.max_batched_tokens} tokens of a step; raise --max-batched-tokens"
             )
     if (args.predictor_file is not None) != (args.predictor == "trained"):
         raise ConfigError("--predictor trained needs --predictor-file, and no other takes one")
     path = args.requests or cluster.trace
-    rows = [] if path is None else read_trace(path)
+    rows = seen if path is None else read_trace(path)
     texts = any(row.text is not None for row in rows)
     own_times = args.arrivals == "trace" or (
         args.arrivals is None
@@ -125,7 +137,7 @@ def _experiment(args: argparse.Namespace, cluster: Cluster) -> Experiment:
         return experiment
     if any(fault.kind is not FaultKind.SLOW for fault in cluster.faults):
         raise ConfigError(
-            f"{args.config}: faults: instances that hand prompts over cannot die in a simulation; "
+            f"{args.source}: faults: instances that hand prompts over cannot die in a simulation; "
             "leave transfer out, or give --split off"
         )
     return replace(experiment, splits=Splitting(experiment, cluster.transfers))
@@ -146,7 +158,7 @@ def _rates_to_run(
             return [Rate(mean_rate_per_s(experiment.trace_arrival_s))]
         rates, loads = [Rate(math.inf)], _LOADS
     if loads and bound.tokens_per_s <= 0:
-        raise ConfigError(f"{args.config}: no request of the mix fits any instance")
+        raise ConfigError(f"{args.source}: no request of the mix fits any instance")
     return [Rate(bound.rate_per_s(load, moments), load) for load in loads] + rates
 
 
@@ -155,7 +167,7 @@ def _held(
 ) -> dict[str, tuple[float, ...]]:
     """By policy, with progress on standard error."""
     if bound.tokens_per_s <= 0:
-        raise ConfigError(f"{args.config}: no request of the mix fits any instance")
+        raise ConfigError(f"{args.source}: no request of the mix fits any instance")
     # This many short runs are worth what compiling takes.
     run = partial(simulate, compiled=can_compile())
     found = {}

@@ -52,6 +52,7 @@ class Running:
         left_out: why it does not count, e.g. that it is down; empty: it does.
         models: names that clients ask for.
         in_flight: requests that it has; ``draining``, ``asleep``: why it gets none.
+        weight: as ``InstanceSpec``.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Running:
     in_flight: int = 0
     draining: bool = False
     asleep: bool = False
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

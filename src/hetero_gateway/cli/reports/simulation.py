@@ -96,11 +96,11 @@ class PolicyComparison(NamedTuple):
     """Policies on a cluster.
 
     Args:
-        config: the cluster's file.
+        source: the cluster's file, or the gateway's address.
         held: by policy, the load that holds each of ``SHARES``; empty: nobody asked.
     """
 
-    config: Path
+    source: str
     experiment: Experiment
     bound: Bound
     moments: Moments
@@ -131,7 +131,7 @@ def document(of: PolicyComparison) -> dict[str, Any]:
     experiment, moments = of.experiment, of.moments
     alone = zip(experiment.instances, of.bound.instances_tokens_per_s, strict=True)
     told = {
-        "cluster": str(of.config),
+        "cluster": of.source,
         "instances": [
             {"id": i.instance_id, "profile": i.profile.name, "bound_tokens_per_s": tokens_per_s}
             for i, tokens_per_s in alone
@@ -176,7 +176,7 @@ def document(of: PolicyComparison) -> dict[str, Any]:
 
 def print_results(of: PolicyComparison) -> None:
     """What was simulated, the tables, and what to mind in them."""
-    print(f"{of.config}: {of.mix}; bound {of.bound.tokens_per_s:.0f} output tokens/s")
+    print(f"{of.source}: {of.mix}; bound {of.bound.tokens_per_s:.0f} output tokens/s")
     print_tables(of.cells)
     slo = of.experiment.slo
     print(
@@ -294,7 +294,7 @@ def render(of: PolicyComparison, told: dict[str, Any]) -> str:
         ],
     }
     parts = {
-        "title": text(f"{of.config.name}: policies compared"),
+        "title": text(f"{Path(of.source).name}: policies compared"),
         "subtitle": text(
             f"{of.mix}, {len(of.cells[0].runs)} seeds, bound "
             f"{of.bound.tokens_per_s:.0f} output tokens/s"

@@ -123,6 +123,7 @@ def _running(url: str, admin_key_env: str | None, row: Mapping[str, Any]) -> Run
         in_flight=int(row["in_flight"]),
         draining=bool(row["draining"]),
         asleep=bool(row.get("asleep")),
+        weight=float(row["weight"]),
     )
 
 
