@@ -137,7 +137,9 @@ def test_rooms_are_no_longer_than_they_need_to_be() -> None:
 
 def test_the_documentation_is_no_longer_than_it_needs_to_be() -> None:
     folders = {name: (ROOT / "docs" / name).glob("*.md") for name in BUDGETS["words"]}
-    words = {name: sum(len(p.read_text("utf-8").split()) for p in folders[name]) for name in folders}
+    words = {
+        name: sum(len(p.read_text("utf-8").split()) for p in folders[name]) for name in folders
+    }
     check(words, BUDGETS["words"])
 
 

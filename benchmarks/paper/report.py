@@ -142,7 +142,9 @@ def _other_links(sources: Sequence[SourceResult], links: Sequence[str]) -> str:
     """How many claims hold over the other readings of the paper's machine."""
     return "\n".join(
         f"Over {link}: "
-        + ", ".join(f"{s.source.name} {_held(_verdicts(s, link))} of {len(CLAIMS)}" for s in sources)
+        + ", ".join(
+            f"{s.source.name} {_held(_verdicts(s, link))} of {len(CLAIMS)}" for s in sources
+        )
         + "."
         for link in links
     )

@@ -77,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _experiment(
-    args: argparse.Namespace, cluster: Cluster, seen: list[TraceRequest]
-) -> Experiment:
+def _experiment(args: argparse.Namespace, cluster: Cluster, seen: list[TraceRequest]) -> Experiment:
     """Flags over the cluster file, or over the requests that a gateway has ``seen``."""
     for instance in cluster.instances if args.scheduling == "chunked" else ():
         if instance.profile.max_num_seqs > args.max_batched_tokens:
