@@ -353,7 +353,7 @@ def crossing(points: Sequence[ScanPoint], label: str, gain: float) -> float | No
 
 
 def _scan(named: Sequence[tuple[str, list[ScanPoint]]], claim: float) -> str:
-    """By policy, the capacity ratio at which the gain is reached, for each source that has points."""
+    """By policy, the capacity ratio at which the gain is reached, for each source."""
     scanned = [(name, points) for name, points in named if points]
     labels = scanned[0][1][0].gains if scanned else ()
     rows = [
@@ -417,7 +417,8 @@ in turn are not in the paper.
 
 SCAN_A_TEXT = """
 The t=1 instance's constants times 0.75 to 3, NVLink2, 24 req/s; r is the ratio of the two
-instances' solo throughputs. A perfect split of an overload gains (r - 1)/2: +122.5 % needs r = 3.45.
+instances' solo throughputs. A perfect split of an overload gains (r - 1)/2: +122.5 % needs
+r = 3.45.
 """
 
 SCAN_B_TEXT = """

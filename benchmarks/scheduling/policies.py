@@ -5,9 +5,9 @@
         [--write docs/evidence/scheduling.md] [--json]
 
 Three clusters (configs/clusters), two loads (0.9 of the sum of the instances' own throughputs, and
-everything at once; ``--loads`` has others). All policies see the same requests at the same times. A ratio
-is the geometric mean over the seeds. The second table has constants that are wrong, by two or by
-``--wrong``: the scheduler believes one set, the engines run another. ``--only table`` or
+everything at once; ``--loads`` has others). All policies see the same requests at the same times. A
+ratio is the geometric mean over the seeds. The second table has constants that are wrong, by two or
+by ``--wrong``: the scheduler believes one set, the engines run another. ``--only table`` or
 ``--only wrong-constants`` leaves the other out.
 
 Without ``--requests``: the chat mix of ``hetero-gateway simulate``.

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return against.run(args)
     if not given:
         raise ConfigError(
-            "simulate: give a cluster, -c CLUSTER.yaml, a running gateway's URL, or a record, --against"
+            "simulate: give a cluster, -c CLUSTER.yaml, a gateway's URL, or a record, --against"
         )
     _check_policies(args.policy)
     page.check_can_write(args.report)
