@@ -360,8 +360,12 @@ def test_a_record_is_printed_beside_its_simulation(cluster, tmp_path, capsys):
         *("as placed", "by min-max"),
     ):
         assert said in text
+    assert main([*words, "--policy", "round-robin,least-requests"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("by round-robin") == text.count("by least-requests") == 2
     assert main([*words, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
+    assert list(found["policies"]) == ["min-max"]
     assert found["measured"]["ttft_s"]["mean"] == pytest.approx(0.1)
     assert found["as_placed"]["requests"] == found["by_policy"]["requests"] == 3
     # 0.01 + 70·1e-5 s for the prompt, and ten steps of somewhat more than 0.0101 s.

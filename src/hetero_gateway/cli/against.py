@@ -40,10 +40,10 @@ def _compare(
     answered = [line for line in record.requests if line.instance and line.out and line.end]
     if not answered:
         raise ConfigError(f"{path}: no request of it was answered with tokens")
-    policy: str | None = record.policy
+    policies: tuple[str, ...] = args.policy or (record.policy,)
     notes = _notes(record, answered)
     if len({line.model for line in answered}) > 1:
-        policy = None
+        policies = ()
         notes.append("Requests are for several models: they are simulated as placed alone.")
     instances = _instances(path, record, profiles)
     for instance in instances:
@@ -53,7 +53,7 @@ def _compare(
                 "sequences, more than the tokens of a step; raise --max-batched-tokens"
             )
     recording = _recording(answered, [str(i.instance_id) for i in instances])
-    replayed = replay(recording, instances, policy, args.scheduling, args.max_batched_tokens)
+    replayed = replay(recording, instances, policies, args.scheduling, args.max_batched_tokens)
     ids = tuple(str(i.instance_id) for i in instances)
     return recorded.RecordComparison(path, record.policy, ids, replayed, tuple(notes))
 

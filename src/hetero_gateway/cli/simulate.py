@@ -39,6 +39,7 @@ from hetero_gateway.sim.prefixes import Prefixes
 from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import FaultKind, TraceLengths, mean_rate_per_s
 
+_POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "round-robin")
 # Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
 _LOADS = (0.7, 0.9)
 # With half of it, filling and emptying the cluster are most of a run (docs/guide/simulate.md).
@@ -50,13 +51,14 @@ def run(args: argparse.Namespace) -> int:
     given = [what for what in (args.config, args.url) if what is not None]
     if len(given) > 1 or (args.url and args.against):
         raise ConfigError("simulate URL takes the gateway's own cluster: no -c, and no --against")
+    _check_policies(args.policy or ())
     if args.against is not None:
         return against.run(args)
+    args.policy = args.policy or _POLICIES
     if not given:
         raise ConfigError(
             "simulate: give a cluster, -c CLUSTER.yaml, a gateway's URL, or a record, --against"
         )
-    _check_policies(args.policy)
     page.check_can_write(args.report)
     args.source, seen = str(given[0]), list[TraceRequest]()
     if args.url is None:
@@ -200,7 +202,9 @@ def _compare(
                 def on_run(_policy: str, _rate: Rate, seed: int, note: str = note) -> None:
                     progress.update(task, advance=1, note=note, refresh=True)
                     if progress.disable and seed == args.seeds - 1:
-                        console.print(f"{note}: {args.seeds} runs", soft_wrap=True)
+                        console.print(
+                            f"{note}: {args.seeds} run{'s' * (args.seeds > 1)}", soft_wrap=True
+                        )
 
                 (cell,) = compare(asked, [policy], [rate], seeds, bound, on_run=on_run)
                 cells.append(replace(cell, policy=name))

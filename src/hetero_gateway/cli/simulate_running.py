@@ -38,8 +38,8 @@ def running_cluster(args: argparse.Namespace) -> tuple[Cluster, list[TraceReques
     instances = _of_one_model(args, there)
     if without := [i.id for i in instances if i.profile is None]:
         raise ConfigError(
-            f"{args.url}: a simulation needs the profile of each instance; {', '.join(without)} "
-            "has none: give one in the gateway's file (`hetero-gateway profile`, `profile list`)"
+            f"{args.url}: a simulation needs the profile of each instance; give one in the "
+            f"gateway's file (`hetero-gateway profile`, `profile list`) to {', '.join(without)}"
         )
     rows = list(seen.of_models({m for i in instances for m in i.models}).rows)
     if len(rows) < _FEW_REQUESTS and args.requests is None:

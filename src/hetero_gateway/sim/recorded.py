@@ -164,27 +164,24 @@ def figures(
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Measured, as placed and by the policy: of all, then of each instance.
-
-    ``by_policy`` None: the scheduler cannot decide again.
-    """
+    """Measured, as placed and by each policy that decided again: of all, then of each instance."""
 
     measured: tuple[RequestFigures, ...]
     as_placed: tuple[RequestFigures, ...]
-    by_policy: tuple[RequestFigures, ...] | None
+    by_policy: dict[str, tuple[RequestFigures, ...]]
 
 
 def replay(
     recording: Recording,
     instances: Sequence[SimulatedInstance],
-    policy: str | None,
+    policies: Sequence[str],
     scheduling: Scheduling = "chunked",
     max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
 ) -> Replayed:
     """Run a recording again.
 
     Args:
-        policy: by name; None: as placed only.
+        policies: by name; none: as placed only.
 
     Raises:
         KeyError: there is no such policy.
@@ -196,7 +193,7 @@ def replay(
         (placements.instance, recording.first_token_s, recording.finish_s),
         (placements.instance, placed.first_token_s, placed.finish_s),
     ]
-    if policy is not None:
+    for policy in policies:
         means = float(placements.prompt_tokens.mean()), float(placements.output_tokens.mean())
         first = PolicyOptions(single_instance=instances[0].instance_id)
         rng = np.random.default_rng(0)
@@ -213,4 +210,4 @@ def replay(
     measured, as_placed, *by_policy = (
         tuple(figures(recording, *run, only) for only in range(-1, len(instances))) for run in runs
     )
-    return Replayed(measured, as_placed, by_policy[0] if by_policy else None)
+    return Replayed(measured, as_placed, dict(zip(policies, by_policy, strict=True)))

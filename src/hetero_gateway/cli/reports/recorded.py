@@ -50,26 +50,25 @@ _OF_ONE: tuple[tuple[str, Figure], ...] = (
 def print_comparison(comparison: RecordComparison) -> None:
     """To standard output. Figures are measured / simulated, and their ratio."""
     measured, as_placed = comparison.replayed.measured, comparison.replayed.as_placed
-    by_policy = comparison.replayed.by_policy
+    by_policy = {f"by {name}": found for name, found in comparison.replayed.by_policy.items()}
     print(f"{comparison.path}: {comparison.policy}, {measured[0].requests} requests")
     for note in comparison.notes:
         print(note)
-    simulated = [as_placed] if by_policy is None else [as_placed, by_policy]
-    head = ["", "measured", "as placed", f"by {comparison.policy}"][: 2 + len(simulated)]
+    simulated = [as_placed, *by_policy.values()]
+    head = ["", "measured", "as placed", *by_policy]
     rows = []
     for name, figure in _OF_ALL:
         beside = (_beside(figure, figures[0], measured[0]) for figures in simulated)
         rows.append([name, _text(figure(measured[0])), *beside])
     print()
     print_table(head, rows)
-    head = ["instance", "requests"] + (["by policy"] if by_policy is not None else [])
+    head = ["instance", "requests", *by_policy]
     for name, _ in _OF_ONE:
         head += [name, "as placed"]
     rows = []
     for i, instance_id in enumerate(comparison.instance_ids, start=1):
-        row = [instance_id, str(measured[i].requests)]
-        if by_policy is not None:
-            row.append(str(by_policy[i].requests))
+        row = [str(found[i].requests) for found in (measured, *by_policy.values())]
+        row.insert(0, instance_id)
         for _, figure in _OF_ONE:
             row += [_text(figure(measured[i])), _beside(figure, as_placed[i], measured[i])]
         rows.append(row)
@@ -79,16 +78,17 @@ def print_comparison(comparison: RecordComparison) -> None:
 
 
 def document(comparison: RecordComparison) -> dict[str, Any]:
-    """The same as JSON: all requests, then by instance."""
+    """The same as JSON: all requests, then by instance. ``by_policy`` is the first of them."""
     replayed = comparison.replayed
     sets = {"measured": replayed.measured, "as_placed": replayed.as_placed}
-    if replayed.by_policy is not None:
-        sets["by_policy"] = replayed.by_policy
+    if replayed.by_policy:
+        sets["by_policy"] = next(iter(replayed.by_policy.values()))
     return {
         "record": str(comparison.path),
         "policy": comparison.policy,
         "notes": list(comparison.notes),
         **{name: _as_dict(found[0]) for name, found in sets.items()},
+        "policies": {name: _as_dict(found[0]) for name, found in replayed.by_policy.items()},
         "instances": [
             {"id": instance_id, **{name: _as_dict(found[i]) for name, found in sets.items()}}
             for i, instance_id in enumerate(comparison.instance_ids, start=1)

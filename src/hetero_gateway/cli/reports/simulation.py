@@ -149,7 +149,7 @@ def document(of: PolicyComparison) -> dict[str, Any]:
         "faults": len(experiment.faults),
         "slo": {"ttft_s": experiment.slo.ttft_s, "tpot_s": experiment.slo.tpot_s},
         "heeds_slo": experiment.heeds_slo,
-        "caution": short_runs(of.cells),
+        "caution": _caution(of),
         "results": [cell.to_dict() for cell in of.cells],
     }
     if splitting := of.splitting:
@@ -178,13 +178,13 @@ def print_results(of: PolicyComparison) -> None:
     """What was simulated, the tables, and what to mind in them."""
     print(f"{of.source}: {of.mix}; bound {of.bound.tokens_per_s:.0f} output tokens/s")
     print_tables(of.cells)
-    slo = of.experiment.slo
+    slo, seeds = of.experiment.slo, len(of.cells[0].runs)
     print(
         f"Output tokens per second; times in seconds, TPOT in milliseconds; mean ± sd over "
-        f"{len(of.cells[0].runs)} seeds. In SLO: TTFT up to {slo.ttft_s:g} s and TPOT up to "
+        f"{seeds} seed{'s' * (seeds != 1)}. In SLO: TTFT up to {slo.ttft_s:g} s and TPOT up to "
         f"{slo.tpot_s * 1000:g} ms. Differences under 2 % are noise."
     )
-    if caution := short_runs(of.cells):
+    if caution := _caution(of):
         print(caution)
     if of.splitting:
         print()
@@ -229,7 +229,12 @@ def by_rate(cells: Sequence[Cell]) -> list[list[Cell]]:
     return list(groups.values())
 
 
-def short_runs(cells: Sequence[Cell]) -> str | None:
+def _caution(of: PolicyComparison) -> str | None:
+    own_times = of.experiment.trace_arrival_s is not None
+    return short_runs(of.cells, "Give a --load." if own_times else "Raise --count.")
+
+
+def short_runs(cells: Sequence[Cell], remedy: str = "Raise --count.") -> str | None:
     """A line of caution where filling and emptying the cluster are much of a run, else None."""
     for group in by_rate(cells):
         arrivals_s = group[0].runs[0].requests / group[0].rate_per_s
@@ -238,7 +243,7 @@ def short_runs(cells: Sequence[Cell]) -> str | None:
             return (
                 f"At {rate_name(group[0].rate_per_s)} the arrivals last {number(arrivals_s)} s, "
                 f"and the mean latency is {number(latency_s)} s or more: filling and emptying the "
-                "cluster are much of such a run, if it is not overloaded. Raise --count."
+                f"cluster are much of such a run, if it is not overloaded. {remedy}"
             )
     return None
 
