@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ def cells_of(
 
 def render(made: Experiment, cells: list[Cell], name: str = "cluster.yaml") -> str:
     bound, moments = measure_bound(made), mix_moments(made.lengths)
-    found = simulation.PolicyComparison(Path(name), made, bound, moments, cells, {})
+    found = simulation.PolicyComparison(name, made, bound, moments, cells, {})
     html = simulation.report(found).html
     assert html is not None
     return html()
