@@ -69,7 +69,9 @@ class Probes:
             i = eligible.pool.position.get(state.instance_id)
             if i is not None and eligible.has(i) and is_to_be_tried(state, now_s):
                 others = [j for j in eligible.positions() if j != i]
-                return eligible.without(others, f"{state.instance_id} is tried: its speed is not known")
+                return eligible.without(
+                    others, f"{state.instance_id} is tried: its speed is not known"
+                )
         return None
 
 
