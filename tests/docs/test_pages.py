@@ -47,12 +47,27 @@ def test_every_setting_that_a_page_names_exists():
     assert not unknown
 
 
-def test_the_configuration_of_the_migration_page_is_valid():
-    text = (ROOT / "docs" / "guide" / "migrate.md").read_text("utf-8")
-    blocks = re.findall(r"```yaml\n# gateway.yaml\n(.*?)```", text, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        GatewayConfig.model_validate(yaml.safe_load(block))
+def configurations() -> list[tuple[str, dict[str, Any]]]:
+    """(page, content) of what README and guide show of a gateway's file; the chart's values apart."""
+    found = []
+    for page in [PAGES[0], *(p for p in PAGES if p.parent.name == "guide")]:
+        blocks = re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        for block in blocks if page.stem != "kubernetes" else ():
+            content = yaml.safe_load(block)
+            if isinstance(content, dict) and set(content) <= set(GatewayConfig.model_fields):
+                found.append((page.stem, content))
+    return found
+
+
+def test_the_configurations_that_the_guide_shows_are_valid() -> None:
+    shown = configurations()
+    assert len(shown) >= 20
+    assert {"migrate", "operate", "clients", "batches", "models", "gateways"} <= dict(shown).keys()
+    for page, content in shown:
+        try:
+            GatewayConfig.model_validate(content)
+        except ValueError as error:
+            pytest.fail(f"{page}: {content}: {error}")
 
 
 def test_every_page_is_in_the_navigation():
