@@ -56,7 +56,7 @@ def test_flags_win_over_what_it_has_seen_and_an_engine_over_its_profile(gateway,
     ("running", "flags", "says"),
     [
         ([], (), "no instance takes requests now"),
-        ([instance("a", profile=None)], (), "`profile list`) to a"),
+        ([instance("a", profile=None)], (), "to a: a built-in one"),
         ([instance("a"), instance("b", models=("qwen",))], (), "name one, --model llama|qwen"),
         ([instance("a")], ("--model", "x"), "no instance of model x takes requests now; there are"),
         ([instance("a")], ("-c", "x.yaml"), "no -c, and no --against"),
