@@ -39,10 +39,12 @@ def running_cluster(args: argparse.Namespace) -> tuple[Cluster, list[TraceReques
     if without := [i.id for i in instances if i.profile is None]:
         raise ConfigError(
             f"{args.url}: a simulation needs the profile of each instance; give one in the "
-            f"gateway's file to {', '.join(without)}: a built-in one (`hetero-gateway profile list`), "
-            "or one made from its traffic (`hetero-gateway profile --from-gateway URL`)"
+            f"gateway's file to {printable(', '.join(without))}: a built-in one (`hetero-gateway "
+            "profile list`), or one made from its traffic (`hetero-gateway profile --from-gateway "
+            "URL`)"
         )
-    rows = list(seen.of_models({m for i in instances for m in i.models}).rows)
+    models = {m for i in instances for m in i.models} if args.model is None else {args.model}
+    rows = list(seen.of_models(models).rows)
     if len(rows) < _FEW_REQUESTS and args.requests is None:
         lengths = "their lengths say little" if rows else "lengths are those of a chat mix"
         _note(f"the gateway has seen {len(rows)} requests: {lengths}")
