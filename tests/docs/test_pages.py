@@ -48,7 +48,7 @@ def test_every_setting_that_a_page_names_exists():
 
 
 def configurations() -> list[tuple[str, dict[str, Any]]]:
-    """(page, content) of what README and guide show of a gateway's file; not of the chart's values."""
+    """(page, content) of a gateway's file as README and guide show it; not of the chart."""
     found = []
     for page in [PAGES[0], *(p for p in PAGES if p.parent.name == "guide")]:
         blocks = re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
