@@ -67,6 +67,12 @@ def test_what_cannot_be_simulated_says_why(gateway, error, running, flags, says)
     assert says in error("simulate", URL, *FLAGS, *flags)
 
 
+def test_a_file_without_its_flag_is_told_from_an_address(tmp_path, error) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.touch()
+    assert f"simulate {path}: a file goes with -c" in error("simulate", path)
+
+
 def test_of_several_models_one_is_simulated(gateway, document) -> None:
     other = [dataclasses.replace(row, model="qwen") for row in ROWS[:50]]
     gateway(instance("a"), instance("b", models=("qwen",)), rows=[*ROWS, *other])

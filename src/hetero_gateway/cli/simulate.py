@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     given = [what for what in (args.config, args.url) if what is not None]
     if len(given) > 1 or (args.url and args.against):
         raise ConfigError("simulate URL takes the gateway's own cluster: no -c, and no --against")
+    if args.url and Path(args.url).exists():
+        raise ConfigError(f"simulate {args.url}: a file goes with -c, or with --against")
     _check_policies(args.policy or ())
     if args.against is not None:
         return against.run(args)
