@@ -17,8 +17,8 @@ import pytest
 
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.http import clients
+from hetero_gateway.http.listening import cannot_listen
 from hetero_gateway.lab.load.unreachable import why_unreachable
-from hetero_gateway.serve.server import cannot_listen
 from tests.fakes.gateway_files import instance, write
 
 NOT_FOUND = (
@@ -85,6 +85,10 @@ MISTAKES: dict[str, tuple[str | None, bytes | None, str, tuple[str, ...]]] = {
     "a model that nobody serves": (
         None, NOT_FOUND, "bench http://127.0.0.1:{port} --limit 2 --rate inf --model nosuch",
         ("2 × http_404 (The model `nosuch` does not exist here.)",),
+    ),
+    "an emulated instance on a port that is taken": (
+        None, b"", "emulate --profile V100-32GB-NVLink2/Llama-3-8B/tp1 --port {port}",
+        ("the port is taken", "give another one by --port"),
     ),
     "an address of clients": (
         None, NOT_FOUND, "status http://127.0.0.1:{port}/v1", ("does not exist here",),

@@ -11,9 +11,10 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.gateway.dataplane.answers import answer
 from hetero_gateway.http.downstream import Downstream, Listener
 from hetero_gateway.http.heads import Inbound
+from hetero_gateway.http.listening import url_host
 from hetero_gateway.scaleout.picker.service import Picker
 from hetero_gateway.serve.app import App, create_app
-from hetero_gateway.serve.server import GatewayServer, url_host
+from hetero_gateway.serve.server import GatewayServer
 
 _ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are served by Envoy.")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -27,6 +26,7 @@ from hetero_gateway.http.clients import (
     default_max_connections,
     raise_descriptor_limit,
 )
+from hetero_gateway.http.listening import cannot_listen, url_host
 from hetero_gateway.http.protocol import LAST_CALL_S, Service, engine_protocol
 from hetero_gateway.serve.control.access import ADDRESS, ADMIN_LISTENER, UNIX
 from hetero_gateway.serve.garbage import freeze_what_start_made
@@ -351,23 +351,6 @@ def _is_at(listener: socket.socket, path: Path) -> bool:
     return str(os.path.abspath(listener.getsockname())) == os.path.abspath(path)
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> str:
-    """Why not, and what helps."""
-    known = {
-        errno.EADDRINUSE: f"the port is taken (by whom: ss -ltnp 'sport = :{port}'); "
-        "give another one by --port or server.port",
-        errno.EADDRNOTAVAIL: "this machine has no such address; 0.0.0.0 is all that it has",
-        errno.EACCES: "ports below 1024 are the administrator's; take a higher one",
-        errno.EMFILE: "the process may open no more files (ulimit -n)",
-    }
-    if isinstance(error, socket.gaierror):
-        reason = "no such host name is known here"
-    else:
-        # asyncio's words name the address; its number may be that of several errors together.
-        reason = known.get(error.errno or 0) or error.strerror or str(error)
-    return f"cannot listen on {url_host(host)}:{port}: {reason}"
-
-
 def _bound(
     where: str, given: Sequence[socket.socket] = (), *, setting: str = "server.admin_listen"
 ) -> socket.socket:
@@ -423,11 +406,6 @@ def url_of(listener: socket.socket) -> str:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"http://{url_host(host)}:{port}"
-
-
-def url_host(host: str) -> str:
-    """An address as it stands in a URL."""
-    return f"[{host}]" if ":" in host else host
 
 
 def run(

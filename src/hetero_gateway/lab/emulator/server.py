@@ -7,6 +7,7 @@ from collections.abc import Callable
 import uvicorn
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.http.listening import cannot_listen
 from hetero_gateway.lab.emulator.app import EmulatedVLLM
 
 _BACKLOG = 4096  # a burst of clients must not see refused connections
@@ -82,4 +83,4 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: {error}") from error
+        raise ConfigError(cannot_listen(host, port, error, "--port")) from error

@@ -36,10 +36,11 @@ import msgspec
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.whole_file import write_whole
+from hetero_gateway.http.listening import cannot_listen
 from hetero_gateway.scaleout.workers import SECRET_ENV
 from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.heartbeat import LOOK_S, Condition, Pulse, is_stopped, tell_cover
-from hetero_gateway.serve.server import BACKLOG, NOTHING_GIVEN, Given, cannot_listen, url_of
+from hetero_gateway.serve.server import BACKLOG, NOTHING_GIVEN, Given, url_of
 
 # Who has lived for less is given a pause before the next start.
 _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
