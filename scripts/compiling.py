@@ -27,7 +27,7 @@ MODULES = [
         core.policies.affinity core.policies.at_once core.policies.base core.policies.counting
         core.policies.estimates core.policies.finish_time core.policies.legs core.policies.member
         core.policies.rotation core.policies.slo core.policies.workload
-        core.prefixes.caches core.prefixes.trust
+        core.prefixes.caches core.prefixes.key_tables core.prefixes.trust
         core.scheduling.decider core.scheduling.decision_log core.scheduling.legs
         core.scheduling.members
         core.scheduling.pool core.scheduling.probes

@@ -28,112 +28,32 @@ each instance, its trust finds out (``trust``). Nothing of a text is in here, on
     begin, end       how many of the requests that are there now have a key. A block that several
                      refer to is in the cache once, so what is counted twice is not held
 
-A million keys take about 120 MB (``memory_bytes``). Everything is bounded by the instances'
+A million keys take about 120 MB at first, and up to 215 when many have come and gone
+(``memory_bytes``). Everything is bounded by the instances'
 capacities, whatever comes.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, Final
 
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.state import InstanceState
+from hetero_gateway.core.prefixes.key_tables import LAST_BITS, UNIT_BYTES, KeyTables
 from hetero_gateway.core.prefixes.sources import CacheSource, EngineWord
 from hetero_gateway.core.prefixes.trust import Trust
 from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome, PrefixKeys
 
-# Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
-# anyway. A piece counts for one unit at least.
-_UNIT_BYTES: Final = 32
-# When an instance is full, this fraction of it goes.
-_EVICTED_SHARE: Final = 32
-# An int of 60 bits.
-_KEY_BYTES: Final = 32
-# Dicts of masks.
-_PARTS: Final = 1024
-_LAST_BITS: Final = _PARTS - 1
 # Keys that are only looked up: as ints, each look makes a new object of one where this is compiled.
 _Hashes = tuple[Any, ...]
 
 
-class _Member:
-    """What one instance has: its keys with their sizes, least recently used first."""
-
-    __slots__ = ("bit", "capacity", "running", "shared_bytes", "sizes", "slot", "used")
-
-    def __init__(self, slot: int, capacity: int) -> None:
-        self.slot = slot
-        self.bit = 1 << slot
-        self.capacity = capacity
-        self.sizes: dict[int, int] = {}
-        self.used = 0
-        # Of what is there now: requests by key, and bytes of text that are not the first of their
-        # kind. Along a text the counts only fall.
-        self.running: dict[int, int] = {}
-        self.shared_bytes = 0
-
-
-class PrefixIndex:
-    """The estimate for all instances. Instances have slots, small and used again."""
-
-    def __init__(self) -> None:
-        self._masks: list[dict[int, int]] = [{} for _ in range(_PARTS)]
-        self._members: dict[InstanceId, _Member] = {}
-
-    def __len__(self) -> int:
-        """Different keys."""
-        return sum(map(len, self._masks))
+class PrefixIndex(KeyTables):
+    """The estimate for all instances."""
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self)} keys of {len(self._members)} instances>"
-
-    # Membership
-
-    def join(self, instance_id: InstanceId, capacity_bytes: float, slot: int | None = None) -> None:
-        """An instance with an empty cache.
-
-        Args:
-            capacity_bytes: bytes of text that its KV cache has room for; 0: it keeps nothing.
-            slot: its bit; None: the lowest that is free.
-
-        Raises:
-            ValueError: the id or the slot is taken.
-        """
-        taken = {member.slot for member in self._members.values()}
-        if slot is None:
-            slot = next(i for i in range(len(taken) + 1) if i not in taken)
-        if instance_id in self._members or slot in taken:
-            raise ValueError(f"instance {instance_id!r} or its slot {slot} is there already")
-        self._members[instance_id] = _Member(slot, _units(capacity_bytes))
-
-    def leave(self, instance_id: InstanceId) -> None:
-        """It is gone, and what it had. KeyError: unknown."""
-        self.forget(instance_id)
-        del self._members[instance_id]
-
-    def forget(self, instance_id: InstanceId) -> None:
-        """Its cache is empty: it was started anew, slept, or was reset. KeyError: unknown."""
-        member = self._members[instance_id]
-        for key in member.sizes:
-            self._clear(key, member.bit)
-        member.sizes = {}
-        member.used = 0
-
-    def resize(self, instance_id: InstanceId, capacity_bytes: float) -> None:
-        """Its KV cache is of another size. KeyError: unknown."""
-        member = self._members[instance_id]
-        member.capacity = _units(capacity_bytes)
-        self._evict(member)
-
-    def __contains__(self, instance_id: InstanceId) -> bool:
-        return instance_id in self._members
-
-    def slot(self, instance_id: InstanceId) -> int:
-        """Its bit in ``levels``. KeyError: unknown."""
-        return self._members[instance_id].slot
 
     # What was sent
 
@@ -153,10 +73,10 @@ class PrefixIndex:
             if size:
                 known += 1
             else:
-                size = (ends[i] - begins[i]) // _UNIT_BYTES or 1
+                size = (ends[i] - begins[i]) // UNIT_BYTES or 1
                 used += size
                 # The bit itself is one object for all keys that only this instance has.
-                part = masks[key & _LAST_BITS]
+                part = masks[key & LAST_BITS]
                 mask = part.setdefault(key, bit)
                 if mask != bit:
                     part[key] = mask | bit
@@ -230,34 +150,6 @@ class PrefixIndex:
             member.shared_bytes -= keys.ends[hashes.index(shared)]
         return member.shared_bytes
 
-    def _evict(self, member: _Member) -> None:
-        if member.used <= member.capacity:
-            return
-        sizes, masks, bit = member.sizes, self._masks, member.bit
-        used, aim = member.used, member.capacity - member.capacity // _EVICTED_SHARE
-        batch = max(16, len(sizes) // _EVICTED_SHARE)
-        while used > aim:
-            for key in list(islice(sizes, batch)):
-                used -= sizes.pop(key)
-                # ``_clear``, written out: as many keys go as come.
-                part = masks[key & _LAST_BITS]
-                mask = part[key]
-                if mask == bit:
-                    del part[key]
-                else:
-                    part[key] = mask ^ bit
-                if used <= aim:
-                    break
-        member.used = used
-
-    def _clear(self, key: int, bit: int) -> None:
-        part = self._masks[key & _LAST_BITS]
-        mask = part[key] ^ bit
-        if mask:
-            part[key] = mask
-        else:
-            del part[key]
-
     # What is there
 
     def levels(self, keys: PrefixKeys) -> list[tuple[int, int]]:
@@ -271,7 +163,7 @@ class PrefixIndex:
         if not hashes:
             return []
         key = hashes[0]
-        low, here = 0, masks[key & _LAST_BITS].get(key, 0)
+        low, here = 0, masks[key & LAST_BITS].get(key, 0)
         result: list[tuple[int, int]] = []
         last = len(hashes) - 1
         while here:
@@ -279,7 +171,7 @@ class PrefixIndex:
             step, high, beyond = 1, last + 1, 0
             while low + step <= last:
                 key = hashes[low + step]
-                mask = masks[key & _LAST_BITS].get(key, 0) & here
+                mask = masks[key & LAST_BITS].get(key, 0) & here
                 if mask != here:
                     high, beyond = low + step, mask
                     break
@@ -290,7 +182,7 @@ class PrefixIndex:
             while high - low > 1:
                 middle = (low + high) // 2
                 key = hashes[middle]
-                mask = masks[key & _LAST_BITS].get(key, 0) & here
+                mask = masks[key & LAST_BITS].get(key, 0) & here
                 if mask == here:
                     low = middle
                 else:
@@ -304,103 +196,8 @@ class PrefixIndex:
         if low == last:
             return last + 1, 0
         key = hashes[last]
-        mask = self._masks[key & _LAST_BITS].get(key, 0) & here
+        mask = self._masks[key & LAST_BITS].get(key, 0) & here
         return (last + 1, 0) if mask == here else (last, mask)
-
-    # What another process has learnt
-
-    def held(self, instance_id: InstanceId) -> list[tuple[int, int]]:
-        """(key, size) of what one instance has, least recently used first. KeyError: unknown."""
-        return list(self._members[instance_id].sizes.items())
-
-    def hold(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
-        """Know what ``held`` said, in front of what was used here. KeyError: unknown."""
-        member = self._members[instance_id]
-        here, masks = member.sizes, self._masks
-        sizes = {key: max(1, size) for key, size in held if key not in here}
-        member.used += sum(sizes.values())
-        for key in sizes:
-            part = masks[key & _LAST_BITS]
-            part[key] = part.get(key, 0) | member.bit
-        sizes.update(here)
-        member.sizes = sizes
-        self._evict(member)
-
-    def learn(
-        self, instance_id: InstanceId, told: Sequence[tuple[int, int]], most_units: int
-    ) -> int:
-        """Others have sent (key, size) there just now, what was used first in front.
-
-        Of what is new no more counts than ``most_units``; returns how much does. KeyError: unknown.
-        """
-        member = self._members[instance_id]
-        sizes, masks, bit, new = member.sizes, self._masks, member.bit, 0
-        for key, size in told:
-            known = sizes.pop(key, 0)
-            if not known:
-                if new + size > most_units:
-                    continue
-                known = max(1, size)
-                new += known
-                part = masks[key & _LAST_BITS]
-                part[key] = part.get(key, 0) | bit
-            sizes[key] = known
-        member.used += new
-        if member.used > member.capacity:
-            self._evict(member)
-        return new
-
-    # What an engine tells of its cache
-
-    def drop(self, instance_id: InstanceId, key: int) -> None:
-        """It has a key no longer; one that it had not is no error. KeyError: unknown."""
-        member = self._members[instance_id]
-        size = member.sizes.pop(key, 0)
-        if size:
-            member.used -= size
-            self._clear(key, member.bit)
-
-    def confirm(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
-        """It has keys of so many bytes for certain. KeyError: unknown."""
-        told = [(key, size_bytes // _UNIT_BYTES or 1) for key, size_bytes in reversed(held)]
-        self.learn(instance_id, told, self._members[instance_id].capacity)
-
-    # What there is to show
-
-    def keys_on(self, instance_id: InstanceId) -> int:
-        """Keys of one instance. KeyError: unknown."""
-        return len(self._members[instance_id].sizes)
-
-    def capacity_units(self, instance_id: InstanceId) -> int:
-        """What one instance has room for. KeyError: unknown."""
-        return self._members[instance_id].capacity
-
-    def bytes_on(self, instance_id: InstanceId) -> tuple[int, int]:
-        """(bytes of text that one instance has, and has room for). KeyError: unknown."""
-        member = self._members[instance_id]
-        return member.used * _UNIT_BYTES, member.capacity * _UNIT_BYTES
-
-    def memory_bytes(self) -> int:
-        """What all of it takes, about."""
-        return (
-            sum(map(sys.getsizeof, self._masks))
-            + len(self) * _KEY_BYTES
-            + sum(
-                sys.getsizeof(member.sizes) + sys.getsizeof(member.running)
-                for member in self._members.values()
-            )
-        )
-
-
-def sizes_of(keys: PrefixKeys) -> list[int]:
-    """How much each key of a text takes, in the index's units."""
-    begins = (0, *keys.ends)  # of the pieces, in front of the last end
-    pieces = zip(begins, keys.ends, strict=False)
-    return [(end - begin) // _UNIT_BYTES or 1 for begin, end in pieces]
-
-
-def _units(capacity_bytes: float) -> int:
-    return max(0, int(min(capacity_bytes, 2.0**60)) // _UNIT_BYTES)
 
 
 # Of an instance that does not say what its KV cache holds: some machine's.

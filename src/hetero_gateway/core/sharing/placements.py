@@ -44,7 +44,8 @@ from itertools import islice
 import numpy as np
 
 from hetero_gateway.core.instances.dispatch import Dispatch
-from hetero_gateway.core.prefixes.caches import PrefixCaches, sizes_of
+from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.prefixes.key_tables import sizes_of
 from hetero_gateway.core.sharing.message import MessageError, instance_key
 from hetero_gateway.core.types import InstanceId, Outcome
 
