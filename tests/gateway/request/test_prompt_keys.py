@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.dataplane.parse_body import hostile_bodies
-from hetero_gateway.core.request import namespace, seed_of
+from hetero_gateway.core.request import keys_in_steps, keys_of, namespace, seed_of
 from hetero_gateway.core.types import PrefixKeys
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request import openai
@@ -242,6 +242,17 @@ def test_a_million_tiny_messages_are_a_few_hundred_keys(unit: bytes) -> None:
     parsed = finish(steps)
     assert parsed.prefix is not None
     assert 10 < len(parsed.prefix.hashes) < 320
+
+
+@pytest.mark.parametrize("sizes", [[6 << 20], [3 << 20, 10, 0, 31, 1 << 20, 5000], [70] * 60_000])
+def test_what_is_hashed_in_steps_has_the_keys_of_what_is_hashed_at_once(sizes: list[int]) -> None:
+    data, end, parts = memoryview(random.Random(1).randbytes(sum(sizes))), 0, []
+    for size in sizes:
+        parts.append(data[end : end + size])
+        end += size
+    steps = keys_in_steps(parts, 7)
+    assert sum(1 for _ in keys_in_steps(parts, 7)) > 4
+    assert finish(steps) == keys_of(parts, 7)
 
 
 def test_deep_nesting_is_one_message() -> None:

@@ -178,7 +178,7 @@ def parse_in_steps(
         _continue(parsed, fields, extent, seed)
     if seed is not None and fields.truncate_prompt_tokens is None:
         yield
-        parsed.prefix = keys_of_long(fields, extent, seed, parsed.previous)
+        parsed.prefix = yield from keys_of_long(fields, extent, seed, parsed.previous)
     return parsed
 
 
