@@ -191,6 +191,9 @@ def test_the_picker_refuses_to_isolate_clients(tmp_path, error):
     assert "scheduler.isolate_clients" in error("picker", "-c", path)
     path.write_text("instances: [{id: a, base_url: http://127.0.0.1:1, data_parallel_ranks: 2}]\n")
     assert "data_parallel_ranks: the picker" in error("picker", "-c", path)
+    source = "{name: s, kind: dns, host: gpus, port: 8000, data_parallel_ranks: 2}"
+    path.write_text(f"discovery: [{source}]\n")
+    assert "discovery: data_parallel_ranks: the picker" in error("picker", "-c", path)
 
 
 @pytest.mark.parametrize(

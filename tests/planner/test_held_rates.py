@@ -19,6 +19,8 @@ def test_a_larger_instance_holds_more_and_limits_cost_something():
     strict = Goals(ttft_p99_s=0.5, tpot_p99_s=0.02)
     limited = find_held_rates(RateQuestion(PROFILES, REQUESTS, strict, {FAST: 2, SLOW: 2}))
     assert limited.per_s[SLOW] < free.per_s[SLOW]
+    four = RateQuestion({SLOW: PROFILES[SLOW]}, REQUESTS, ranks={SLOW: 4})
+    assert find_held_rates(four).per_s[SLOW] == pytest.approx(4 * free.per_s[SLOW])
     assert limited.keeps_goals
     assert free.of({FAST: 2, SLOW: 1}) == pytest.approx(2 * free.per_s[FAST] + free.per_s[SLOW])
 
@@ -44,4 +46,5 @@ def test_it_is_asked_again_for_other_lengths_profiles_or_goals_only():
     longer = [(2 * prompt, output) for prompt, output in REQUESTS]
     assert not found.answers(dataclasses.replace(question, requests=longer))
     assert not found.answers(dataclasses.replace(question, goals=Goals(ttft_p99_s=1)))
+    assert not found.answers(dataclasses.replace(question, ranks={FAST: 2}))
     assert not found.answers(dataclasses.replace(question, profiles={FAST: PROFILES[FAST]}))

@@ -26,10 +26,12 @@ def run(args: argparse.Namespace) -> int:
     ):
         if getattr(config.scheduler, name):
             raise ConfigError(f"{args.config}: scheduler.{name}: the picker cannot {what}")
-    if any(place.data_parallel_rank is not None for place in config.places):
+    ranked = ["instances" for each in config.places if each.data_parallel_rank is not None]
+    ranked += ["discovery" for each in config.discovery if each.data_parallel_ranks > 1]
+    if ranked:
         raise ConfigError(
-            f"{args.config}: instances: data_parallel_ranks: the picker chooses addresses, and not "
-            "ranks behind one; use serve, or let the engine choose"
+            f"{args.config}: {ranked[0]}: data_parallel_ranks: the picker chooses addresses, and "
+            "not ranks behind one; use serve, or let the engine choose"
         )
     transfers = [(each.id, each.kv_transfer) for each in config.instances]
     for warning in transfer_warnings(

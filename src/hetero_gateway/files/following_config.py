@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError, named_place
+from hetero_gateway.files.instance_config import MOST_RANKS
 from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.yaml_file import StrictModel
@@ -27,6 +28,8 @@ class FollowedType(StrictModel):
     """So many at most."""
     price_per_hour_usd: float | None = Field(None, gt=0)
     """Of one instance; of all types of the model or of none, then accelerators count."""
+    data_parallel_ranks: int = Field(1, ge=1, le=MOST_RANKS)
+    """Of one instance: engines behind its address, each with the profile."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

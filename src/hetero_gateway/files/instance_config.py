@@ -49,7 +49,7 @@ def check_ranks(config: Any) -> Any:
     one = config.data_parallel_ranks == 1 and getattr(config, "data_parallel_rank", None) is None
     if not one and config.kv_transfer is not None:
         # Of several ranks, who has computed a prompt would have to be told to the engine.
-        raise ValueError("data_parallel_ranks: not with kv_transfer")
+        raise ValueError("data_parallel_ranks: not with kv_transfer: leave out one of them")
     return config
 
 

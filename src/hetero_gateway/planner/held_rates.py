@@ -44,6 +44,7 @@ class RateQuestion:
     Args:
         requests: (prompt, output) tokens of recent requests, at least one.
         counts: about the instances that are there, for what several hold together.
+        ranks: by type, how many engines one instance has, if more than one: each has the profile.
     """
 
     profiles: Mapping[Key, Profile]
@@ -53,6 +54,7 @@ class RateQuestion:
     policy: str = "finish-time"
     engines: Engines = field(default_factory=Engines)
     seed: int = 0
+    ranks: Mapping[Key, int] = field(default_factory=dict)
 
     @property
     def trials(self) -> Trials:
@@ -66,7 +68,7 @@ class HeldRates:
     Args:
         per_s: by type; 0: it cannot keep the goals at any rate, or cannot take the requests.
         mean_prompt, mean_output: tokens of the requests that it was found for.
-        profiles, goals: that it was found with.
+        profiles, goals, ranks: that it was found with.
         keeps_goals: False where no type keeps the latency goals at any rate: then the rates are
             what types do without goals.
     """
@@ -77,17 +79,19 @@ class HeldRates:
     profiles: Mapping[Key, Profile] = field(repr=False)
     goals: Goals
     keeps_goals: bool = True
+    ranks: Mapping[Key, int] = field(default_factory=dict)
 
     def of(self, counts: Mapping[Key, int]) -> float:
         """Requests/s that so many of each hold."""
         return sum(self.per_s.get(key, 0.0) * n for key, n in counts.items())
 
     def answers(self, question: RateQuestion) -> bool:
-        """Whether it is still the answer: the same profiles and goals, and about the same lengths.
+        """Whether it is still the answer: the same engines and goals, and about the same lengths.
 
         What several hold together is not asked again for each that comes or goes.
         """
-        if self.profiles != question.profiles or self.goals != question.goals:
+        found_with = (self.profiles, self.goals, self.ranks)
+        if found_with != (question.profiles, question.goals, question.ranks):
             return False
         prompt, output = np.mean(question.requests, axis=0)
         return not any(
@@ -113,18 +117,20 @@ def find_held_rates(question: RateQuestion) -> HeldRates:
     if not keeps_goals:
         held = {key: _BUSY * rate for key, rate in most.items()}
     share = _together(question, mix, alone, held) if keeps_goals else 1.0
+    ranks = question.ranks
     return HeldRates(
-        {key: share * held.get(key, 0.0) for key in question.profiles},
+        {key: share * held.get(key, 0.0) * ranks.get(key, 1) for key in question.profiles},
         mix.mean_prompt,
         mix.mean_output,
         question.profiles,
         question.goals,
         keeps_goals,
+        ranks,
     )
 
 
 def _held_alone(question: RateQuestion, mix: Mix, key: Key, most_per_s: float) -> float:
-    """Requests/s of one instance within the limits; 0: not at any rate."""
+    """Requests/s of one engine within the limits; 0: not at any rate."""
     if not question.goals.has_limits:
         return _BUSY * most_per_s
 
@@ -141,7 +147,11 @@ def _together(
     held: Mapping[Key, float],
 ) -> float:
     """What several hold over the sum of what each holds alone."""
-    able = {key: n for key, n in question.counts.items() if n > 0 and held.get(key, 0.0) > 0}
+    able = {
+        key: n * question.ranks.get(key, 1)
+        for key, n in question.counts.items()
+        if n > 0 and held.get(key, 0.0) > 0
+    }
     if sum(able.values()) < 2 or not question.goals.has_limits:
         return 1.0
     by_profile = {question.profiles[key]: n for key, n in able.items()}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.policies import make_policy
 from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.prefixes.engine_blocks import EngineBlocks
 from hetero_gateway.core.request import Request, keys_of
 from hetero_gateway.core.scheduling.scheduler import Scheduler
 from hetero_gateway.core.sharing.placements import ENTRIES, ENTRY_BYTES, PlacementExchange, mark_of
@@ -83,6 +84,29 @@ def test_of_the_next_turn_only_its_own_text_is_said() -> None:
     one.send(whole)
     one.placements.say(30.0)
     assert one.placements.counts["said"] == 16, "again, lest others forget it"
+
+
+def test_where_engines_tell_a_follow_up_at_another_gateway_finds_its_place() -> None:
+    """The engine names a prompt by what the gateway that sent it has made of it: the other one
+    knows no such name, but all that was sent."""
+    one, other = Gateway(1), Gateway(2)
+    blocks = EngineBlocks(other.caches.index, InstanceId("a"), 10_000)
+    other.caches.listen(InstanceId("a"), blocks)
+    whole = text(1, 8)
+    beginning = PrefixKeys(whole.hashes[:6], whole.ends[:6], whole.ends[5])
+    one.send(beginning)
+    for entry in one.placements.say(0.0):
+        other.placements.hear(entry, 0.0)
+    blocks.stored(range(100, 196), None, 16, "of another gateway")
+    assert other.matched(whole) == {"a": 6144}
+    assert blocks.bound_keys == 0
+    # With its own prompt all of the chain gets its keys, whoever computed it.
+    other.send(whole)
+    blocks.stored(range(196, 228), 195, 16, "own")
+    blocks.ended("own", whole, 2048)
+    assert blocks.bound_keys == 8
+    blocks.removed([*range(140, 228)])
+    assert 2048 <= other.matched(whole)["a"] <= 3072
 
 
 def test_who_starts_recalls_what_all_have_sent_as_they_know_it() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_gateway.errors import HeteroGatewayError
+from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.planner.following import Follower, LoadSample, ScaledType
 from hetero_gateway.planner.held_rates import RateQuestion
@@ -98,6 +99,21 @@ async def test_a_failure_leaves_the_last_answer_and_is_counted() -> None:
         assert "hetero_gateway_following_failures_total 2.0" in text
         (row,) = running.gateway.following.describe()
         assert row["problem"] == "the simulation took more than 180 s"
+
+
+async def test_ranks_behind_one_address_are_one_instance() -> None:
+    types = [TYPES[0] | {"min": 1, "data_parallel_ranks": 2}]
+    async with rig(1, following=FOLLOWING | {"types": types}) as it:
+        follow_here(it.running)
+        fleet, roster = it.running.gateway.fleet, it.running.gateway.roster
+        for instance in list(fleet.instances):
+            roster.remove(instance)
+        entry = {"id": "a", "base_url": it.fakes[0].url, "profile": FAST, "data_parallel_ranks": 2}
+        for place in InstanceConfig.model_validate(entry).places():
+            await roster.add(place)
+        await eventually(lambda: it.running.gateway.following.describe()[0]["reason"])
+        assert published(await it.running.metrics(), "ready_instances") == {TP4: 1}
+        assert published(await it.running.metrics()) == {TP4: 1}
 
 
 async def test_a_reload_takes_up_other_bounds_and_turns_it_off(tmp_path: Path) -> None:

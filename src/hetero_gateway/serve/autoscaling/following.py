@@ -184,8 +184,10 @@ class Following:
         if not due or model.asking is not None:
             return
         model.asked_s = now_s
-        ready = Counter(
-            key for key, i in own if i.up and i.awake and not i.draining and not i.outcomes.ejected
+        ready = _servers(
+            (key, i)
+            for key, i in own
+            if i.up and i.awake and not i.draining and not i.outcomes.ejected
         )
         sample = LoadSample(now_s, model.arrivals.points(), queued, ready, self._missed(names))
         task = Task(model.follower, sample, self._question(model, own, names), model.rates)
@@ -224,7 +226,9 @@ class Following:
         wanted = config.following
         goals = Goals(ttft_p99_s=wanted.ttft_p99_s, tpot_p99_s=wanted.tpot_p99_s)
         counts = dict(model.follower.desired) or dict.fromkeys(profiles, 1)
-        return RateQuestion(profiles, requests, goals, counts, config.scheduler.policy)
+        ranks = {key: each.data_parallel_ranks for key, (each, _) in model.types.items()}
+        policy = config.scheduler.policy
+        return RateQuestion(profiles, requests, goals, counts, policy, ranks=ranks)
 
     async def _ask(self, model: FollowedModel, task: Task) -> None:
         try:
@@ -258,9 +262,8 @@ class Following:
 
     def _ready(self, model: FollowedModel) -> Counter[Key]:
         every = self._fleet.instances.values()
-        return Counter(
-            key for key, i in model.instances(every) if i.up and i.awake and not i.draining
-        )
+        own = model.instances(every)
+        return _servers((key, i) for key, i in own if i.up and i.awake and not i.draining)
 
     def describe(self) -> list[dict[str, Any]]:
         rows = []
@@ -289,6 +292,11 @@ class Following:
         return rows
 
 
+def _servers(places: Iterable[tuple[Key, Instance]]) -> Counter[Key]:
+    """How many instances they are: the places of one address are one."""
+    return Counter(key for key, _ in {(key, place.config.server) for key, place in places})
+
+
 def followed(config: GatewayConfig, base_dir: Path) -> dict[str, FollowedModel]:
     """What is to be followed, by model. Raises ConfigError: a profile cannot be loaded."""
     following = config.following
@@ -304,6 +312,6 @@ def followed(config: GatewayConfig, base_dir: Path) -> dict[str, FollowedModel]:
 
 def _scaled(each: FollowedType, profile: Profile) -> ScaledType:
     cost = each.price_per_hour_usd
-    return ScaledType(
-        key_of(profile), each.min, each.max, profile.tensor_parallel if cost is None else cost
-    )
+    if cost is None:
+        cost = profile.tensor_parallel * each.data_parallel_ranks
+    return ScaledType(key_of(profile), each.min, each.max, cost)
