@@ -15,7 +15,9 @@ their first turn to their last, the longest prompts that they will have, at the 
 than one longest request). 0: their own size, which is the healthy case. ``--past``: so much of the
 requests goes past the gateway, to an instance that is drawn; nobody tells it of these.
 
-Printed: exact over own, by cell and as geometric means over the seeds; above 1 is worse.
+Printed: exact over own, by cell and as geometric means with their standard errors; above 1 is
+worse. What was wrong of each knowledge: tokens that should have been cached and were not, and the
+other way round, as shares of all prompts'.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Past(Scheduler):
         super().__init__(*args, **kwargs)
         self._past = past
         self._draw = np.random.default_rng(5)
+        self.prompts = self.missing = self.unforeseen = 0.0  # tokens
 
     def place(
         self, request: Request, now_s: float, *args: Any, owner: Any = None, **kwargs: Any
@@ -77,6 +80,26 @@ class Past(Scheduler):
             only = ids[int(self._draw.integers(len(ids)))]
             request = request.replace(prefix=None, only=only)
         return super().place(request, now_s, *args, owner=owner, **kwargs)
+
+    def settle(
+        self,
+        dispatch: Dispatch,
+        outcome: Outcome,
+        now_s: float = 0.0,
+        usage: Usage | None = None,
+        unseen_tokens: float | None = None,
+    ) -> bool:
+        if usage is not None and usage.cached_tokens is not None:
+            surplus = usage.cached_tokens - dispatch.match_tokens
+            self.prompts += dispatch.request.prompt_tokens
+            self.missing += max(0.0, -surplus)
+            self.unforeseen += max(0.0, surplus)
+        return super().settle(dispatch, outcome, now_s, usage, unseen_tokens)
+
+    @property
+    def wrong(self) -> str:
+        """Of what was predicted."""
+        return f"{self.missing / self.prompts:.1%} and {self.unforeseen / self.prompts:.1%} wrong"
 
 
 class Told(Past):
@@ -181,13 +204,13 @@ def run(
     workload: Workload,
     past: Sequence[bool],
     seed: int,
-) -> RunResult:
+) -> tuple[RunResult, str]:
     assert workload.prefixes is not None
     mean_output = float(workload.output_tokens.mean())
     reference = (float(workload.prompt_tokens.mean()), mean_output)
     policy, rng = make_policy("finish-time"), np.random.default_rng((seed, 2))
     options: dict[str, Any] = {}
-    scheduler: Scheduler
+    scheduler: Past
     if exact:
         scheduler = told = Told(workload.prefixes, policy, rng, reference=reference, past=past)
         options["watch"] = told.watch
@@ -196,7 +219,7 @@ def run(
     predictor = BucketMeanPredictor(mean_output)
     # Engines that are watched are lists; both are, or what is compared would differ by more.
     records = simulate(instances, workload, scheduler, predictor, compiled=False, **options)
-    return summarise(workload, records, len(instances), SLO)
+    return summarise(workload, records, len(instances), SLO), scheduler.wrong
 
 
 def main() -> None:
@@ -228,7 +251,9 @@ def main() -> None:
                     workload = at_load(workload, rate)
                 draws = np.random.default_rng((seed, 6)).random(len(workload))
                 past = (draws < args.past).tolist() if args.past else []
-                own, exact = (run(e, instances, workload, past, seed) for e in (False, True))
+                (own, own_wrong), (exact, exact_wrong) = (
+                    run(e, instances, workload, past, seed) for e in (False, True)
+                )
                 cell = {
                     "latency_mean": exact.latency_s.mean / own.latency_s.mean,
                     "ttft_mean": exact.ttft_s.mean / own.ttft_s.mean,
@@ -240,12 +265,17 @@ def main() -> None:
                 print(
                     f"{name} on {cluster}, seed {seed}, {kv} tokens of cache, own: TTFT "
                     f"{own.ttft_s.mean:.3f} s, p99 {own.ttft_s.p99:.2f} s, cached "
-                    f"{own.cached_share:.1%}; exact over own: "
+                    f"{own.cached_share:.1%}, {own_wrong}; exact {exact_wrong}, over own: "
                     + "  ".join(f"{figure} {cell[figure]:.3f}" for figure in FIGURES),
                     flush=True,
                 )
-    means = (f"{f} {geometric_mean([c[f] for c in cells]):.3f}" for f in FIGURES)
-    print(f"{len(cells)} cells, geometric means: {'  '.join(means)}")
+    means = "  ".join(_mean(figure, [cell[figure] for cell in cells]) for figure in FIGURES)
+    print(f"{len(cells)} cells, geometric means: {means}")
+
+
+def _mean(figure: str, values: list[float]) -> str:
+    error = np.std(np.log(values), ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{figure} {geometric_mean(values):.3f} ± {error:.3f}"
 
 
 if __name__ == "__main__":
