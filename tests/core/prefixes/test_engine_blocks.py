@@ -127,6 +127,25 @@ def test_what_went_past_the_gateway_counts_once_a_text_is_known() -> None:
     assert matched(index, keys) == 0
 
 
+def test_what_is_gone_before_its_request_is_over_is_not_believed() -> None:
+    """As where a cache is short: others need the room in the step in which it is over."""
+    index, blocks, _ = made()
+    keys = keys_of([message(1)], 7)
+    for there, left in ((16, 1024), (0, 0)):
+        index.insert(ONE, keys)
+        blocks.stored(range(32), None, BLOCK, "a")
+        blocks.removed(range(31, there - 1, -1))
+        blocks.ended("a", keys, 512)
+        assert matched(index, keys) == left
+        blocks.cleared()
+    # Behind a block that nobody has heard of: nothing is known of the beginning.
+    index.insert(ONE, keys)
+    blocks.stored([100, 101], 99, BLOCK, "b")
+    blocks.removed([101, 100])
+    blocks.ended("b", keys, 512)
+    assert matched(index, keys) == 2048
+
+
 def test_blocks_that_are_told_after_the_end_are_bound_all_the_same() -> None:
     index, blocks, _ = made()
     keys = keys_of([message(1)], 7)

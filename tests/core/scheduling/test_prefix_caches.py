@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hetero_gateway.core.policies import POLICY_NAMES, PolicyOptions, make_policy
 from hetero_gateway.core.prefixes.caches import PrefixCaches
+from hetero_gateway.core.prefixes.engine_blocks import EngineBlocks
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.decision_log import DecisionLog
 from hetero_gateway.core.scheduling.queue import Ticket
@@ -380,3 +381,17 @@ def test_the_reason_says_what_was_cached() -> None:
     assert "s for its first token, costs" in decision.reason()
     blind = placed(s, asking(2, 10)).decision
     assert "first token" not in blind.reason()
+
+
+def test_what_an_engine_has_told_to_be_gone_is_not_there_again_when_a_request_is_over() -> None:
+    s = two("round-robin")
+    one, other = (placed(s, asking(n, 4)) for n in (1, 2))
+    blocks = EngineBlocks(caches(s).index, A, 1000)
+    caches(s).listen(A, blocks)
+    for ticket in (one, other):
+        for key in ticket.request.prefix.hashes[2:]:
+            caches(s).index.drop(ticket.dispatch.instance_id, key)
+    assert {finish(s, one), finish(s, other)} == {"a", "b"}
+    # Of who tells nothing it is a guess what is gone, and what was used last is there.
+    assert {t.dispatch.instance_id: caches(s).index.keys_on(t.dispatch.instance_id)
+            for t in (one, other)} == {A: 2, B: 4}  # fmt: skip

@@ -97,6 +97,14 @@ class PrefixIndex(KeyTables):
                 return
             sizes[key] = size
 
+    def use(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
+        """What is there of a text was used once more. KeyError: unknown."""
+        sizes = self._members[instance_id].sizes
+        for key in reversed(keys.hashes):
+            size = sizes.pop(key, 0)
+            if size:
+                sizes[key] = size
+
     def withdraw(self, instance_id: InstanceId, keys: PrefixKeys, known: int) -> None:
         """It was not computed there after all: take off what ``insert`` added.
 
@@ -409,7 +417,10 @@ class PrefixCaches:
         shared_bytes = self.index.end(instance_id, keys)
         state.shared_tokens = shared_bytes / self._bytes_per_token
         if outcome is COMPLETED:
-            self.index.touch(instance_id, keys)
+            if instance_id in self._blocks and self.source(instance_id) is CacheSource.EXACT:
+                self.index.use(instance_id, keys)  # it says itself what is there again
+            else:
+                self.index.touch(instance_id, keys)
         elif not dispatch.streaming:
             self.index.withdraw(instance_id, keys, known)
 

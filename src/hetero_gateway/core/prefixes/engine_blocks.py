@@ -8,7 +8,8 @@ takes its keys with it: of what is bound, the index is what the engine has, to a
     stored       blocks are there, each behind another one; chains of them stand for texts
     ended        the request of a name is over: its keys are bound to the blocks of its chain, which
                  began, maybe, with other requests, or past the gateway
-    removed      a block is gone, and the keys that end in it; of equal ones, the last
+    removed      a block is gone, and the keys that end in it; of equal ones, the last. Of a request
+                 that is not over yet, what ends there is not believed when it is
     cleared      all are
     doubted      somebody else has found that all may be: what is there has to be told anew
 
@@ -80,7 +81,10 @@ class EngineBlocks:
         self._blocks: dict[int, _Block] = {}
         # Block and tokens in front of the end, of each key that is bound.
         self._bound: dict[int, tuple[int, int]] = {}
-        self._latest: dict[str, int] = {}  # the last block that each request has stored
+        # The last block that each request has stored and that is there still (None: none is), and
+        # whether any behind it is gone; and whose last one a block is.
+        self._latest: dict[str, tuple[int | None, bool]] = {}
+        self._last_of: dict[int, str] = {}
         self._ended: dict[str, tuple[PrefixKeys, int]] = {}  # before their blocks were told
         self._unanswered = self._unnamed = 0
         self._block_tokens = _ASSUMED_BLOCK_TOKENS
@@ -131,7 +135,8 @@ class EngineBlocks:
         while len(blocks) > self._most_blocks:
             self._remove(next(iter(blocks)))
         if session and hashes:
-            _keep(self._latest, session, hashes[-1])
+            _keep(self._latest, session, (hashes[-1], False))
+            self._last_of[hashes[-1]] = session
             self._unnamed = 0
             ended = self._ended.get(session)
             if ended is not None:
@@ -149,7 +154,16 @@ class EngineBlocks:
 
     def _remove(self, each: int) -> None:
         block = self._blocks.pop(each, None)
-        if block is not None and block.keys is not None:
+        if block is None:
+            return
+        session = self._last_of.pop(each, None)
+        if session is not None and self._latest.get(session, (None,))[0] == each:
+            before = block.parent
+            is_known = before is None or before in self._blocks
+            self._latest[session] = before, is_known
+            if before is not None and is_known:
+                self._last_of[before] = session
+        if block.keys is not None:
             for key in block.keys:
                 if self._bound.get(key, (None,))[0] == each:
                     del self._bound[key]
@@ -160,6 +174,7 @@ class EngineBlocks:
         self._blocks = {}
         self._bound = {}
         self._latest = {}
+        self._last_of = {}
         self._ended = {}
         self._index.forget(self._instance_id)
 
@@ -182,19 +197,23 @@ class EngineBlocks:
         """
         latest = self._latest.pop(session, None)
         if latest is not None:
-            self._bind(keys, prompt_tokens, latest)
+            self._bind(keys, prompt_tokens, *latest)
             return
         _keep(self._ended, session, (keys, prompt_tokens))
         if computed_tokens is not None and computed_tokens >= 2 * self._block_tokens:
             self._unanswered += 1
             self._unnamed += 1
 
-    def _bind(self, keys: PrefixKeys, prompt_tokens: int, latest: int) -> None:
-        chain = self._chain(latest)
+    def _bind(
+        self, keys: PrefixKeys, prompt_tokens: int, latest: int | None, is_cut: bool = False
+    ) -> None:
+        """``is_cut``: what was behind the latest is gone; None: all of it."""
+        chain = [] if latest is None else self._chain(latest)
         if chain is None or not keys.text_bytes:
             return
-        block_tokens = self._block_tokens = self._blocks[latest].tokens
-        bound, held = self._bound, []
+        if chain:
+            self._block_tokens = self._blocks[chain[-1]].tokens
+        block_tokens, bound, held = self._block_tokens, self._bound, []
         # Where the last key that is bound ends: from there on bytes and tokens go evenly.
         from_bytes = from_tokens = 0
         begin = 0
@@ -208,7 +227,10 @@ class EngineBlocks:
             tokens = from_tokens + int(share * max(0, prompt_tokens - from_tokens))
             at = max(0, tokens // block_tokens - 1)
             if at >= len(chain):
-                break
+                if not is_cut:
+                    break
+                self._index.drop(self._instance_id, key)
+                continue
             block = self._blocks[chain[at]]
             if block.keys is None:
                 block.keys = []
