@@ -100,7 +100,8 @@ class PrefixIndex(KeyTables):
     def use(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """What is there of a text was used once more. KeyError: unknown."""
         sizes = self._members[instance_id].sizes
-        for key in reversed(keys.hashes):
+        hashes: _Hashes = keys.hashes
+        for key in reversed(hashes):
             size = sizes.pop(key, 0)
             if size:
                 sizes[key] = size
