@@ -72,6 +72,7 @@ def model_card(
     own = card.quantization
     if own is not None and found is not None and own.method == found.method:
         return card  # the publisher's own, with its blocks and what it leaves wide
-    if known in TABLES["padded"] and (found is not None and found.method in _PADDED or "gptq" in parts):
+    padded = "gptq" in parts or (found is not None and found.method in _PADDED)
+    if padded and known in TABLES["padded"]:
         card = dataclasses.replace(card, intermediate=TABLES["padded"][known])
     return dataclasses.replace(card, quantization=found, wide_weights=0)

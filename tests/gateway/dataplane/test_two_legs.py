@@ -42,9 +42,7 @@ COMPUTED = {
 
 
 def profile(constants: Constants, first_token_s: float = 0.0) -> Profile:
-    return Profile(
-        "GPU", "tiny", 1, constants, BLOCKS * 16, 16, first_token_s=first_token_s
-    )
+    return Profile("GPU", "tiny", 1, constants, BLOCKS * 16, 16, first_token_s=first_token_s)
 
 
 class Split(NamedTuple):
@@ -72,7 +70,9 @@ async def split(
     rows = []
     for i, (url, constants) in enumerate(zip(urls, kinds, strict=True)):
         file = folder / f"{i}.yaml"
-        write_profile_file(file, profile_document(profile(constants, first_token_s), {"how": "derived"}))
+        write_profile_file(
+            file, profile_document(profile(constants, first_token_s), {"how": "derived"})
+        )
         row = {"id": f"i{i}", "base_url": url, "profile": str(file), "model": "m"}
         rows.append(row if constants is SLOW else row | {"kv_transfer": TRANSFER})
     document = {

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hetero_gateway.files.checkpoints.families import UNDESCRIBED, part_defaults
-from hetero_gateway.files.checkpoints.fields import Fields
+from hetero_gateway.files.checkpoints.fields import TEXT, Fields
 
 # model_types whose vision encoder's MLP has a gate.
 _GATED: Final = {"qwen2_5_vl", "qwen2_5_omni_vision_encoder", "pixtral", "glm4v", "glm4v_moe"}
@@ -25,6 +25,10 @@ _WHISPER: Final = {
     "voxtral_encoder", "whisper",
 }  # fmt: skip
 _LORA: Final = ("vision_lora", "speech_lora")
+# Objects with a width or layers that are no encoder that is loaded: the decoder itself, and who
+# speaks in Qwen's models.
+_NO_ENCODERS: Final = {*TEXT, "talker_config", "code2wav_config", "token2wav_config"}
+_SIZES: Final = {"hidden_size", "num_hidden_layers", "depth", "num_layers", "hidden_dim", "d_model"}
 
 
 def encoder_weights(fields: Fields, hidden: int, intermediate: int) -> tuple[int, bool] | None:
@@ -40,11 +44,17 @@ def encoder_weights(fields: Fields, hidden: int, intermediate: int) -> tuple[int
         if isinstance(said, Mapping):
             part = fields.inner(key, {**part_defaults(outer, key), **said})
             found.append(weigh(part, outer, hidden))
-    if (said := fields.said("qformer_config")) is not None and isinstance(said, Mapping):
+    if isinstance(said := fields.said("qformer_config"), Mapping):
         part = fields.inner("qformer_config", {**part_defaults(outer, "qformer_config"), **said})
         found.append(_qformer(part, hidden))
     if fields.family in UNDESCRIBED:
         found.append(UNDESCRIBED[fields.family] + _adapters(fields, hidden, intermediate))
+    names = {"vision_config", "audio_config", "qformer_config", *_NO_ENCODERS}
+    if fields.config is not fields.decoder and any(
+        key not in names and isinstance(value, Mapping) and not _SIZES.isdisjoint(value)
+        for key, value in fields.config.items()
+    ):
+        found.append(None)  # an encoder under another name (Granite's for speech)
     if not found:
         return None
     return sum(weights or 0 for weights in found), None not in found
@@ -61,8 +71,8 @@ def _vision(part: Fields, outer: str, hidden: int) -> int | None:
     out = part.optional("out_hidden_size")
     glm = outer.startswith("glm4v") and out
     gated = outer in _GATED or part.family in _GATED
-    inner = out if glm else intermediate
-    encoder = layers * (4 * width * width + (3 if gated else 2) * width * inner)
+    inner: int = out if glm else intermediate
+    encoder: int = layers * (4 * width * width + (3 if gated else 2) * width * inner)
     # Some say height and width (InternVL for transformers).
     sides = part.items("patch_size") or [part.optional("patch_size") or 14]
     if not all(isinstance(side, int) and side > 0 for side in sides):

@@ -10,25 +10,27 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.checkpoints.families import defaults_of
 
 # Where multimodal files keep their decoder.
-_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 class Fields:
     """Of the decoder in a config.json; what its family leaves out is filled in.
 
-    ``config`` is the whole file, ``text`` the decoder's part of it, ``family`` its model_type.
+    ``config`` is the whole file, ``decoder`` the decoder's part of it and ``text`` the same with
+    its defaults, ``family`` its model_type.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         text = config
         levels = [config]
-        for key in _TEXT * 2:  # a thinker_config has a text_config of its own
+        for key in TEXT * 2:  # a thinker_config has a text_config of its own
             if text.get(key) is not None:
                 text = text[key]
                 if not isinstance(text, Mapping):
                     raise ConfigError(f"{name}: {key} must be an object")
                 levels.append(text)
         self.name = name
+        self.decoder = text
         self._levels = levels[::-1]
         self.config = config
         self.family = str(text.get("model_type") or config.get("model_type") or "")

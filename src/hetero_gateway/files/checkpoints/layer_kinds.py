@@ -2,9 +2,9 @@
 
 Mixers: FULL attention over all tokens, a WINDOW of them, a STATE per sequence (state-space and
 linear attention), BOTH attention and a state side by side, CROSS attention to an encoder, which
-keeps nothing of the text, SHARED attention to the keys and values of a layer before, NONE. Families say it by a list, by a
-pattern's letters, or by an interval; vLLM's model classes and transformers' configurations are the
-source of each rule.
+keeps nothing of the text, SHARED attention to the keys and values of a layer before, NONE. Families
+say it by a list, by a pattern's letters, or by an interval; vLLM's model classes and transformers'
+configurations are the source of each rule.
 """
 
 from collections.abc import Collection
@@ -55,9 +55,7 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[str], list[str]]:
 
 def experts_of(fields: Fields) -> int:
     """Routed experts of a layer; 0: dense."""
-    found = fields.first(
-        "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
-    )
+    found = fields.first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return found if found > 1 else 0
 
 

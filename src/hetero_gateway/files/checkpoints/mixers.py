@@ -45,7 +45,10 @@ def head_sizes(fields: Fields) -> tuple[int, int, int]:
     """(heads, KV heads, head size) of the decoder's ordinary attention."""
     heads = fields.count("num_attention_heads", "n_head", "n_heads")
     hidden = fields.count("hidden_size", "n_embd", "d_model")
-    size = fields.optional("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head") or hidden // heads
+    size = (
+        fields.optional("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head")
+        or hidden // heads
+    )
     return heads, _kv_heads(fields, heads), size
 
 

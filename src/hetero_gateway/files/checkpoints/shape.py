@@ -249,8 +249,13 @@ def _with_experts(shape: ModelShape, fields: Fields, feeds: list[str]) -> ModelS
         own = "expert_ffn_hidden_size"
     intermediate = fields.first(own) or fields.count(own)
     drawn = fields.first(
-        "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k",
-        "moe_topk", "top_k_experts", "moe_top_k",
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_k",
+        "moe_topk",
+        "top_k_experts",
+        "moe_top_k",
     ) or fields.count("num_experts_per_tok")
     idle = fields.optional("zero_expert_num")  # drawn as the others are, and do nothing
     return dataclasses.replace(
