@@ -108,7 +108,12 @@ def test_rows_count_what_was_prefilled() -> None:
 
 
 def test_what_traffic_does_not_show_of_a_profile_stays(tmp_path: Path) -> None:
-    kept = {"first_token_s": 0.02, "plans_ahead": True, "experts_awake_at": 8.0, "idle_expert_s": 1e-4}
+    kept = {
+        "first_token_s": 0.02,
+        "plans_ahead": True,
+        "experts_awake_at": 8.0,
+        "idle_expert_s": 1e-4,
+    }
     present = {
         "gpu": "G", "model": "m", "tensor_parallel": 1, "constants": dataclasses.asdict(PLANTED),
         "kv_capacity_tokens": 1000, "max_num_seqs": 8, **kept,
