@@ -183,7 +183,7 @@ class Trials(NamedTuple):
             mix: of an ``OrderedTrace``.
         """
         system = System(((profile, 1),), alone.batch, share)
-        # As many as come to it of a system's run, or a few hundred: what it finds in its cache hangs
+        # As many as come to it of a system's run, or a few hundred: what its cache holds hangs
         # on how much came before.
         requests = max(_LEAST_ALONE, math.ceil(share * self.requests))
         plain = Trials("finish-time", self.engines, requests)

@@ -30,7 +30,7 @@ def machine(times_slower: float) -> Profile:
 async def makespan_s(
     folder: Path, slower: Sequence[float], wrong: float | None, per_s: float = 4.0
 ) -> float:
-    """From the arrival of the eleventh request to the last one's end; ``wrong`` None: no profile."""
+    """From the eleventh request's arrival to the last one's end; ``wrong`` None: no profile."""
     async with AsyncExitStack() as stack:
         rows = []
         for i, times in enumerate(slower):

@@ -93,7 +93,8 @@ def revise_among(comparable: Sequence[InstanceState], least: float, now_s: float
         best = lowest
         for state in comparable:
             if not observed(state.estimate):
-                guess_speed(state, lowest, now_s)
+                if state.streaming == 0:  # or else its own speed is seen within a second
+                    guess_speed(state, lowest, now_s)
                 if state.estimate.seen_s > 0:
                     best = min(best, state.speed)
     best = max(least, best)
