@@ -279,7 +279,9 @@ def _image_experts(fields: Fields, hidden: int) -> int:
     if len(widths) < 2:
         return 0
     count = counts[1] if len(counts) > 1 else fields.first("moe_num_experts")
-    return 3 * hidden * int(widths[1]) * int(count)
+    if not (type(widths[1]) is int and type(count) is int):
+        raise fields.error(f"{count!r} experts of {widths[1]!r}: they must be whole numbers")
+    return 3 * hidden * widths[1] * count
 
 
 def _dbrx(shape: ModelShape, fields: Fields) -> ModelShape:
