@@ -196,6 +196,39 @@ def test_an_unknown_model_is_answered_with_the_nearest():
         model_card("Llama-3-9B")
 
 
+def test_an_encoder_under_another_name_is_in_doubt():
+    speech = {
+        "model_type": "granite_speech", "text_config": config(model_type="granite"),
+        "encoder_config": {"num_layers": 16, "hidden_dim": 1024},
+        "projector_config": {"model_type": "blip_2_qformer", "hidden_size": 1024},
+    }  # fmt: skip
+    assert model_from_config(speech, name="m").kv_error == 0.3
+    # Who speaks is not loaded; nor are experts of images told apart where they are quantised.
+    omni = {"model_type": "o", "thinker_config": config(), "talker_config": {"hidden_size": 8}}
+    assert not model_from_config(omni, name="m").unmodelled
+    images = CONFIGS["ERNIE-4.5-VL-28B-A3B-PT"]["config"]
+    assert model_from_config(images, name="m").kv_error == 0.07
+    assert model_from_config(images, name="m", quantization="fp8").kv_error == 0.3
+
+
+def test_experts_that_a_file_says_it_has_none_of():
+    guard = CONFIGS["Llama-Guard-4-12B"]["config"]
+    assert model_from_config(guard, name="m").moe_layers == 0
+    text = {k: v for k, v in guard["text_config"].items() if "experts" not in k and k[:3] != "int"}
+    # Not said is Llama-4's default.
+    assert model_from_config(guard | {"text_config": text}, name="m").experts == 16
+
+
+def test_awq_and_gptq_of_the_publisher_may_be_wider_than_the_model():
+    widths = {
+        name: model_card(name).intermediate
+        for name in ("Qwen2.5-72B", "Qwen/Qwen2.5-72B-Instruct-AWQ", "Qwen2.5-72B-GPTQ-Int8",
+                     "Qwen2.5-72B-Instruct-FP8", "Qwen2.5-7B-Instruct-AWQ")
+    }  # fmt: skip
+    assert list(widths.values()) == [29568, 29696, 29696, 29568, 18944]
+    assert model_card("Qwen2.5-72B", quantization="gptq").intermediate == 29696
+
+
 def test_a_patch_may_be_said_as_height_and_width():
     """As InternVL's files for transformers do; made up by the defaults of its class."""
     vision = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}

@@ -24,6 +24,7 @@ MODEL_CARDS: Final[dict[str, ModelShape]] = {
     for name, of in _CONFIGS.items()
 }
 _FOLDED: Final = {folded(name): name for name in MODEL_CARDS}
+_PADDED: Final = ("awq", "gptq")
 _TUNED: Final = frozenset(TABLES["tuned"])
 _STORED: Final[dict[str, str]] = TABLES["suffixes"]
 
@@ -71,4 +72,7 @@ def model_card(
     own = card.quantization
     if own is not None and found is not None and own.method == found.method:
         return card  # the publisher's own, with its blocks and what it leaves wide
+    padded = "gptq" in parts or (found is not None and found.method in _PADDED)
+    if padded and known in TABLES["padded"]:
+        card = dataclasses.replace(card, intermediate=TABLES["padded"][known])
     return dataclasses.replace(card, quantization=found, wide_weights=0)

@@ -1,5 +1,6 @@
 """A model as people name it: a built-in card, or a config.json with what lies beside it."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from pydantic import Field, model_validator
 from hetero_gateway.errors import named_place
 from hetero_gateway.files.checkpoints.fields import Fields
 from hetero_gateway.files.checkpoints.shape import model_from_config
+from hetero_gateway.files.checkpoints.stored import as_stored
+from hetero_gateway.files.checkpoints.tensors import INDEX, holds_tensors, read_tensors
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.files.whole_file import read_json
 from hetero_gateway.files.yaml_file import StrictModel
@@ -65,14 +68,35 @@ def read_model(value: str | PlanModelConfig, source: str, base_dir: Path) -> tup
         if path.is_dir():
             path /= "config.json"
         name = asked.name or path.absolute().parent.name
-        data = read_json(path)
-        shape = model_from_config(
-            data,
-            name=name,
-            dtype=asked.dtype,
-            quantization=asked.quantization or _modelopt_file(path, data),
-        )
+        shape = _checkpoint(path, name, asked)
     return shape, name
+
+
+def _checkpoint(path: Path, name: str, asked: PlanModelConfig) -> ModelShape:
+    """By its config.json, and by its tensors where they, or their index, lie beside it."""
+    data = read_json(path)
+    stored = _modelopt_file(path, data)
+    read = functools.partial(
+        model_from_config, data, name=name, dtype=asked.dtype,
+        quantization=asked.quantization or stored,
+    )  # fmt: skip
+    if path.name != "config.json" or not holds_tensors(path.parent):
+        return read()
+    shape = read(weighed=True)
+    tensors = read_tensors(path.parent, layers=shape.layers, tied=shape.tied_embeddings)
+    if tensors is None or not tensors.exact:
+        shape = read()
+    if tensors is None:
+        return shape
+    fields = Fields(data, name)
+    own = stored or fields.said("quantization_config")
+    return as_stored(
+        shape,
+        tensors,
+        quantised=None not in (own, shape.quantization) and asked.quantization is None,
+        own_dtype=str(fields.said("torch_dtype") or fields.said("dtype") or ""),
+        where=str(path.parent),
+    )
 
 
 def _modelopt_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -93,7 +117,7 @@ def model_directory(value: str | PlanModelConfig, base_dir: Path) -> Path | None
 
 def stored_bytes(directory: Path) -> float | None:
     """Of the weights, by the index that lies beside them, or by the files; None: there are none."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
         said = read_json(index).get("metadata")
         if isinstance(said, dict) and isinstance(said.get("total_size"), int | float):

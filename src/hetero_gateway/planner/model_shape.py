@@ -197,8 +197,8 @@ class ModelShape:
         return any(cache.copied for cache in self.caches)
 
     @property
-    def _attention(self) -> int:
-        """Of all layers."""
+    def mixing_weights(self) -> int:
+        """Of all layers, what is no MLP and no expert."""
         if self.attention_weights is not None:
             return self.attention_weights
         kv = 2 * self.hidden * self.kv_heads * self.head_dim
@@ -224,7 +224,7 @@ class ModelShape:
         dense = self.dense_weights
         if dense is None:
             dense = self.mlp_layers * self._mlp(self.intermediate)
-        return self._attention + dense + self.moe_layers * moe
+        return self.mixing_weights + dense + self.moe_layers * moe
 
     @property
     def layer_weights(self) -> int:

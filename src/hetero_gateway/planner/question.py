@@ -57,6 +57,8 @@ _ARRIVALS, _TIES, _PREDICTOR = range(3, 6)
 # Of a sample to load a deployment with, in batches of the whole system: enough that a run is mostly
 # in its stride.
 _BATCHES = 30
+# Of a trace in order, that one instance is given alone.
+_LEAST_ALONE = 800
 _LEAST_REQUESTS, _MOST_REQUESTS = 200, 20_000
 _SAMPLES = 50
 
@@ -181,7 +183,10 @@ class Trials(NamedTuple):
             mix: of an ``OrderedTrace``.
         """
         system = System(((profile, 1),), alone.batch, share)
-        plain = Trials("finish-time", self.engines, self.requests)
+        # As many as come to it of a system's run, or a few hundred: what its cache holds hangs
+        # on how much came before.
+        requests = max(_LEAST_ALONE, math.ceil(share * self.requests))
+        plain = Trials("finish-time", self.engines, requests)
         figures = plain.saturate(system, mix)
         if figures is None:
             return None

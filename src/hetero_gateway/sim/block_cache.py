@@ -58,41 +58,45 @@ def find(c: Rows, mask: int, key: int) -> int:
 
 def look_up(c: Rows, mask: int, keys: Row, held: Row, most: int) -> int:
     """How many of the first ``most`` keys are there; their blocks are written into ``held``."""
-    hits = 0
-    while hits < most:
-        block = find(c, mask, keys[hits])
+    buckets, stored, chain = c[BUCKET], c[KEY], c[CHAIN]
+    for hits in range(most):  # ``find``, without a call for each block
+        key = keys[hits]
+        block = buckets[key & mask]
+        while block != NOTHING and stored[block] != key:
+            block = chain[block]
         if block == NOTHING:
-            break
+            return hits
         held[hits] = block
-        hits += 1
-    return hits
+    return most
 
 
 def count_free(c: Rows, held: Row, hits: int) -> int:
     """How many of the first ``hits`` blocks nobody refers to."""
-    free = 0
+    free, references = 0, c[REFERENCES]
     for i in range(hits):
-        if c[REFERENCES][held[i]] == 0:
+        if references[held[i]] == 0:
             free += 1
     return free
 
 
 def share(c: Rows, held: Row, hits: int) -> None:
     """Refer to the first ``hits`` blocks; those that were free no longer are."""
+    references, next_free, previous_free = c[REFERENCES], c[NEXT_FREE], c[PREVIOUS_FREE]
     for i in range(hits):
         block = held[i]
-        if c[REFERENCES][block] == 0:
-            following, previous = c[NEXT_FREE][block], c[PREVIOUS_FREE][block]
-            c[NEXT_FREE][previous] = following
-            c[PREVIOUS_FREE][following] = previous
-        c[REFERENCES][block] += 1
+        if references[block] == 0:
+            following, previous = next_free[block], previous_free[block]
+            next_free[previous] = following
+            previous_free[following] = previous
+        references[block] += 1
 
 
 def take(c: Rows, mask: int, head: int) -> int:
     """The block at the front of the free ones; what it cached is forgotten."""
-    block = c[NEXT_FREE][head]
-    following = c[NEXT_FREE][block]
-    c[NEXT_FREE][head] = following
+    next_free = c[NEXT_FREE]
+    block = next_free[head]
+    following = next_free[block]
+    next_free[head] = following
     c[PREVIOUS_FREE][following] = head
     c[REFERENCES][block] = 1
     if c[KEY][block] != 0:
@@ -101,15 +105,16 @@ def take(c: Rows, mask: int, head: int) -> int:
 
 
 def forget(c: Rows, mask: int, block: int) -> None:
+    chain = c[CHAIN]
     bucket = c[KEY][block] & mask
     at = c[BUCKET][bucket]
     if at == block:
-        c[BUCKET][bucket] = c[CHAIN][block]
+        c[BUCKET][bucket] = chain[block]
     else:
-        while c[CHAIN][at] != block:
-            at = c[CHAIN][at]
-        c[CHAIN][at] = c[CHAIN][block]
-    c[CHAIN][block] = NOTHING
+        while chain[at] != block:
+            at = chain[at]
+        chain[at] = chain[block]
+    chain[block] = NOTHING
     c[KEY][block] = 0
 
 
@@ -120,26 +125,28 @@ def keep(c: Rows, mask: int, block: int, key: int) -> None:
     if at == NOTHING:
         c[BUCKET][key & mask] = block
         return
-    while c[CHAIN][at] != NOTHING:
-        at = c[CHAIN][at]
-    c[CHAIN][at] = block
+    chain = c[CHAIN]
+    while chain[at] != NOTHING:
+        at = chain[at]
+    chain[at] = block
 
 
 def release(c: Rows, head: int, held: Row, count: int) -> int:
     """Refer to ``count`` blocks no more, the last one first; returns how many are free by that."""
-    freed = 0
+    references, next_free, previous_free = c[REFERENCES], c[NEXT_FREE], c[PREVIOUS_FREE]
+    freed, stored = 0, c[KEY]
     for i in range(count - 1, -1, -1):
         block = held[i]
-        c[REFERENCES][block] -= 1
-        if c[REFERENCES][block] > 0:
+        references[block] -= 1
+        if references[block] > 0:
             continue
         freed += 1
-        before = head if c[KEY][block] != 0 else c[NEXT_FREE][head]
-        previous = c[PREVIOUS_FREE][before]
-        c[NEXT_FREE][block] = before
-        c[PREVIOUS_FREE][block] = previous
-        c[NEXT_FREE][previous] = block
-        c[PREVIOUS_FREE][before] = block
+        before = head if stored[block] != 0 else next_free[head]
+        previous = previous_free[before]
+        next_free[block] = before
+        previous_free[block] = previous
+        next_free[previous] = block
+        previous_free[before] = block
     return freed
 
 

@@ -210,17 +210,19 @@ def use(n: Row, c: Kept, count: int) -> None:
     n[FREE_BLOCKS] -= count
     if c is not None and n[CACHING]:
         cache = c[n[INSTANCE]]
+        spares, mask, head = cache[SPARE], n[BUCKET_MASK], n[TOTAL_BLOCKS]
         for spare in range(n[SPARES], n[SPARES] + count):
-            cache[SPARE][spare] = take(cache, n[BUCKET_MASK], n[TOTAL_BLOCKS])
+            spares[spare] = take(cache, mask, head)
         n[SPARES] += count
 
 
 def keep_full(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
     """Those of a sequence's blocks that so many tokens fill can be found from now on."""
-    full = min(tokens // n[BLOCK_TOKENS], q[slot][KEYS])
-    for i in range(q[slot][KEPT], full):
-        keep(c, n[BUCKET_MASK], k[2 * slot + 1][i], k[2 * slot][i])
-    q[slot][KEPT] = max(q[slot][KEPT], full)
+    s, mask = q[slot], n[BUCKET_MASK]
+    keys, held, full = k[2 * slot], k[2 * slot + 1], min(tokens // n[BLOCK_TOKENS], s[KEYS])
+    for i in range(s[KEPT], full):
+        keep(c, mask, held[i], keys[i])
+    s[KEPT] = max(s[KEPT], full)
 
 
 def keep_answer(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
@@ -311,8 +313,9 @@ def begin_with_hits(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
     held = k[2 * slot + 1]
     n[FREE_BLOCKS] -= count - hits + count_free(c, held, hits)
     share(c, held, hits)
+    mask, head = n[BUCKET_MASK], n[TOTAL_BLOCKS]
     for i in range(hits, count):
-        held[i] = take(c, n[BUCKET_MASK], n[TOTAL_BLOCKS])
+        held[i] = take(c, mask, head)
     s[HELD] = count
     s[KEPT] = hits
     s[COMPUTED] = hits * n[BLOCK_TOKENS]

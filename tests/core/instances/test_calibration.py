@@ -73,6 +73,18 @@ def test_varied_traffic_gives_the_constants_back(wrong: float) -> None:
     assert fit.prefill.median < 0.15
 
 
+def test_what_a_first_token_takes_beside_its_steps_is_no_prefill() -> None:
+    rng = np.random.default_rng(3)
+    steps, firsts = step_rows(FAST_CONSTANTS, rng), first_token_rows(FAST_CONSTANTS, rng)
+    later = [row._replace(ttft_s=row.ttft_s + 0.05) for row in firsts]
+    told = refit(steps, later, FAST_CONSTANTS, 0.05)
+    assert worst_error(told.constants, FAST_CONSTANTS) < 0.05
+    assert worst_error(refit(steps, later, FAST_CONSTANTS).constants, FAST_CONSTANTS) > 0.2
+    assert told.first_token_rows == len(firsts)
+    # A first token that came sooner than that says nothing.
+    assert refit(steps, later, FAST_CONSTANTS, 100.0).first_token_rows == 0
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_attention_that_traffic_shows_is_found_known_before_or_not(known: bool) -> None:
     c = dataclasses.replace(FAST_CONSTANTS, p9=8e-8)  # as much as p1 at 1400 tokens

@@ -1,5 +1,6 @@
 """Requests whose prompts are computed on one instance and answered by another."""
 
+import dataclasses
 import itertools
 import math
 
@@ -63,6 +64,23 @@ def test_each_leg_is_charged_for_what_it_does() -> None:
     whole = placed(alone).dispatch
     assert whole is not None
     assert prefill.workload + decode.workload == pytest.approx(whole.workload, rel=0.01)
+
+
+def test_a_pair_pays_for_the_server_of_its_second_instance() -> None:
+    slow_server = dataclasses.replace(FAST, first_token_s=0.5)
+    plain, later = (
+        placed(splitting(spec("p", profile), spec("d", profile))) for profile in (FAST, slow_server)
+    )
+    assert plain.prefill is not None
+    assert later.prefill is not None
+    assert plain.dispatch is not None
+    assert later.dispatch is not None
+    assert later.prefill.expected_s == pytest.approx(plain.prefill.expected_s + 0.5)
+    assert later.dispatch.expected_s == pytest.approx(plain.dispatch.expected_s + 1.0)
+    # Where no roles ask for it, that is more than splitting is worth.
+    made = scheduler(spec("p", slow_server), spec("d", slow_server), policy="finish-time")
+    made.legs.set_roles({}, between([spec("p"), spec("d")], LINK, TOKEN_BYTES))
+    assert placed(made).prefill is None
 
 
 def test_a_computed_prompt_holds_memory_and_nothing_else() -> None:

@@ -41,8 +41,8 @@ COMPUTED = {
 }  # fmt: skip
 
 
-def profile(constants: Constants) -> Profile:
-    return Profile("GPU", "tiny", 1, constants, BLOCKS * 16, 16)
+def profile(constants: Constants, first_token_s: float = 0.0) -> Profile:
+    return Profile("GPU", "tiny", 1, constants, BLOCKS * 16, 16, first_token_s=first_token_s)
 
 
 class Split(NamedTuple):
@@ -60,13 +60,19 @@ class Split(NamedTuple):
 
 @asynccontextmanager
 async def split(
-    folder: Path, urls: Sequence[str], kinds: Sequence[Constants], **sections: Any
+    folder: Path,
+    urls: Sequence[str],
+    kinds: Sequence[Constants],
+    first_token_s: float = 0.0,
+    **sections: Any,
 ) -> AsyncIterator[Split]:
     """A gateway over these, of which all but those that are slow can hand over."""
     rows = []
     for i, (url, constants) in enumerate(zip(urls, kinds, strict=True)):
         file = folder / f"{i}.yaml"
-        write_profile_file(file, profile_document(profile(constants), {"how": "derived"}))
+        write_profile_file(
+            file, profile_document(profile(constants, first_token_s), {"how": "derived"})
+        )
         row = {"id": f"i{i}", "base_url": url, "profile": str(file), "model": "m"}
         rows.append(row if constants is SLOW else row | {"kv_transfer": TRANSFER})
     document = {
@@ -81,10 +87,10 @@ async def split(
         await eventually(running.settled)
 
 
-def settings(constants: Constants) -> EmulatorSettings:
+def settings(constants: Constants, first_token_s: float = 0.0) -> EmulatorSettings:
     config = read_config(json.dumps({"kv_connector": "NixlConnector"}))
     return EmulatorSettings(
-        profile(constants),
+        profile(constants, first_token_s),
         models=("m",),
         prompt_tokens_details=True,
         kv_transfer=KVTransferSettings(config),
@@ -92,13 +98,16 @@ def settings(constants: Constants) -> EmulatorSettings:
 
 
 @asynccontextmanager
-async def emulated_pair(folder: Path) -> AsyncIterator[tuple[Split, list[EmulatedVLLM]]]:
+async def emulated_pair(
+    folder: Path, first_token_s: float = 0.0
+) -> AsyncIterator[tuple[Split, list[EmulatedVLLM]]]:
     async with AsyncExitStack() as stack:
         found = [
-            await stack.enter_async_context(emulated(settings(each))) for each in (PROMPTS, ANSWERS)
+            await stack.enter_async_context(emulated(settings(each, first_token_s)))
+            for each in (PROMPTS, ANSWERS)
         ]
         urls, engines = [url for url, _ in found], [engine for _, engine in found]
-        at = await stack.enter_async_context(split(folder, urls, (PROMPTS, ANSWERS)))
+        at = await stack.enter_async_context(split(folder, urls, (PROMPTS, ANSWERS), first_token_s))
         yield at, engines
 
 
@@ -163,6 +172,24 @@ async def test_many_at_once_leave_nothing_behind(tmp_path: Path) -> None:
         link = pairs.link(*at.running.gateway.fleet.instances, 0.0)
         assert link is not None
         assert link.start_s != TRANSFER["start_s"]
+
+
+async def test_what_a_server_takes_before_its_answer_is_no_part_of_a_transfer(
+    tmp_path: Path,
+) -> None:
+    async with emulated_pair(tmp_path, 0.5) as (at, _):
+        for i in range(8):
+            body = body_for(COMPLETIONS, f"{i} {TEXT}", stream=True, max_tokens=4)
+            await at.client.post(COMPLETIONS, json=body)
+        assert await at.results() == {"handed_over": 8}
+        pairs = at.running.gateway.fleet.scheduler.legs.pairs
+        assert pairs is not None
+        link = pairs.link(*at.running.gateway.fleet.instances, 0.0)
+        assert link is not None
+        assert link.start_s < 0.05
+        # A pair pays for a second server, in what it is expected to take.
+        decision = (await at.client.get("/admin/decisions?limit=1")).json()["decisions"][0]
+        assert decision["prefill_instance"] == "i0"
 
 
 async def test_what_cannot_be_split_goes_whole(tmp_path: Path) -> None:

@@ -175,9 +175,9 @@ async def test_a_fit_runs_off_the_event_loop_and_not_for_an_instance_that_has_go
 ) -> None:
     threads: list[int] = []
 
-    def refit(steps: Any, first_tokens: Any, present: Any) -> Any:
+    def refit(*seen: Any) -> Any:
         threads.append(threading.get_ident())
-        return calibration.refit(steps, first_tokens, present)
+        return calibration.refit(*seen)
 
     monkeypatch.setattr(recalibration, "refit", refit)
     monkeypatch.setattr(recalibration, "_MOST_ERROR", math.inf)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.gateway.dataplane import speed
 from hetero_gateway.lab.emulator.settings import EmulatorSettings
 from hetero_gateway.lab.load.emulated import write_profile
-from hetero_gateway.lab.profiler.observed import fit_observed
+from hetero_gateway.lab.profiler.observed import fit_observed, write_observed
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
 from tests.fakes.emulated import emulated
 from tests.fakes.running import config_for, running_gateway
@@ -104,6 +105,23 @@ def test_rows_count_what_was_prefilled() -> None:
     # An older gateway's rows do not say it, and are used where there is nothing to say.
     prefilled = fit_observed(seen(6, caching=False, hits=None)).constants.p1
     assert prefilled == pytest.approx(PLANTED.p1 / 2, rel=0.1)
+
+
+def test_what_traffic_does_not_show_of_a_profile_stays(tmp_path: Path) -> None:
+    kept = {
+        "first_token_s": 0.02,
+        "plans_ahead": True,
+        "experts_awake_at": 8.0,
+        "idle_expert_s": 1e-4,
+    }
+    present = {
+        "gpu": "G", "model": "m", "tensor_parallel": 1, "constants": dataclasses.asdict(PLANTED),
+        "kv_capacity_tokens": 1000, "max_num_seqs": 8, **kept,
+    }  # fmt: skip
+    document = seen(7, caching=True, hits=0.5) | {"profile": present, "models": ["m"]}
+    write_observed(document | {"kv_capacity_tokens": None}, tmp_path / "p.yaml")
+    found = load_profile(str(tmp_path / "p.yaml"))
+    assert {name: getattr(found, name) for name in kept} == kept
 
 
 @pytest.mark.parametrize("fields", [6, 7])

@@ -82,7 +82,10 @@ class Refit(NamedTuple):
 
 
 def refit(
-    steps: Sequence[StepRow], first_tokens: Sequence[FirstTokenRow], present: Constants
+    steps: Sequence[StepRow],
+    first_tokens: Sequence[FirstTokenRow],
+    present: Constants,
+    first_token_s: float = 0.0,
 ) -> Refit | None:
     """Fit the constants; None where there are fewer than ``LEAST_ROWS`` rows with steps.
 
@@ -90,9 +93,14 @@ def refit(
         steps, first_tokens: the rows, of any order and age; steps of which it is not known what
             was prefilled, and first tokens that are not ``clear``, are left out.
         present: what the rows are believed to be near to, up to a factor.
+        first_token_s: of the profile: what its first tokens take beside their steps.
     """
     steps = [row for row in steps if row.steps > 0 and row.known]
-    clear = [row for row in first_tokens if row.clear]
+    clear = [
+        row._replace(ttft_s=row.ttft_s - first_token_s)
+        for row in first_tokens
+        if row.clear and row.ttft_s > first_token_s
+    ]
     if len(steps) < LEAST_ROWS:
         return None
     terms = np.array([r.terms for r in steps] + [r.terms for r in clear])

@@ -46,6 +46,9 @@ DOUBTED, STAND_IN_DOUBTED, CLEARED = 1.25, 1.05, 1.02
 DECAY_S: Final = 5.0
 WEIGHT_S: Final = 1.0
 LEAST_WEIGHT_S: Final = 0.02
+# What is guessed of one that was never used goes to 1 with this time constant: a minute or two
+# until it is tried, should the others be as wrong as that by themselves.
+GUESS_FADES_S: Final = 60.0
 # How many times above or below our own factor others' may be, at most.
 MOST_APART, MOST_UNSEEN_APART = 2.0, 4.0
 
@@ -61,7 +64,8 @@ class SpeedEstimate:
         prior_s: what both sums were before anything was observed.
         doubted_from: above so many times the best it is doubted.
         doubted: it is too high for not having been seen so long.
-        seen_s, revised_s: when it was last observed, and last revised while it was doubted.
+        seen_s, revised_s: when it was last observed, or else first taken to be as its profile
+            says; and when it was last revised while it was doubted, or else first guessed.
         observed_s, modelled_s: the sums, forgetting.
     """
 
@@ -147,6 +151,25 @@ def weigh(e: SpeedEstimate, others_observed_s: float, others_modelled_s: float) 
         factor = observed_s / (e.modelled_s + others_modelled_s)
         e.factor = min(e.highest, max(e.lowest, factor))
     return e.factor
+
+
+def guess(e: SpeedEstimate, others: float, now_s: float) -> None:
+    """Nothing was observed of it: it is as far off as the best of ``others`` that were.
+
+    Profiles of one origin are wrong together, at the start; but this one's may be right, so that
+    the guess fades, and it is tried. Once another one turned out to be as its profile says, so is
+    this one until it is used: what slows that other one down later, a fault, is its own. Where
+    peers have observed it, they say how fast it is.
+    """
+    if e.seen_s > 0 or e.factor != e.own:
+        return
+    if 1 / DOUBTED <= others <= DOUBTED:
+        e.seen_s = now_s
+        others = 1.0
+    if e.revised_s == 0:
+        e.revised_s = now_s
+    others = others ** math.exp((e.revised_s - now_s) / GUESS_FADES_S)
+    e.factor = e.own = min(e.highest, max(e.lowest, others))
 
 
 def revise(e: SpeedEstimate, best: float, now_s: float) -> None:

@@ -76,6 +76,7 @@ from hetero_gateway.core.instances.slowness import HTTP_S
 from hetero_gateway.core.instances.speed import (
     SpeedEstimate,
     first_token_times_s,
+    guess,
     observe,
     revise,
     weigh,
@@ -893,6 +894,14 @@ def observe_speed(state: InstanceState, observed_s: float, modelled_s: float, no
     state.speed = observe(
         state.estimate, observed_s, modelled_s, now_s, peers.observed_s, peers.modelled_s
     )
+
+
+def guess_speed(state: InstanceState, others: float, now_s: float) -> None:
+    """Take one that was never observed for as far off its constants as others are off theirs."""
+    guess(state.estimate, others, now_s)
+    if state.speed != state.estimate.factor:
+        state.speed = state.estimate.factor
+        set_rate(state)
 
 
 def revise_speed(state: InstanceState, best: float, now_s: float) -> None:

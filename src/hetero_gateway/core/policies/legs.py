@@ -156,6 +156,9 @@ class FinishTimeOfLegs(FinishTime):
                     shares[member.kind] = share
             decode_s = latency_s - ttft_s + step_s + data[row + at_delay] - held_up_s
             decode_s += share * data[row + at_price] + price.decode_s
+            # Its server reads the request, too, and makes the answer's head.
+            begin_s = step_s + member.first_token_s
+            decode_s += member.first_token_s
             if slo is not None:
                 prefill_s += VIOLATION_PRICE_S * missed_by_prompt(
                     state, member, ttft_s, step_s, fresh, n_r, output, here, now_s,
@@ -165,7 +168,7 @@ class FinishTimeOfLegs(FinishTime):
                     state, member, step_s, n_r, prompt, output, here, now_s, slo
                 )
             prefills.append((prefill_s, ttft_s, i))
-            decodes.append((decode_s, step_s, i))
+            decodes.append((decode_s, begin_s, i))
             costs_s.append(data[row + at_cost] + price.prefill_s + price.decode_s)
             told += data[row : row + width]
             told += (prefill_s, decode_s)
@@ -268,8 +271,8 @@ class FinishTimeOfLegs(FinishTime):
             return Choice(position, charge, names, told, waits, ttft_s, latency_s, whole.by_speed)
         member, of_prefill = view.members[position], prefill * len(names)
         decoding_s = latency_s - ttft_s
-        step_s = decoding_s / (request.predicted_output_tokens - 1.0)
-        ttft_s = told[of_prefill + at("ttft_s")] + transfer_s + step_s
+        begin_s = decoding_s / (request.predicted_output_tokens - 1.0) + member.first_token_s
+        ttft_s = told[of_prefill + at("ttft_s")] + transfer_s + begin_s
         time_s -= n_r * request_time_s(member, prompt, 0.0)
         charge = workload(max(0.0, time_s), usage, view.theta)
         choice = Choice(

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from hetero_gateway.core.instances.speed import UNSEEN_S
-from hetero_gateway.core.instances.state import InstanceState, revise_speed
+from hetero_gateway.core.instances.speed import UNSEEN_S, observed
+from hetero_gateway.core.instances.state import InstanceState, guess_speed, revise_speed
 from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible
 
@@ -79,10 +79,24 @@ class Probes:
 
 
 def revise_among(comparable: Sequence[InstanceState], least: float, now_s: float) -> None:
-    """Doubt those whose factors are well above the best of them, and were not seen for long."""
-    best = math.inf
+    """Doubt those whose factors are well above the best of them, and were not seen for long; and
+    take what nobody has used yet for as far off as the best of the others turned out to be."""
+    best = lowest = math.inf
+    unseen = 0
     for state in comparable:
+        if observed(state.estimate):
+            lowest = min(lowest, state.speed)
+        else:
+            unseen += 1
         best = min(best, state.speed)
+    if unseen > 0 and lowest < math.inf:
+        best = lowest
+        for state in comparable:
+            if not observed(state.estimate):
+                if state.streaming == 0:  # or else its own speed is seen within a second
+                    guess_speed(state, lowest, now_s)
+                if state.estimate.seen_s > 0:
+                    best = min(best, state.speed)
     best = max(least, best)
     for state in comparable:
         if state.speed > best or state.estimate.doubted:

@@ -9,6 +9,8 @@
     refused      known to be of another build than what is counted here, and why
     defaults, nested_defaults   what a config.json leaves out because its family's configuration
                  class has it; nested: in a text_config, which is written as a difference, too
+    parts        the same of encoders, by the whole file's model_type and the part's name
+    undescribed  weights of encoders that a config.json does not describe, of the published model
 
 Some publishers write only what differs from the defaults of the class: gemma-3's file has no number
 of attention heads. The figures are those of transformers' configuration classes (5.19), which vLLM
@@ -28,6 +30,7 @@ UNGATED, FOURFOLD, ALL_EXPERTS, STATE_ONLY = (
 )
 KNOWN: Final = UNGATED | ALL_EXPERTS | STATE_ONLY | {*_TOLD["plain"], *_TOLD["others"]}
 REFUSED: Final[Mapping[str, str]] = _TOLD["refused"]
+UNDESCRIBED: Final[Mapping[str, int]] = _TOLD["undescribed"]
 
 
 def defaults_of(family: str, *, nested: bool) -> dict[str, Any]:
@@ -36,3 +39,9 @@ def defaults_of(family: str, *, nested: bool) -> dict[str, Any]:
     if isinstance(own, str):  # the name of the family that has the same
         own = _TOLD["defaults"][own]
     return {**(_TOLD["nested_defaults"].get(family, {}) if nested else {}), **own}
+
+
+def part_defaults(outer: str, key: str) -> dict[str, Any]:
+    """The fields that a part's own object leaves out; ``outer``: model_type of the whole file."""
+    found: dict[str, Any] = _TOLD["parts"].get(outer, {}).get(key, {})
+    return found

@@ -10,23 +10,28 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.checkpoints.families import defaults_of
 
 # Where multimodal files keep their decoder.
-_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 class Fields:
     """Of the decoder in a config.json; what its family leaves out is filled in.
 
-    ``config`` is the whole file, ``text`` the decoder's part of it, ``family`` its model_type.
+    ``config`` is the whole file, ``decoder`` the decoder's part of it and ``text`` the same with
+    its defaults, ``family`` its model_type.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         text = config
-        for key in _TEXT * 2:  # a thinker_config has a text_config of its own
+        levels = [config]
+        for key in TEXT * 2:  # a thinker_config has a text_config of its own
             if text.get(key) is not None:
                 text = text[key]
                 if not isinstance(text, Mapping):
                     raise ConfigError(f"{name}: {key} must be an object")
+                levels.append(text)
         self.name = name
+        self.decoder = text
+        self._levels = levels[::-1]
         self.config = config
         self.family = str(text.get("model_type") or config.get("model_type") or "")
         defaults = defaults_of(self.family, nested=text is not config)
@@ -60,11 +65,27 @@ class Fields:
                 return list(value)
         return []
 
+    def first(self, *keys: str) -> int:
+        """As ``optional``; of a list, its first (one number a layer, or a kind of expert)."""
+        for key in keys:
+            listed = self.items(key)
+            if listed and isinstance(listed[0], int) and not isinstance(listed[0], bool):
+                return listed[0]
+            if self.text.get(key) is not None:
+                return self._whole(key, least=0)
+        return 0
+
+    def said(self, key: str) -> Any:
+        """What the decoder's part says, or what is around it, the nearest first; None: nothing."""
+        return next((level[key] for level in self._levels if level.get(key) is not None), None)
+
     def part(self, key: str) -> "Fields | None":
-        """An object inside, with the same errors."""
-        value = self.text.get(key, self.config.get(key))
-        if not isinstance(value, Mapping) or not value:
-            return None
+        """An object inside, with the same errors; None where there is none, or nothing in it."""
+        value = self.said(key)
+        return self.inner(key, value) if isinstance(value, Mapping) and value else None
+
+    def inner(self, key: str, value: Mapping[str, Any]) -> "Fields":
+        """What stands under ``key``, completed by the caller."""
         return Fields({"model_type": "", **value}, f"{self.name}: {key}")
 
     def get(self, key: str, default: Any = None) -> Any:

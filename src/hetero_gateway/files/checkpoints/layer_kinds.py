@@ -1,9 +1,10 @@
 """What each layer of a decoder is: how it mixes tokens, and what feeds forward.
 
 Mixers: FULL attention over all tokens, a WINDOW of them, a STATE per sequence (state-space and
-linear attention), BOTH attention and a state side by side, NONE. Families say it by a list, by a
-pattern's letters, or by an interval; vLLM's model classes and transformers' configurations are the
-source of each rule.
+linear attention), BOTH attention and a state side by side, CROSS attention to an encoder, which
+keeps nothing of the text, SHARED attention to the keys and values of a layer before, NONE. Families
+say it by a list, by a pattern's letters, or by an interval; vLLM's model classes and transformers'
+configurations are the source of each rule.
 """
 
 from collections.abc import Collection
@@ -13,6 +14,7 @@ from hetero_gateway.files.checkpoints.families import STATE_ONLY
 from hetero_gateway.files.checkpoints.fields import Fields
 
 FULL, WINDOW, STATE, BOTH, NONE = "full", "window", "state", "both", "none"
+CROSS, SHARED = "cross", "shared"
 MLP, MOE = "mlp", "moe"
 
 # One letter a layer: state space, attention, MLP, experts.
@@ -42,16 +44,18 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[str], list[str]]:
     single = _one_thing_per_layer(fields, layers)
     if single is not None:
         return [mixer for mixer, _ in single], [feed for _, feed in single]
-    return _mixers(fields, layers), _feeds(fields, layers)
+    mixers = _mixers(fields, layers)
+    for layer in fields.items("cross_attention_layers"):
+        if isinstance(layer, int) and 0 <= layer < layers:
+            mixers[layer] = CROSS
+    sharing = (fields.optional("cla_share_factor") or 1) if fields.get("use_cla") else 1
+    mixers = [SHARED if i % sharing else mixer for i, mixer in enumerate(mixers)]
+    return mixers, _feeds(fields, layers)
 
 
 def experts_of(fields: Fields) -> int:
     """Routed experts of a layer; 0: dense."""
-    listed = fields.items("moe_num_experts")
-    if listed and isinstance(listed[0], int):
-        return listed[0]
-    keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    found = fields.optional(*keys)
+    found = fields.first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return found if found > 1 else 0
 
 
@@ -112,6 +116,11 @@ def _full_layers(fields: Fields, layers: int) -> Collection[int] | None:
     if fields.family == "jamba":
         period, offset = fields.count("attn_layer_period"), fields.optional("attn_layer_offset")
         return {i for i in range(layers) if i % period == offset}
+    if fields.family == "plamo2" and fields.get("mamba_enabled"):
+        step = fields.count("mamba_step")
+        if layers <= step // 2:
+            return {layers - 1}
+        return {i for i in range(layers) if i % step == step // 2}
     if fields.family.startswith(("qwen3_next", "qwen3_5")):
         interval = fields.optional("full_attention_interval") or 4
         return {i for i in range(layers) if (i + 1) % interval == 0}
@@ -155,7 +164,8 @@ def _feeds(fields: Fields, layers: int) -> list[str]:
         return [NONE] * layers
     if not experts_of(fields):
         return [MLP] * layers
-    if fields.get("enable_moe_block"):  # gemma-4: beside the MLP
+    # Beside the MLP: gemma-4, Arctic; LongCat's layers have two MLPs and one set of experts.
+    if fields.get("enable_moe_block") or fields.family in ("arctic", "longcat_flash"):
         return [BOTH] * layers
     for key, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
         if listed := fields.items(key):
@@ -177,8 +187,8 @@ def _moe_layers(fields: Fields, layers: int) -> set[int]:
         period, offset = fields.count("expert_layer_period"), fields.optional("expert_layer_offset")
         return {i for i in range(layers) if i % period == offset}
     step = fields.optional("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval") or 1
-    first = fields.optional("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-    last = fields.optional("moe_layer_end_index") or layers
+    first = fields.first("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    last = fields.first("moe_layer_end_index") or layers
     dense = {int(layer) for layer in fields.items("mlp_only_layers")}
     return {
         i

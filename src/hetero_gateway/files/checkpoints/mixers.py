@@ -45,7 +45,10 @@ def head_sizes(fields: Fields) -> tuple[int, int, int]:
     """(heads, KV heads, head size) of the decoder's ordinary attention."""
     heads = fields.count("num_attention_heads", "n_head", "n_heads")
     hidden = fields.count("hidden_size", "n_embd", "d_model")
-    size = fields.optional("head_dim", "attention_head_dim", "kv_channels") or hidden // heads
+    size = (
+        fields.optional("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head")
+        or hidden // heads
+    )
     return heads, _kv_heads(fields, heads), size
 
 
@@ -133,6 +136,8 @@ def state_space(fields: Fields, hidden: int, dtype: str) -> StateLayer:
     if fields.family.startswith("minimax"):
         heads, _, width = head_sizes(fields)
         return StateLayer(5 * hidden * heads * width, heads * width * width * 4)
+    if fields.family == "plamo2":
+        return _plamo2(fields, hidden, size, state_size)
     if fields.family in ("jamba", "mamba", "falcon_mamba"):
         return _mamba1(fields, hidden, size, state_size)
     return _mamba2(fields, hidden, size, state_size)
@@ -152,6 +157,17 @@ def _mamba2(fields: Fields, hidden: int, size: int, state_size: int) -> StateLay
     weights = hidden * (inner + mixed + heads) + inner * hidden + mixed * kernel
     kept = mixed * (kernel - 1) * size + inner * state * state_size
     return StateLayer(weights, kept)
+
+
+def _plamo2(fields: Fields, hidden: int, size: int, state_size: int) -> StateLayer:
+    """Mamba-2's heads, with B, C and dt from the inner width, as Mamba-1 has them."""
+    heads = fields.count("mamba_num_heads")
+    inner = heads * fields.count("hidden_size_per_head")
+    state, kernel = fields.count("mamba_d_state"), fields.optional("mamba_d_conv") or 4
+    rank = max(64, hidden // 16)
+    weights = hidden * 2 * inner + inner * (rank + 2 * state) + rank * heads + inner * hidden
+    weights += inner * kernel
+    return StateLayer(weights, inner * (kernel - 1) * size + inner * state * state_size)
 
 
 def _mamba1(fields: Fields, hidden: int, size: int, state_size: int) -> StateLayer:

@@ -11,6 +11,8 @@ names that such modules usually have. quantizations.json has
                 stands one of the roots, with the layer's number
     suffixes    of quantised checkpoints' names, and what they are stored as
     tuned       suffixes of tuned versions, whose shape is that of the model
+    padded      width of the MLP where a publisher's AWQ and GPTQ checkpoints have a wider one, so
+                that groups of 128 are shared out evenly
 """
 
 import fnmatch

@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hetero_gateway.errors import ConfigError
+from hetero_gateway.files.checkpoints.encoders import encoder_weights
 from hetero_gateway.files.checkpoints.families import ALL_EXPERTS, FOURFOLD, KNOWN, REFUSED, UNGATED
 from hetero_gateway.files.checkpoints.fields import Fields
 from hetero_gateway.files.checkpoints.layer_kinds import (
     BOTH,
+    CROSS,
     FULL,
     MLP,
     MOE,
+    SHARED,
     STATE,
     WINDOW,
     experts_of,
@@ -43,6 +46,7 @@ from hetero_gateway.planner.model_shape import DTYPE_BYTES, Cache, Doubt, ModelS
 # How far the KV memory may be off, relative, where the size is counted but vLLM's packing is not:
 # blocks of unlike layers share pages, and what does not fit a page is lost.
 WINDOWS_ERROR, STATES_ERROR, LATENT_ERROR, VISION_ERROR = 0.07, 0.1, 0.07, 0.07
+ENCODERS: Final = "the vision or audio part"
 # Of a family that nobody has held against published figures.
 UNKNOWN_ERROR = 0.3
 
@@ -52,10 +56,11 @@ _UNUSUAL: Final = re.compile(
     r"compress|kv_shared|per_layer|block_configs|index_head|lightning|retention|sparse_attention",
     re.IGNORECASE,
 )
+_EXPERTS: Final = re.compile(r"expert|moe", re.IGNORECASE)
 # The MLP's width is two thirds of the multiple, rounded up to this (vllm/.../nemotron_nas.py).
 _WIDTH_STEP = 256
-# model_types whose encoder's MLP has a gate.
-_GATED: Final = {"qwen2_5_vl", "pixtral", "glm4v", "glm4v_moe"}
+# Of those whose MLP is an expert's, what may have none.
+MAY_BE_DENSE: Final = {"granitemoehybrid", "jamba"}
 _DTYPES: Final = {"half": "float16", "float": "float32"}
 
 
@@ -65,6 +70,7 @@ def model_from_config(
     name: str,
     dtype: str | None = None,
     quantization: str | Mapping[str, Any] | None = None,
+    weighed: bool = False,
 ) -> ModelShape:
     """The shape that a Hugging Face ``config.json`` describes.
 
@@ -72,15 +78,16 @@ def model_from_config(
         dtype: vLLM's ``--dtype``; None or "auto": the file's, float16 where that is float32.
         quantization: "fp8", "int8", "int4", "awq", "gptq", or a ``quantization_config``, or what
             ``hf_quant_config.json`` holds; None: what the file says.
+        weighed: its tensors are counted afterwards, so that experts may be of any family.
 
     Raises:
         ConfigError: naming the field that is missing or of no use, or why the family is refused.
     """
     fields = Fields(config, name)
-    _check_family(fields)
+    _check_family(fields, weighed)
     stored = quantization
     if stored is None:
-        stored = fields.get("quantization_config", config.get("quantization_config"))
+        stored = fields.said("quantization_config")
     shape = _shape(fields, own_dtype(dtype, fields))
     if stored is None:
         return shape
@@ -88,6 +95,9 @@ def model_from_config(
     found = quantization_of(stored)
     if found is not None and (bits := mean_bits(stored, kinds)):
         found = dataclasses.replace(found, method="modelopt_mixed", bits=bits)
+    if found is not None and _image_experts(fields, shape.hidden):
+        doubt = Doubt("whether experts of images are stored as those of text", UNKNOWN_ERROR)
+        shape = dataclasses.replace(shape, unmodelled=(*shape.unmodelled, doubt))
     return dataclasses.replace(
         shape,
         quantization=found,
@@ -128,10 +138,25 @@ def _shape(fields: Fields, dtype: str) -> ModelShape:
         return _with_blocks(shape, fields)
     shape = _with_mixers(shape, fields, mixers)
     shape = _with_experts(shape, fields, feeds)
-    return _with_vision(shape, fields)
+    if fields.family == "longcat_flash":
+        shape = _doubled(shape)
+    return _with_encoders(shape, fields)
+
+
+def _doubled(shape: ModelShape) -> ModelShape:
+    """LongCat-Flash's layers: two attentions and two MLPs each, and experts once."""
+    assert shape.attention_weights is not None
+    return dataclasses.replace(
+        shape,
+        attention_weights=2 * shape.attention_weights,
+        dense_layers=2 * shape.layers,
+        caches=tuple(dataclasses.replace(c, layers=2 * c.layers) for c in shape.caches),
+    )
 
 
 def _layer_count(fields: Fields) -> int:
+    if fields.family == "longcat_flash":  # transformers' num_hidden_layers counts attentions
+        return fields.count("num_layers")
     listed = fields.items("layers_block_type") or list(fields.get("hybrid_override_pattern", ""))
     if fields.family == "nemotron_h" and listed and not fields.optional("num_hidden_layers"):
         return len(listed)
@@ -140,6 +165,8 @@ def _layer_count(fields: Fields) -> int:
 
 def _intermediate(fields: Fields, hidden: int, feeds: list[str]) -> int:
     """Of a dense MLP."""
+    if fields.family == "arctic":  # of the MLP beside the experts
+        return hidden
     if not {MLP, BOTH} & set(feeds) or fields.family == "dbrx":
         return fields.optional("intermediate_size") if fields.family not in ALL_EXPERTS else 0
     if fields.get("block_configs") is not None:
@@ -176,6 +203,11 @@ def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str]) -> ModelS
         caches.append(Cache(keeping, layer.heads, layer.elements, window, layer.copied))
         if layer.copied and (index := index_cache(fields, count)) is not None:
             caches.append(index)
+    if CROSS in mixers or SHARED in mixers:
+        layer = full_attention(fields, shape.hidden)
+        weights += mixers.count(CROSS) * layer.weights
+        shared_kv = shape.hidden * layer.heads * layer.elements
+        weights += mixers.count(SHARED) * (layer.weights - shared_kv)
     states = sum(kind in (STATE, BOTH) for kind in mixers)
     if states:
         state = state_space(fields, shape.hidden, shape.dtype)
@@ -208,24 +240,48 @@ def _with_experts(shape: ModelShape, fields: Fields, feeds: list[str]) -> ModelS
     if fields.family == "dbrx":
         return _dbrx(shape, fields)
     if not moe_layers or not experts:
-        if fields.family in ALL_EXPERTS and fields.family not in ("granitemoehybrid", "jamba"):
+        none = fields.get("num_local_experts") == 0  # Llama-Guard-4
+        if fields.family in ALL_EXPERTS and not none and fields.family not in MAY_BE_DENSE:
             fields.count("num_local_experts", "num_experts")
         return shape if dense == shape.layers else dataclasses.replace(shape, dense_layers=dense)
-    own = ("intermediate_size",) if fields.family in ALL_EXPERTS else ("moe_intermediate_size",)
-    intermediate = _listed(fields, *own)
+    own = "intermediate_size" if fields.family in ALL_EXPERTS else "moe_intermediate_size"
+    if fields.family == "longcat_flash":
+        own = "expert_ffn_hidden_size"
+    intermediate = fields.first(own) or fields.count(own)
+    drawn = fields.first(
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_k",
+        "moe_topk",
+        "top_k_experts",
+        "moe_top_k",
+    ) or fields.count("num_experts_per_tok")
+    idle = fields.optional("zero_expert_num")  # drawn as the others are, and do nothing
     return dataclasses.replace(
         shape,
         moe_layers=moe_layers,
         dense_layers=None if dense == shape.layers - moe_layers else dense,
         experts=experts,
-        experts_per_token=fields.count(
-            "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k",
-            "moe_topk", "top_k_experts", "moe_top_k",
-        ),
+        experts_per_token=max(1, drawn * experts // (experts + idle)),
         moe_intermediate=intermediate,
         shared_intermediate=_shared(fields, intermediate),
         expert_hidden=fields.optional("moe_latent_size"),
+        other_weights=shape.other_weights + moe_layers * _image_experts(fields, shape.hidden),
     )  # fmt: skip
+
+
+def _image_experts(fields: Fields, hidden: int) -> int:
+    """Weights of a layer's experts that no text passes (ERNIE-4.5-VL), three matrices each."""
+    if not fields.family.startswith("ernie4_5"):
+        return 0
+    widths, counts = fields.items("moe_intermediate_size"), fields.items("moe_num_experts")
+    if len(widths) < 2:
+        return 0
+    count = counts[1] if len(counts) > 1 else fields.first("moe_num_experts")
+    if not (type(widths[1]) is int and type(count) is int):
+        raise fields.error(f"{count!r} experts of {widths[1]!r}: they must be whole numbers")
+    return 3 * hidden * widths[1] * count
 
 
 def _dbrx(shape: ModelShape, fields: Fields) -> ModelShape:
@@ -243,12 +299,6 @@ def _dbrx(shape: ModelShape, fields: Fields) -> ModelShape:
     )
 
 
-def _listed(fields: Fields, key: str) -> int:
-    """A number, or the first of a list of equal ones."""
-    listed = fields.items(key)
-    return int(listed[0]) if listed and isinstance(listed[0], int) else fields.count(key)
-
-
 def _shared(fields: Fields, intermediate: int) -> int:
     """Width of what every token passes beside its experts."""
     if fields.family.startswith("llama4"):
@@ -259,7 +309,7 @@ def _shared(fields: Fields, intermediate: int) -> int:
     )  # fmt: skip
     if own := fields.optional(*keys):
         return own
-    return intermediate * fields.optional(
+    return intermediate * fields.first(
         "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
     )
 
@@ -280,50 +330,17 @@ def _per_layer_tables(fields: Fields, hidden: int, layers: int) -> int:
     return layers * width * (vocabulary + 3 * hidden)
 
 
-def _with_vision(shape: ModelShape, fields: Fields) -> ModelShape:
-    if fields.part("audio_config") is None and fields.config.get("vision_config") is None:
-        if fields.part("vision_config") is None:
-            return shape
-    found = _vision_weights(fields, shape.hidden)
-    doubt = Doubt("the vision or audio part", UNKNOWN_ERROR if found is None else VISION_ERROR)
+def _with_encoders(shape: ModelShape, fields: Fields) -> ModelShape:
+    found = encoder_weights(fields, shape.hidden, shape.intermediate)
+    if found is None:
+        return shape
+    weights, whole = found
+    doubt = Doubt(ENCODERS, VISION_ERROR if whole else UNKNOWN_ERROR)
     return dataclasses.replace(
         shape,
-        other_weights=shape.other_weights + (found or 0),
+        other_weights=shape.other_weights + weights,
         unmodelled=(*shape.unmodelled, doubt),
     )
-
-
-def _vision_weights(fields: Fields, hidden: int) -> int | None:
-    """Of encoder and projector; None where the configuration does not say enough.
-
-    A layer has 4·width² + 2·width·intermediate (3 with a gate), beside what embeds patches. A
-    merger takes m×m patches together: (m²·width)² + m²·width·hidden of the decoder.
-    """
-    part = fields.part("vision_config")
-    if part is None:
-        return None
-    width = part.optional("embed_dim") or part.optional("hidden_size", "width")
-    layers = part.optional("depth", "num_hidden_layers", "layers")
-    if not width or not layers:
-        return None
-    ratio = part.get("mlp_ratio", 4)
-    intermediate = part.optional("intermediate_size") or int(width * ratio)
-    outer = str(fields.config.get("model_type", ""))
-    gated = outer in _GATED or str(part.get("model_type", "")) in _GATED
-    encoder = layers * (4 * width * width + (3 if gated else 2) * width * intermediate)
-    # Some say height and width (InternVL for transformers).
-    sides = part.items("patch_size") or [part.optional("patch_size") or 14]
-    if not all(isinstance(side, int) and side > 0 for side in sides):
-        raise part.error(f"patch_size is {sides}, it must be one or two whole numbers above 0")
-    pixels: int = sides[0] * sides[-1]
-    frames = part.optional("temporal_patch_size") or 1
-    encoder += 3 * frames * pixels * width
-    encoder += width * part.optional("num_position_embeddings")
-    merge = part.optional("spatial_merge_size") or 1
-    taken = merge * merge * width
-    mergers = 1 + len(part.items("deepstack_visual_indexes"))
-    projector = taken * hidden + (taken * taken if merge > 1 else 0)
-    return encoder + mergers * projector
 
 
 def _with_blocks(shape: ModelShape, fields: Fields) -> ModelShape:
@@ -386,7 +403,7 @@ def _matrix(shape: ModelShape, intermediate: int) -> int:
     return (3 if shape.gated else 2) * shape.hidden * intermediate
 
 
-def _check_family(fields: Fields) -> None:
+def _check_family(fields: Fields, weighed: bool) -> None:
     """Raise for what would be counted wrong."""
     outer = str(fields.config.get("model_type", ""))
     for family in (fields.family, outer):
@@ -396,7 +413,11 @@ def _check_family(fields: Fields) -> None:
         raise fields.error("an encoder with a decoder is not modelled")
     if fields.family in KNOWN:
         return
-    unusual = sorted(key for key, value in fields.text.items() if value and _UNUSUAL.search(key))
+    unusual = sorted(
+        key
+        for key, value in fields.text.items()
+        if value and _UNUSUAL.search(key) and not (weighed and _EXPERTS.search(key))
+    )
     if unusual:
         raise fields.error(
             f"model_type {fields.family!r} is not known, and it has what a plain decoder has not: "
@@ -414,6 +435,10 @@ def _doubts(fields: Fields, mixers: list[str]) -> tuple[Doubt, ...]:
         found.append(Doubt("how vLLM packs sliding window layers", WINDOWS_ERROR))
     if STATE in mixers or BOTH in mixers:
         found.append(Doubt("how vLLM packs hybrid layers", STATES_ERROR))
+    if SHARED in mixers:
+        found.append(Doubt("whether vLLM keeps once what layers share", UNKNOWN_ERROR))
+    if CROSS in mixers:
+        found.append(Doubt("what layers of cross-attention keep of images", STATES_ERROR))
     if fields.optional("kv_lora_rank"):
         found.append(Doubt("multi-head latent attention's working memory", LATENT_ERROR))
     return tuple(found)
@@ -421,8 +446,7 @@ def _doubts(fields: Fields, mixers: list[str]) -> tuple[Doubt, ...]:
 
 def own_dtype(asked: str | None, fields: Fields) -> str:
     """The name of the dtype that is loaded."""
-    own = fields.get("torch_dtype", fields.get("dtype"))
-    own = own or fields.config.get("torch_dtype", fields.config.get("dtype"))
+    own = fields.said("torch_dtype") or fields.said("dtype")
     # Without one, vLLM looks into the weights: bfloat16 in nearly all.
     own = "bfloat16" if own is None and fields.family in KNOWN - {""} else own
     return dtype_name(asked, "float16" if own in (None, "float32") else str(own))

@@ -62,8 +62,9 @@ class Recalibration:
         seen = scheduler.members.table[instance.id].observations
         steps = [row for row in seen.steps.last(_MOST_ROWS) if row.known]
         base = scheduler.members.stand_in(instance.id) if original is None else original.constants
+        beside_s = 0.0 if original is None else original.first_token_s
         fitting = asyncio.get_running_loop().run_in_executor(
-            None, refit, steps, seen.first_tokens.last(_MOST_ROWS), base
+            None, refit, steps, seen.first_tokens.last(_MOST_ROWS), base, beside_s
         )
 
         def done(future: asyncio.Future[Refit | None]) -> None:

@@ -5,6 +5,7 @@ does not determine leans on the profile that the gateway has of the instance now
 which constants those are. The gateway is only asked; nothing in it changes.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +20,9 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError, ProfileError
 from hetero_gateway.files.profile_file import ProfileModel, profile_document, write_profile_file
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.lab.profiler.document import ProfiledInstance, rounded
+
+# Fields of a profile that are no constants, which a fit leaves alone.
+_KEPT = ("first_token_s", "plans_ahead", "experts_awake_at", "idle_expert_s")
 
 
 def write_observed(
@@ -60,7 +64,10 @@ def write_observed(
         capacity,
         max_num_seqs or present.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
     )
-    document = profile_document(instance.profile(fit.constants), _source(fit, seen))
+    # What traffic does not show of it stays as it is.
+    kept = {name: present[name] for name in _KEPT if present.get(name)}
+    profile = dataclasses.replace(instance.profile(fit.constants), **kept)
+    document = profile_document(profile, _source(fit, seen))
     parse_model(ProfileModel, document, str(output)).to_core()  # what we write, we must accept
     write_profile_file(output, document)
     return report(fit, seen)
@@ -81,11 +88,12 @@ def fit_observed(seen: Mapping[str, Any]) -> Refit:
         )
         base = (seen["profile"] or {}).get("constants") or seen["stand_in"]
         present = Constants(**base)
+        beside_s = float((seen["profile"] or {}).get("first_token_s") or 0.0)
     except (KeyError, TypeError, ValueError) as error:
         raise HeteroGatewayError(
             f"the gateway's observations cannot be read, it may be of another version: {error!r}"
         ) from error
-    fit = refit(steps, first_tokens, present)
+    fit = refit(steps, first_tokens, present, beside_s)
     if fit is not None:
         return fit
     busy = sum(row.steps > 0 for row in steps)
