@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Laws that say nothing else are tried on fewer examples, unless all tests are run.
     """
-    examples = 30 if "not system" in config.option.markexpr else 60
+    examples = 30 if "not system" in config.option.markexpr else 40
     laws = hypothesis.settings(deadline=None, derandomize=True, max_examples=examples)
     hypothesis.settings.register_profile("tests", laws)
     hypothesis.settings.load_profile("tests")

@@ -32,7 +32,7 @@ def run(module: str, *words: str) -> dict[str, Any]:
 @pytest.mark.system
 @pytest.mark.slow
 def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
-    document = run("tests.chaos", "--seed", "1", "--seconds", "12", "--clients", "100")
+    document = run("tests.chaos", "--seed", "1", "--seconds", "10", "--clients", "60")
     assert document["outcomes"]["completed"] > 100
     assert sum(document["disturbances"].values()) > 5
     assert {"restart", "stop", "reload"} <= document["disturbances"].keys()
@@ -42,7 +42,7 @@ def test_nothing_is_lost_mixed_or_left_behind_whatever_goes_wrong() -> None:
 @pytest.mark.slow
 def test_workers_and_their_scheduler_are_killed_too() -> None:
     document = run(
-        "tests.chaos", "--seed", "3", "--seconds", "17", "--clients", "30", "--workers", "2"
+        "tests.chaos", "--seed", "3", "--seconds", "17", "--clients", "15", "--workers", "2"
     )
     assert document["outcomes"]["completed"] > 100
     assert {"worker killed", "scheduler killed"} <= document["disturbances"].keys()
@@ -51,15 +51,15 @@ def test_workers_and_their_scheduler_are_killed_too() -> None:
 @pytest.mark.system
 @pytest.mark.slow
 def test_a_batch_survives_its_gateway_and_its_instances() -> None:
-    document = run("tests.chaos.batches", "--lines", "2000", "--every", "5")
+    document = run("tests.chaos.batches", "--lines", "1200", "--every", "3")
     assert sum(document["kills"].values()) > 0
-    assert document["counts"] == {"total": 2000, "completed": 2000, "failed": 0}
+    assert document["counts"] == {"total": 1200, "completed": 1200, "failed": 0}
 
 
 @pytest.mark.system
 @pytest.mark.slow
 def test_requests_of_two_instances_survive_either_of_them() -> None:
-    words = ("--legs", "--seconds", "9", "--streams", "30", "--every", "1.5", "--lease", "6")
+    words = ("--legs", "--seconds", "8", "--streams", "25", "--every", "1.5", "--lease", "6")
     document = run("tests.chaos.kills", *words)
     assert document["streams"] > 40
     assert document["handovers"]["handed_over"] > 20
@@ -68,7 +68,7 @@ def test_requests_of_two_instances_survive_either_of_them() -> None:
 @pytest.mark.system
 @pytest.mark.slow
 def test_no_stream_of_text_ends_because_its_instance_was_killed() -> None:
-    words = ("--seconds", "10", "--streams", "60", "--every", "1.5", "--workers", "2")
+    words = ("--seconds", "8", "--streams", "40", "--every", "1.5", "--workers", "2")
     document = run("tests.chaos.kills", *words)
     assert document["streams"] > 100
     assert document["continued"] > 5
@@ -78,7 +78,7 @@ def test_no_stream_of_text_ends_because_its_instance_was_killed() -> None:
 @pytest.mark.slow
 def test_streams_and_idle_connections_leave_memory_and_descriptors_where_they_were() -> None:
     """scripts/soak, shortly and small."""
-    words = ("--seconds", "9", "--streams", "50", "--idle", "400", "--interval", "0.02")
+    words = ("--seconds", "7", "--streams", "50", "--idle", "400", "--interval", "0.02")
     document = run("tests.chaos.soak", *words)
     assert document["figures"]["streams_completed"] > 0
     # Both sides of each stream, and the idle ones.

@@ -22,7 +22,7 @@ async def test_four_gateways_find_as_much_cached_as_one(
 ) -> None:
     monkeypatch.setattr(prefix, "can_compile", lambda: False)
     trace = tmp_path / "chat.jsonl.gz"
-    assert make_trace(["chat", "-o", str(trace), "--requests", "120", "--sessions-per-s", "1"]) == 0
+    assert make_trace(["chat", "-o", str(trace), "--requests", "90", "--sessions-per-s", "1"]) == 0
     instances = load_instances("equal")
     load = make_load(trace, instances, 0.9, None)
     async with task_children(1) as children:

@@ -137,7 +137,7 @@ async def metric(url: str, name: str) -> float:
 class Traffic:
     """Streams without a pause, until it is ended; ``ends``: how each ended."""
 
-    def __init__(self, url: str, clients: int = 12) -> None:
+    def __init__(self, url: str, clients: int = 6) -> None:
         self.ends: list[str] = []
         self._over = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._client(url)) for _ in range(clients)]
