@@ -23,13 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """A busy machine must not fail a law, and a failure must come back when it is tried again.
-
-    Laws that say nothing else are tried on fewer examples, unless all tests are run.
-    """
-    examples = 30 if "not system" in config.option.markexpr else 40
-    laws = hypothesis.settings(deadline=None, derandomize=True, max_examples=examples)
+def pytest_configure() -> None:
+    """A busy machine must not fail a law, and a failure must come back when it is tried again."""
+    laws = hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
     hypothesis.settings.register_profile("tests", laws)
     hypothesis.settings.load_profile("tests")
 
@@ -43,6 +39,8 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     gc.disable()
     yield
     gc.freeze()
+    # Tests leave little behind: to look for it as often as usual takes a twentieth of the time.
+    gc.set_threshold(20_000, 20, 100)
     gc.enable()
 
 

@@ -31,9 +31,10 @@ PATHS |= {"tests/scaleout/workers"}  # whose messages hold values of what is com
 # They ask much of what is not compiled: fits, the index of prefixes, sockets, sessions, fields.
 BESIDE = """
     core/costs/test_fitting core/instances/test_calibration core/prefixes/test_index
-    gateway/admission/test_limits gateway/dataplane/test_lies http/test_connections
-    http/test_downstream http/test_protocol gateway/dataplane/test_engine_fields
-    gateway/dataplane/test_realtime gateway/dataplane/test_realtime_limits
+    gateway/admission/test_limits gateway/dataplane/test_engine_fields
+    gateway/dataplane/test_lies gateway/dataplane/test_predictor gateway/dataplane/test_realtime
+    gateway/dataplane/test_realtime_limits gateway/dataplane/test_tracing http/test_connections
+    http/test_descriptors http/test_downstream http/test_protocol
 """.split()
 # Prints whether it is compiled, and what became of every request under every policy.
 DECIDE = """\

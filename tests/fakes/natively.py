@@ -19,14 +19,14 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Those that cannot run on it have to fail, so that no mark outlives its reason.
 
-    Of the cases of one test the first, the last and one between: the others have values of the
-    same types, and were tried on the source.
+    Of the cases of one test the first and the last: the others have values of the same types, and
+    were tried on the source.
     """
     assert compiled.form() == "compiled"
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    few = {each[i] for each in cases.values() for i in (0, len(each) // 2, -1)}
+    few = {each[i] for each in cases.values() for i in (0, -1)}
     few |= {item for item in items if item.get_closest_marker("interpreted")}
     config.hook.pytest_deselected(items=[item for item in items if item not in few])
     items[:] = [item for item in items if item in few]
