@@ -124,7 +124,7 @@ TOGETHER = {
 # What takes longest, or what others wait for.
 FIRST = ("compiled", "mypyc", "leaving clients", "budgets")
 # When the last of the slow ones is begun, as a share of the others.
-SLOW_UNTIL = 0.9
+SLOW_UNTIL = 0.7
 
 
 def group_of(nodeid: str) -> str:
