@@ -151,20 +151,13 @@ class Told(Past):
                     self._known[key] = before, session
         return tickets
 
-    def settle(
-        self,
-        dispatch: Dispatch,
-        outcome: Outcome,
-        now_s: float = 0.0,
-        usage: Usage | None = None,
-        unseen_tokens: float | None = None,
-    ) -> bool:
+    def settle(self, dispatch: Dispatch, *args: Any, **kwargs: Any) -> bool:
         self._hear()
         owner, keys = self._owners.pop(dispatch), dispatch.request.prefix
         if keys is not None:
             at = list(self.members.specs).index(dispatch.instance_id)
             self._blocks[at].ended(f"{owner}", keys, dispatch.request.prompt_tokens)
-        return super().settle(dispatch, outcome, now_s, usage, unseen_tokens)
+        return super().settle(dispatch, *args, **kwargs)
 
 
 def with_caches(
