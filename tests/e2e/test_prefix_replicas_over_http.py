@@ -13,6 +13,7 @@ from benchmarks.scheduling.prefix_over_http import make_load
 from benchmarks.scheduling.prefix_traces import main as make_trace
 from tests.fakes.children import task_children
 from tests.fakes.clock import anyio_backend  # noqa: F401 - virtual time
+from tests.fakes.redis import redis_at_once
 
 pytestmark = [pytest.mark.system(virtual=True), pytest.mark.slow]
 
@@ -22,11 +23,12 @@ async def test_four_gateways_find_as_much_cached_as_one(
 ) -> None:
     monkeypatch.setattr(prefix, "can_compile", lambda: False)
     trace = tmp_path / "chat.jsonl.gz"
-    assert make_trace(["chat", "-o", str(trace), "--requests", "90", "--sessions-per-s", "1"]) == 0
+    assert make_trace(["chat", "-o", str(trace), "--requests", "120", "--sessions-per-s", "1"]) == 0
     instances = load_instances("equal")
     load = make_load(trace, instances, 0.9, None)
     async with task_children(1) as children:
         monkeypatch.setattr(benchmark, "Children", children)
+        monkeypatch.setattr(benchmark, "redis_server", redis_at_once)
         results = await benchmark.measure(instances, load, ("one", "shared"), 4)
     one, shared = results["one"], results["shared"]
     assert one["errors"] == shared["errors"] == {}

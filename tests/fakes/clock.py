@@ -6,9 +6,10 @@ depends on the order of events alone. Sockets are real. What is sent over the lo
 there when ``send`` returns, or very soon after, unless Nagle's algorithm holds it back: before each
 jump a byte goes round a connection of the clock's own, and by then what was sent earlier is there.
 
-What happens outside of the loop is not waited for, with one exception: while a thread of the loop's
-executor works (``asyncio.to_thread``), time passes as it does outside. Tests marked ``system`` need
-other programs and run against the wall clock, unless the mark says ``virtual``.
+What happens outside of the loop is not waited for, with two exceptions: while a thread of the
+loop's executor works (``asyncio.to_thread``), time passes as it does outside; and what is in
+``before_jump`` may wait (tests/fakes/redis.py). Tests marked ``system`` need other programs and run
+against the wall clock, unless the mark says ``virtual``.
 
 Import ``anyio_backend`` into a conftest.py or a module to run its asynchronous tests like this.
 """
@@ -42,6 +43,7 @@ class VirtualClock:
             self._near = socket.create_connection(server.getsockname())
             self._far, _ = server.accept()
         self._near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.before_jump: list[Callable[[], None]] = []
 
     def now_s(self) -> float:
         self._now_s += _TICK_S
@@ -57,11 +59,13 @@ class VirtualClock:
             _REAL_SLEEP(seconds)
 
     def let_data_arrive(self) -> None:
+        for wait in self.before_jump:
+            wait()
         self._near.send(b"x")
         self._far.recv(1)
 
     def new_loop(self) -> asyncio.AbstractEventLoop:
-        return _Loop(self)
+        return VirtualLoop(self)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(time, "monotonic", self.now_s)
@@ -97,21 +101,21 @@ class _Selector(selectors.DefaultSelector):
         return events
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
+        self.clock = clock
         super().__init__(_Selector(clock))
 
     def run_in_executor(
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
         future = super().run_in_executor(executor, func, *args)
-        self._clock.busy += 1
+        self.clock.busy += 1
         future.add_done_callback(self._returned)
         return future
 
     def _returned(self, _: asyncio.Future[Any]) -> None:
-        self._clock.busy -= 1
+        self.clock.busy -= 1
 
 
 @pytest.fixture

@@ -1,13 +1,18 @@
 """A real redis-server on a free loopback port, without a disk, ended with the block."""
 
+import asyncio
 import contextlib
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import pytest
 
 from benchmarks.ports import free_port
+from hetero_gateway.scaleout.sharing.redis import RedisConnection
+from tests.fakes.clock import VirtualLoop
 
 START_S = 20.0
 
@@ -66,3 +71,35 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.kill()
+
+
+@contextlib.contextmanager
+def redis_at_once() -> Iterator[RedisServer]:
+    """A server whose replies to gateways of a ``VirtualLoop`` take none of its time."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    asked, send = False, RedisConnection.send
+
+    def ask(self: RedisConnection, commands: Sequence[tuple[bytes, ...]]) -> None:
+        nonlocal asked
+        asked = True
+        send(self, commands)
+
+    def wait_for_replies() -> None:
+        nonlocal asked
+        # What comes together is replied to in any order: all that came before the second of two.
+        for _ in range(2 * asked):
+            connection.send(b"PING\r\n")
+            assert connection.recv(7) == b"+PONG\r\n"
+        asked = False
+
+    with (
+        redis_server() as server,
+        socket.create_connection(("127.0.0.1", server.port)) as connection,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        patch.setattr(RedisConnection, "send", ask)
+        loop.clock.before_jump.append(wait_for_replies)
+        yield server
+        loop.clock.before_jump.remove(wait_for_replies)
