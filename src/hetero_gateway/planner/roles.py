@@ -52,7 +52,8 @@ class RoleQuestion:
 
 # Seconds: one that is paid in a burst, and one that never is.
 SOFT_S, HARD_S = 10.0, 1000.0
-# The first look at every candidate is at so many requests, the second at all, of the best ones.
+# The first look at every candidate is at so many requests, the second at all, of the best ones;
+# these come twice, since a backlog that grows shows late.
 _FIRST_LOOK, _SECOND_LOOKS = 500, 3
 # Shares within the limits that differ by no more are equal: then the latency decides.
 _NOISE = 0.01
@@ -168,7 +169,8 @@ def find_roles(
         few = _first(mix, _FIRST_LOOK)
         best = _in_order([run(roles, few) for roles in tried[1:]])[:_SECOND_LOOKS]
         tried = [None, *(tried[1 + k] for k in best)]
-    unsplit, *runs = [run(roles, mix) for roles in tried]
+    twice = _once_more(mix)
+    unsplit, *runs = [run(roles, twice) for roles in tried]
     worth = [k for k, split in enumerate(runs) if _is_worth(split, unsplit)]
     best = _in_order([runs[k] for k in worth])
     return tried[1 + worth[best[0]]] if best else None
@@ -227,6 +229,17 @@ def _is_worth(split: RunResult, unsplit: RunResult) -> bool:
     if gain <= _NOISE:
         return gain >= -_NOISE / 2 and ratio < 1 - _NOISE
     return ratio <= _MOST_LATENCY + _MISS_WEIGHT * max(0.0, gain - _MUCH)
+
+
+def _once_more(workload: Workload) -> Workload:
+    """Itself, and the same again as it ends."""
+    arrival_s, count = workload.arrival_s, len(workload)
+    mean_s = float(arrival_s[-1] - arrival_s[0]) / max(1, count - 1)
+    return Workload(
+        np.concatenate((arrival_s, arrival_s + count * mean_s)),
+        np.tile(workload.prompt_tokens, 2),
+        np.tile(workload.output_tokens, 2),
+    )
 
 
 def _first(workload: Workload, count: int) -> Workload:
