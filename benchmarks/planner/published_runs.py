@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import json
 import math
 import sys
@@ -39,8 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path(__file__).with_name("published_runs.csv")
 CONFIGS = ROOT / "tests/planner/published_models.json"
 SEEDS = 3
-# vLLM plans a step while the one before it runs since then, unless it is told not to.
-PLANS_AHEAD = (0, 14)
 BLOCK_TOKENS = 16
 # What is known of ShareGPT's lengths: log-normal, nearly, with these spreads; vLLM's benchmark
 # leaves out what is longer.
@@ -87,7 +84,8 @@ def spread(mean: float, sigma: float, count: int, rng: np.random.Generator) -> I
     scale = mean / drawn.mean()
     for _ in range(20):
         scale *= mean / np.clip(drawn * scale, 1, LONGEST).mean()
-    return np.round(np.clip(drawn * scale, 1, LONGEST)).astype(np.int64)
+    lengths: Integers = np.round(np.clip(drawn * scale, 1, LONGEST)).astype(np.int64)
+    return lengths
 
 
 def run_engine(
@@ -152,8 +150,9 @@ def simulated(row: dict[str, str]) -> Figures:
     kind, _, number = row["load"].partition(" ")
     options = EngineOptions(max_model_len=8192, vllm_version=row["vllm"])
     capacity = StartUp(model, device, t, options).memory().kv_capacity_tokens
-    profile = roofline_profile(device, model, t, options.sequences(device), capacity)
-    profile = dataclasses.replace(profile, plans_ahead=options.version >= PLANS_AHEAD)
+    profile = roofline_profile(
+        device, model, t, options.sequences(device), capacity, plans_ahead=options.plans_ahead
+    )
     found = []
     for seed in range(SEEDS if row["spread"] or kind == "rate" else 1):
         rng = np.random.default_rng(seed)
