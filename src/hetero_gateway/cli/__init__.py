@@ -54,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    if argv is None and words and words[0] in ("serve", "picker", "--version"):
-        # They decide on requests, or say what would: before anything of the scheduler is imported.
+    if argv is None and words and words[0] in ("serve", "picker", "plan", "--version"):
+        # They decide on requests, simulate what would without numba, or say what it is: before
+        # anything of the scheduler is imported.
         why_not = compiled.take()
         if why_not:
             print(f"hetero-gateway: {why_not}", file=sys.stderr)

@@ -27,7 +27,8 @@ MEMORY_EFFICIENCY = 0.78
 # Of a layer's many small kernels in one step; fitted in the same way.
 LAYER_OVERHEAD_S = 3.9e-5
 # Relative error of a roofline's step times: of one that was held against measured engines or
-# operators (docs/evidence/planner.md), of a card of the same make, and of one never seen.
+# operators (docs/evidence/planner.md); of a card of the same make, or of one run; and of one never
+# seen, or that was seen to be off.
 CHECKED, RELATED, UNCHECKED = 0.15, 0.25, 0.4
 
 

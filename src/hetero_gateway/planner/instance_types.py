@@ -189,6 +189,7 @@ class _Kind:
         sequences = self.options.sequences(device) * size.data
         if size.experts:
             profile = expert_parallel_profile(device, model, size, sequences, room)
+            profile = dataclasses.replace(profile, plans_ahead=self.options.plans_ahead)
             return profile, max(device.uncertainty, further_profiles.EXPERTS_UNCERTAINTY)
         if profiles:
             profile = dataclasses.replace(
@@ -196,7 +197,9 @@ class _Kind:
             )
             uncertainty = _uncertainty(profile, device)
         else:
-            profile = roofline_profile(device, model, size.tensor, sequences, room)
+            profile = roofline_profile(
+                device, model, size.tensor, sequences, room, plans_ahead=self.options.plans_ahead
+            )
             uncertainty = device.uncertainty
         slots = size.tensor > 2 and device.link_bytes_per_s < SLOT_BYTES_PER_S
         if slots and _how(profile) != "measured":

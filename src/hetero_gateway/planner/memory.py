@@ -43,6 +43,8 @@ FAST_LINK_BYTES_PER_S = 100e9
 _INPUTS_KEPT = (0, 2)
 _HUGE_KNOWN = (0, 28)
 _LAST_V0, _SMALL_SAMPLER, _GRAPHS_COUNTED, _TORCH_COUNTED = (0, 7), (0, 17), (0, 21), (0, 6)
+# Since then a step is planned while the one before it runs (asynchronous scheduling by default).
+_PLANS_AHEAD = (0, 14)
 # The second model runner serves models without experts, later all (0.25 to 0.32, by their source).
 # Its start-up pass neither sorts nor masks: a logit takes 4 bytes at most (logs of 0.26 leave room
 # for 4.3). At first it took nothing off for CUDA graphs.
@@ -142,6 +144,11 @@ class EngineOptions:
     def caches_prefixes(self) -> bool:
         """Whether vLLM has a prefix cache by default: its V1 has."""
         return self.version > _LAST_V0
+
+    @property
+    def plans_ahead(self) -> bool:
+        """As ``Profile``'s, by default."""
+        return self.version >= _PLANS_AHEAD
 
     def batched_tokens(self, accelerator: Accelerator) -> int:
         """max_num_batched_tokens there."""

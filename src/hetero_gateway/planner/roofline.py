@@ -76,11 +76,12 @@ def roofline_profile(
     kv_capacity_tokens: int,
     times: tuple[StepTime, StepTime] | None = None,
     copies: int = 1,
+    plans_ahead: bool = True,
 ) -> Profile:
     """The profile of one instance: Eqs. (3) and (4) fitted to its step times.
 
     ``times`` are those of a prefill and of a decode step, None: the roofline's own; ``copies`` of
-    the model share the attention over prompts.
+    the model share the attention over prompts; ``plans_ahead``: as ``Profile``.
     """
     prefill, decode = times or step_times(accelerator, model, tensor_parallel)
     p9 = attended_pair_s(accelerator, model, tensor_parallel) / copies
@@ -103,7 +104,7 @@ def roofline_profile(
         kv_capacity_tokens=kv_capacity_tokens,
         max_num_seqs=max_num_seqs,
         first_token_s=FIRST_TOKEN_S,
-        plans_ahead=True,
+        plans_ahead=plans_ahead,
         experts_awake_at=awake_at,
         idle_expert_s=idle_s,
         source={

@@ -409,7 +409,11 @@ class _Run:
         self._tickets[slot] = ticket
 
     def _hand_over(self, slot: int, at_s: float) -> None:
-        """A prompt is computed: its KV goes over both links, one transfer after the other."""
+        """A prompt is computed: its KV goes over both links, one transfer after the other.
+
+        Its server began it, as all that comes there, later than its engine here: what it has
+        computed can be fetched so much later (``with_first_token_s`` adds the other server's part).
+        """
         ticket = self._tickets.pop(slot)
         prefill, dispatch, pairs = ticket.prefill, ticket.dispatch, self._pairs
         assert prefill is not None
@@ -417,6 +421,7 @@ class _Run:
         assert pairs is not None
         self._scheduler.legs.prefilled(prefill, at_s)
         one, other = (self._positions[d.instance_id] for d in (prefill, dispatch))
+        at_s += self._fleet.profiles[one].first_token_s
         link = self._links[prefill.instance_id, dispatch.instance_id]
         size_bytes = self._prompt_tokens[ticket.owner] * pairs.kv_bytes_per_token
         end_s = max(at_s, self._out_s[one], self._in_s[other]) + link.takes_s(size_bytes)

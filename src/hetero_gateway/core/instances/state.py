@@ -130,6 +130,7 @@ class InstanceState(Holder):
         "constants",
         "context",
         "estimate",
+        "first_token_s",
         "heard_s",
         "interval",
         "kv_tokens",
@@ -207,6 +208,8 @@ class InstanceState(Holder):
         # Constants that count; ``stands_in``: they are not of this machine; ``observed``: and yet
         # its speed was seen.
         self.constants: Constants | None = None
+        # Of its profile: what the server takes beside the engine's steps, however slow these are.
+        self.first_token_s = 0.0
         self.stands_in = False
         self.observed = False
         self.speed = 1.0
@@ -651,7 +654,9 @@ class InstanceState(Holder):
             or now_s - self.streams_seen_s < STREAMS_SAY_S
         ):
             return
-        took_s = now_s - entry.predicted_s[0]
+        # What the engine took, and should have taken: the server's own part says nothing of it.
+        took_s = now_s - entry.predicted_s[0] - self.first_token_s
+        engine_s = entry.predicted_s[1] - self.first_token_s
         steps = output_tokens - 1 if output_tokens > 1 else 0.0
         if steps > MOST_TOKENS:
             steps = float(MOST_TOKENS)
@@ -670,7 +675,7 @@ class InstanceState(Holder):
             prompt = entry.prompt_tokens
             step_s = self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
         least_s, most_s = math.inf, -math.inf
-        ttfts_s = first_token_times_s(entry, entry.predicted_s[1], hits, self.prefix, c, self.speed)
+        ttfts_s = first_token_times_s(entry, engine_s, hits, self.prefix, c, self.speed)
         for ttft_s in ttfts_s:
             decoding_s = took_s - ttft_s - others_s
             # As many streamed as the clock knows: that is the mean step of all this time.

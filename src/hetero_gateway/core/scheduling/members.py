@@ -60,7 +60,9 @@ class Members:
         if spec.instance_id in self.specs:
             raise ValueError(f"instance {spec.instance_id!r} exists already")
         self.specs[spec.instance_id] = spec
-        self._begin(self.table.join(spec.instance_id), spec)
+        state = self.table.join(spec.instance_id)
+        state.first_token_s = _first_token_s(spec)
+        self._begin(state, spec)
         self._forget_pools()
 
     def change(self, spec: InstanceSpec) -> None:
@@ -68,8 +70,10 @@ class Members:
         before = self.specs[spec.instance_id]
         if before != spec:
             self.specs[spec.instance_id] = spec
+            state = self.table[spec.instance_id]
+            state.first_token_s = _first_token_s(spec)
             if constants_of(before) != constants_of(spec):
-                self._begin(self.table[spec.instance_id], spec)
+                self._begin(state, spec)
             self._forget_pools()
 
     def leave(self, instance_id: InstanceId, now_s: float) -> list[Dispatch]:
@@ -139,8 +143,7 @@ class Members:
         if drift is None or constants is None:
             return False
         self._look_at(state, row, constants, now_s)
-        profile = self.specs[instance_id].profile
-        beside_s = profile.first_token_s if profile is not None else 0.0
+        beside_s = state.first_token_s
         for first in first_tokens:
             if first.ttft_s > beside_s:  # what is left are its steps, and what HTTP adds
                 modelled = seconds(first.terms, constants)
@@ -287,3 +290,8 @@ class Members:
 def constants_of(spec: InstanceSpec) -> Constants | None:
     """Its profile's; None: it has none."""
     return None if spec.profile is None else spec.profile.constants
+
+
+def _first_token_s(spec: InstanceSpec) -> float:
+    """Of its profile: what its server takes beside the engine."""
+    return 0.0 if spec.profile is None else spec.profile.first_token_s

@@ -60,7 +60,7 @@ _EXPERTS: Final = re.compile(r"expert|moe", re.IGNORECASE)
 # The MLP's width is two thirds of the multiple, rounded up to this (vllm/.../nemotron_nas.py).
 _WIDTH_STEP = 256
 # Of those whose MLP is an expert's, what may have none.
-MAY_BE_DENSE: Final = {"granitemoehybrid", "jamba"}
+MAY_BE_DENSE: Final = {"granitemoehybrid", "jamba", "minicpm"}
 _DTYPES: Final = {"half": "float16", "float": "float32"}
 
 
