@@ -108,7 +108,7 @@ async def test_only_what_has_changed_is_written_and_a_failure_is_told_once(caplo
     assert [record.message for record in caplog.records] == [
         "what clients use is not kept, and a restart forgets it: keys.usage.sqlite: the disk is "
         "full",
-        "what clients use is kept again",
+        "clients' usage is saved again",
     ]
 
 

@@ -39,7 +39,7 @@ def _compare(
 ) -> recorded.RecordComparison:
     answered = [line for line in record.requests if line.instance and line.out and line.end]
     if not answered:
-        raise ConfigError(f"{path}: no request of it was answered with tokens")
+        raise ConfigError(f"{path}: none of its requests was answered with tokens")
     policies: tuple[str, ...] = args.policy or (record.policy,)
     notes = _notes(record, answered)
     if len({line.model for line in answered}) > 1:
@@ -66,8 +66,8 @@ def _instances(
         profile = profiles.get(name) or instance.profile
         if profile is None:
             raise ConfigError(
-                f"{path}: the gateway had no profile for {name}; say what it is in a cluster "
-                "file, by this id: -c CLUSTER.yaml"
+                f"{path}: the gateway had no profile for {name}; describe it in a cluster file "
+                "under this id: -c CLUSTER.yaml"
             )
         found.append(
             SimulatedInstance(InstanceId(name), profile, instance.profile, instance.weight)

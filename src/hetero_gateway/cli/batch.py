@@ -110,7 +110,7 @@ def _begun(out: Path) -> dict[str, Any] | None:
         return None
     document = read_json(path)
     if not {"batch", "digest"} <= set(document):
-        raise ConfigError(f"{path}: says of no batch; remove it to begin anew")
+        raise ConfigError(f"{path}: names no batch; remove it to start over")
     return document
 
 
@@ -129,7 +129,9 @@ def _begin(gateway: _Gateway, args: argparse.Namespace, out: Path) -> str:
     begun = _begun(out)
     if begun is not None:
         if begun["digest"] != digest:
-            raise ConfigError(f"{_state(out)}: that batch is of another file than {args.file}")
+            raise ConfigError(
+                f"{_state(out)}: that batch was started from another file than {args.file}"
+            )
         print(f"going on with {begun['batch']}", file=sys.stderr)
         return str(begun["batch"])
     with named(args.file, "read"), args.file.open("rb") as file:

@@ -1,4 +1,4 @@
-"""``drain``: take an instance of a running gateway out, or back in."""
+"""``drain``: take an instance out of a running gateway, or put it back."""
 
 import argparse
 import sys

@@ -100,8 +100,8 @@ def run_list(args: argparse.Namespace) -> int:
 def run_admin(args: argparse.Namespace) -> int:
     if (found := find(args.url)) is None:
         raise ConfigError(
-            f"{args.url}: no gateway that you run on this machine has made a key for this address; "
-            "URL is as `serve` prints it"
+            f"{args.url}: no gateway of yours on this machine has made a key for this address; "
+            "give the URL as `serve` prints it"
         )
     print(dashboard_address(found.url, found.key) if args.link else found.key)
     return 0

@@ -37,7 +37,7 @@ class MadeKey:
             self._is_kept = True
         except OSError as error:
             _log.warning(
-                "commands on this machine do not find the admin key, which cannot be kept (%s): "
+                "the admin key cannot be stored (%s), and commands here will not find it: "
                 "set server.admin_key_env", error,
             )  # fmt: skip
         return dashboard_link(url, self._key, stream)

@@ -131,7 +131,9 @@ class LoadWatch:
             self._follower = follower
         requests = [(row.input_tokens, row.output_tokens) for row in again.seen.rows[-_LENGTHS:]]
         if not requests:
-            raise HeteroGatewayError("the gateway has seen no request yet: no proposal")
+            raise HeteroGatewayError(
+                "the gateway has seen no requests yet, so there is nothing to propose"
+            )
         q = again.request.question
         counts = Counter(seat.key for seat in seats if seat.standing == "ready")
         question = RateQuestion(

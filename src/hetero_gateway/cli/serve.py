@@ -128,10 +128,10 @@ def _start_successor(port: int) -> None:
             env=environment,
         )
     except OSError as error:
-        _log.error("SIGUSR2: no gateway can be started: %s", error.strerror)
+        _log.error("SIGUSR2: cannot start a gateway: %s", error.strerror)
         return
     _successors.append(successor)
-    _log.info("SIGUSR2: process %d is to take over", successor.pid)
+    _log.info("SIGUSR2: process %d is taking over", successor.pid)
 
 
 @contextmanager

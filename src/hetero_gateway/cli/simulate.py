@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     args.policy = args.policy or _POLICIES
     if not given:
         raise ConfigError(
-            "simulate: give a cluster, -c CLUSTER.yaml, a gateway's URL, or a record, --against"
+            "simulate: give a cluster (-c CLUSTER.yaml), a gateway's URL, or a record (--against)"
         )
     page.check_can_write(args.report)
     args.source, seen = str(given[0]), list[TraceRequest]()

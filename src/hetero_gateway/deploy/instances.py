@@ -83,15 +83,15 @@ class DeploymentOptions:
     def __post_init__(self) -> None:
         if not _MODEL_NAME.fullmatch(self.served_model_name):
             raise ConfigError(
-                f"model: {self.served_model_name!r} cannot be the name that clients ask for; use "
+                f"model: {self.served_model_name!r} cannot be the name clients use; use "
                 "letters, digits and . _ : / @ + -"
             )
         model = self.model
         if model is not None and (not model or not model.isprintable() or model.startswith("-")):
-            raise ConfigError(f"model: {model!r} is no name or directory of a model")
+            raise ConfigError(f"model: {model!r} is neither a model's name nor its directory")
         for machine, address in self.addresses.items():
             if not _HOST.fullmatch(address):
-                raise ConfigError(f"machines: {machine}: {address!r} is no host name or address")
+                raise ConfigError(f"machines: {machine}: {address!r} is not a host name or address")
         if not 0 < self.time_scale < float("inf"):
             raise ConfigError("--time-scale: must be above 0")
 

@@ -65,7 +65,7 @@ class FollowingConfig(StrictModel):
             if not number:
                 raise ValueError(
                     f"types: one type of {model!r} needs a min of 1 or more: without any instance, "
-                    "nobody knows the model"
+                    "the model is unknown"
                 )
             priced = {t.price_per_hour_usd is None for t in self.types if t.model == model}
             if len(priced) > 1:

@@ -148,7 +148,7 @@ class GatewayConfig(StrictModel):
             here = [f.model for f in each.fallbacks if f.base_url is None]
             for other in (*filter(None, [each.serve]), *each.split, *here):
                 if other in stands_for_others and not (other == name and other in each.split):
-                    raise ValueError(f"models.{name}: {other!r} stands for another one itself")
+                    raise ValueError(f"models.{name}: {other!r} is itself an alias")
             if each.serve is None and not each.split and name in here:
                 raise ValueError(f"models.{name}: it cannot be its own fallback")
             for fallback in each.fallbacks:

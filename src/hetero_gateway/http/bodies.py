@@ -62,7 +62,7 @@ class BodyLimits:
             raise Refusal(
                 503,
                 "too_many_bytes_buffered",
-                "The gateway holds as many bytes of long requests as it may.",
+                "The gateway already buffers as many bytes of requests as it may.",
                 kind="server_error",
                 retry_after_s=_RETRY_AFTER_S,
             )

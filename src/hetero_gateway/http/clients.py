@@ -218,7 +218,7 @@ class Watch:
                 self._look_at(connection, now_s)
             except Exception:
                 # The boundary of a connection: the others are looked after all the same.
-                _log.exception("a connection cannot be looked after")
+                _log.exception("a connection cannot be checked")
                 connection.transport.abort()
 
     def _look_at(self, connection: Watched, now_s: float) -> None:

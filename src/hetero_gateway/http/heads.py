@@ -181,7 +181,7 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bool, bytes | None]:
         raise bad_request("The request line is malformed.")
     method, target, major, minor = match.groups()
     if major != b"1" or minor not in (b"0", b"1"):
-        raise Refusal(505, "version_not_supported", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+        raise Refusal(505, "version_not_supported", "Only HTTP/1.1 and HTTP/1.0 are supported.")
     if method not in _METHODS:
         raise Refusal(501, "not_implemented", f"The method {method.decode()} is not implemented.")
     host = None

@@ -634,7 +634,7 @@ _LATE = Refusal(408, "request_timeout", "The request did not come in time.")
 _TOO_MANY = Refusal(
     503,
     "too_many_connections",
-    "The gateway has as many connections as it may.",
+    "The gateway already has as many connections as it may.",
     kind="server_error",
     retry_after_s=2,
 )

@@ -263,7 +263,7 @@ class GatewayServer(uvicorn.Server):
                 self._connections({}), sock=listener, ssl=self.config.ssl, backlog=BACKLOG
             )
         )
-        _log.info("clients are served on %s, too", url_of(listener))
+        _log.info("clients are also served on %s", url_of(listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.watch.ending = True
@@ -321,7 +321,7 @@ class GatewayServer(uvicorn.Server):
                 connection, sock=listener, ssl=self.config.ssl, backlog=BACKLOG
             )
         except OSError as error:
-            _log.error("cannot accept what comes in for another worker: %s", error)
+            _log.error("cannot accept connections for another worker: %s", error)
             listener.close()
             return None
         if self.should_exit:
@@ -428,7 +428,7 @@ def run(
     most = gateway.config.server.max_connections
     if most is not None and most > (allowed := default_max_connections()):
         _log.warning(
-            "server.max_connections is %d, and descriptors are enough for %d clients and their "
+            "server.max_connections is %d, but there are descriptors for only %d clients and their "
             "instances' connections: raise the process's limit (ulimit -n)", most, allowed,
         )  # fmt: skip
     GatewayServer(service, gateway, ready, given, heartbeat).serve_until_signal()

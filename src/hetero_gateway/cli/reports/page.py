@@ -35,7 +35,7 @@ def check_can_write(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report: {path}: its folder does not exist, or it is one itself")
+        raise ConfigError(f"--report: {path}: its folder does not exist, or the path is a folder")
 
 
 def write(path: Path, page: str) -> None:

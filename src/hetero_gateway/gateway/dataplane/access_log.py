@@ -67,7 +67,7 @@ class LineWriter:
             self._queue.put_nowait(lines)
         except queue.Full:
             if not self.dropped:
-                _log.warning("access log: its reader is too slow, and lines are dropped")
+                _log.warning("access log: its reader is too slow; lines are dropped")
             self.dropped += len(lines)
             return
         if self.dropped:

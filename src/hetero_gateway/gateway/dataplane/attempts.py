@@ -503,7 +503,11 @@ class Attempts(TwoLegs):
     def broke(self, error: Exception) -> None:
         """The boundary of a request: a bug costs the one that met it, and is logged and counted."""
         if self.over:
-            _log.error("after request %s", self._inbound.request_id.decode(), exc_info=error)
+            _log.error(
+                "error after the end of request %s",
+                self._inbound.request_id.decode(),
+                exc_info=error,
+            )
             return
         request_id = self._inbound.request_id.decode()
         _log.error("request %s failed inside the gateway", request_id, exc_info=error)

@@ -141,7 +141,7 @@ class Continuations:
             return None
         self._results["continued"] += 1
         _log.warning(
-            "request %s: its answer from %s broke off: %s; it goes on elsewhere",
+            "request %s: its answer from %s broke off: %s; another instance continues it",
             inbound.request_id.decode(),
             exchange.place.instance.id,
             error,

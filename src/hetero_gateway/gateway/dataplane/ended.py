@@ -145,4 +145,4 @@ class EndedRequests:
                 take(later)
             except Exception:
                 # The boundary of what is only told: no request fails of it.
-                _log.exception("%d requests that are over cannot be written about", len(later))
+                _log.exception("%d finished requests cannot be logged", len(later))

@@ -119,7 +119,7 @@ class FurtherAttempts(RequestReader):
     def _note_break(self, exchange: Exchange) -> None:
         """The HTTP response is complete, and the engine's answer is not."""
         _log.warning(
-            "request %s: the engine of %s broke its answer off",
+            "request %s: the engine of %s broke off its answer",
             self._inbound.request_id.decode(),
             exchange.place.instance.id,
         )
@@ -212,7 +212,7 @@ class FurtherAttempts(RequestReader):
         if exchange.head_sent and exchange.streams:
             self._rooms.metrics.streams_continued["not_continuable"] += 1
         request_id = self._inbound.request_id.decode()
-        _log.warning("request %s is not tried again: %s died", request_id, " and ".join(died))
+        _log.warning("request %s is not retried: %s died", request_id, " and ".join(died))
         return True
 
     def _ends_all_the_same(self, error: InstanceError, exchange: Exchange) -> bool:
@@ -227,7 +227,7 @@ class FurtherAttempts(RequestReader):
         if rest is None or self._downstream.gone:
             return False
         _log.info(
-            "request %s: its answer from %s was whole but for its end: %s",
+            "request %s: its answer from %s was complete except for its end: %s",
             self._inbound.request_id.decode(),
             exchange.place.instance.id,
             error,

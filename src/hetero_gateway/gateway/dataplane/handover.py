@@ -266,7 +266,7 @@ class Handovers:
                 took_s, outcomes = time.monotonic() - began_s, instance.outcomes
                 suspected = outcomes.ejected and outcomes.reason == SILENT and took_s >= LEG_S
                 if instance.silent or suspected:
-                    raise InstanceError(Failure.SILENT, "nothing is heard of it")
+                    raise InstanceError(Failure.SILENT, "nothing is heard from it")
                 if took_s >= self.first_byte_s:
                     message = f"no prompt computed in {self.first_byte_s:g} s"
                     raise InstanceError(Failure.FIRST_BYTE_TIMEOUT, message)

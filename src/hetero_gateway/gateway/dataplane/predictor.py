@@ -82,7 +82,7 @@ class GuardedPredictor:
             if isinstance(detail, Exception):
                 detail = _place(detail)  # not for every one of them: it reads source files
             _log.warning(
-                "length predictor %s: %s: %s; further ones are only counted",
+                "length predictor %s: %s: %s; later failures are only counted",
                 self._name,
                 reason,
                 detail,

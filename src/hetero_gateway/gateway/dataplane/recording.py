@@ -112,7 +112,7 @@ class RunFile:
                         file.write(encode(self._waiting.popleft()) + b"\n")
                     file.flush()
         except OSError as error:
-            _log.error("%s: %s; the recording ends", self._path, error.strerror or error)
+            _log.error("%s: %s; recording has stopped", self._path, error.strerror or error)
             self._lines = MOST_REQUESTS
             self._waiting.clear()
 

@@ -192,7 +192,7 @@ class Recorder:
         try:
             self._learn()
         except Exception:
-            _log.exception("nothing is learnt from %d requests", len(later))
+            _log.exception("cannot learn from %d requests", len(later))
 
     def _learn(self) -> None:
         prompts, self._prompts = self._prompts, []

@@ -396,7 +396,7 @@ def _is_held(head: ResponseHead) -> bool:
 
 
 def _silent() -> InstanceError:
-    return InstanceError(Failure.SILENT, "nothing is heard of it")
+    return InstanceError(Failure.SILENT, "nothing is heard from it")
 
 
 class Deadlines:

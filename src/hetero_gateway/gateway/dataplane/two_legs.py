@@ -182,7 +182,7 @@ class TwoLegs(FurtherAttempts):
             if self._exchange is not exchange or exchange.head_sent:
                 return
             if instance.silent or not instance.up:
-                error = InstanceError(Failure.SILENT, "nothing is heard of it, nor fetched")
+                error = InstanceError(Failure.SILENT, "nothing is heard from it, nor fetched")
                 exchange.abort()
                 self._go_on_without(exchange, error)
                 return
@@ -214,7 +214,7 @@ class TwoLegs(FurtherAttempts):
         leg = exchange.leg
         exchange.handovers.results["no_handover"] += 1
         _log.info(
-            "request %s: %s hands nothing over: %s",
+            "request %s: no hand-over from %s: %s",
             self._inbound.request_id.decode(), leg.instance.id, reason,
         )  # fmt: skip
         self._leave_legs(exchange)
@@ -242,7 +242,7 @@ class TwoLegs(FurtherAttempts):
             handovers.legs.refuse(leg, exchange.place.instance.id)
             handovers.forget(leg)
             _log.warning(
-                "%s could not hand over to %s: for some minutes they are no pair",
+                "%s could not hand over to %s: this pair is not used for some minutes",
                 leg.instance.id, exchange.place.instance.id,
             )  # fmt: skip
             self._unfetched = exchange.place.instance.id, leg.instance.id

@@ -224,7 +224,7 @@ class OutcomeWatch:
                 "instance %s is ejected for %.3g s: %s (%s)",
                 instance.id,
                 outcomes.until_s - now_s,
-                "nothing is heard of it" if outcomes.reason == SILENT else "its requests fail",
+                "nothing is heard from it" if outcomes.reason == SILENT else "its requests fail",
                 outcomes.reason,
             )
         elif breaker is not before:
@@ -272,8 +272,8 @@ class OutcomeWatch:
 
 
 _TOLD = {
-    BreakerState.CLOSED: "takes requests as ever",
-    BreakerState.SLOW_START: "gets requests again, few at first",
-    BreakerState.BUSY: "its engine is busy; others are asked first",
-    BreakerState.HALF_OPEN: "its ejection is over; requests will try it",
+    BreakerState.CLOSED: "takes requests normally again",
+    BreakerState.SLOW_START: "gets requests again, slowly at first",
+    BreakerState.BUSY: "its engine is busy; other instances come first",
+    BreakerState.HALF_OPEN: "its ejection has ended; requests will try it",
 }

@@ -164,7 +164,7 @@ class EngineCalls:
         return task
 
     async def _wake(self, instance: Instance) -> bool:
-        _log.info("instance %s is woken by demand", instance.id)
+        _log.info("instance %s is woken for a request", instance.id)
         why = ""
         try:
             answer = await self.call(instance, paths.WAKE_UP)

@@ -228,9 +228,7 @@ class HealthMonitor:
         if not instance.miss(model):
             return
         self._fleet.publish(instance)
-        _log.warning(
-            "instance %s does not have %r any more: its models are read", instance.id, model
-        )
+        _log.warning("instance %s no longer has %r: its models are read again", instance.id, model)
         if (probed := self._probed.get(instance.id)) is not None:
             probed.scrapes, probed.scrape_now = 0, True
             self.ask(instance)
@@ -326,7 +324,7 @@ class HealthMonitor:
         now_s = time.monotonic()
         if now_s - self._late_told_s >= _TELL_LATE_EVERY_S:
             self._late_told_s = now_s
-            _log.warning("probes come late, and count for nothing: %s", error)
+            _log.warning("probes are late and do not count: %s", error)
 
     async def _scrape(self, instance: Instance, probe: Probe) -> None:
         """Read models and engine facts; an engine without metrics is served all the same.
@@ -354,8 +352,8 @@ class HealthMonitor:
         models, left_out = listing
         if left_out and not instance.lists_odd_names:
             _log.warning(
-                "instance %s: %d of the models that it lists are left out: names must be "
-                "printable, of 1 to 256 characters, and no more than %d",
+                "instance %s: %d of the models it lists are ignored: names must be "
+                "printable, have 1 to 256 characters, and number at most %d",
                 *(instance.id, left_out, MOST_MODELS),
             )
         instance.lists_odd_names = left_out > 0
@@ -468,7 +466,9 @@ def _note_problem(instance: Instance, name: str, problem: str) -> None:
     """Log that it begins, or is over; "": there is none."""
     if problem and name not in instance.problems:
         instance.problems.add(name)
-        _log.warning("instance %s: %s; what the gateway knows of it is old", instance.id, problem)
+        _log.warning(
+            "instance %s: %s; what the gateway knows of it is out of date", instance.id, problem
+        )
     elif not problem and name in instance.problems:
         instance.problems.discard(name)
         what = paths.METRICS if name == "metrics_unreadable" else paths.MODELS

@@ -427,7 +427,7 @@ class Fleet:
         instance.recalibrates = wanted
         if not wanted and instance.calibrated is not None:
             instance.calibrated = None
-            _log.info("instance %s: its original profile is back", instance.id)
+            _log.info("instance %s: its original profile is restored", instance.id)
             self.publish(instance)
 
     def mark_up(self, instance: Instance) -> None:
@@ -451,7 +451,9 @@ class Fleet:
         for other in list(self.instances.values()):
             if other.unanswered and not other.up and self._is_needed(other):
                 other.up = True
-                _log.warning("instance %s gets requests all the same: nobody else is up", other.id)
+                _log.warning(
+                    "instance %s still gets requests, as no other instance is up", other.id
+                )
                 self.publish(other)
 
     def _is_needed(self, instance: Instance) -> bool:
@@ -482,8 +484,8 @@ class Fleet:
         )
         if drift.drifted:
             _log.warning(
-                "instance %s: its profile has drifted: %s (spread %.0f %%); a new one from the "
-                "traffic: hetero-gateway profile --from-gateway URL --instance %s -o FILE",
+                "instance %s: its profile has drifted: %s (spread %.0f %%); fit a new one from "
+                "the traffic: hetero-gateway profile --from-gateway URL --instance %s -o FILE",
                 instance_id,
                 ratios,
                 100 * (told.spread or 0.0),

@@ -161,7 +161,7 @@ class KvEventReaders:
                 return  # an engine without events, or without this path
             sources = read_kv_event_sources(answer.body)
         except (InstanceError, KvEventError) as error:
-            _log.debug("instance %s tells no KV events: %s", instance.id, error)
+            _log.debug("instance %s publishes no KV events: %s", instance.id, error)
             return
         finally:
             probe.close()
@@ -190,7 +190,7 @@ class KvEventReaders:
         caches.listen(instance.id, blocks)
         self._fleet.publish(instance)
         instance.engine_blocks, instance.names_prompts = blocks, True
-        _log.info("instance %s tells what it has cached", instance.id)
+        _log.info("instance %s publishes its KV events", instance.id)
 
     async def _leave(self, instance_id: InstanceId) -> None:
         followed = self._followed.pop(instance_id)
@@ -247,7 +247,7 @@ class _Followed:
             socket.connect(address)
             await self._read(socket, source)
         except zmq.ZMQError as error:
-            _log.warning("instance %s: no KV events of %s: %s", self.instance.id, address, error)
+            _log.warning("instance %s: no KV events from %s: %s", self.instance.id, address, error)
         except Exception:
             # The background loop's boundary: this instance's, and no other's.
             _log.exception("instance %s: reading KV events failed", self.instance.id)
@@ -301,7 +301,7 @@ class _Followed:
             self._counts["lost"] += 1
             self._forget()
             name = self.instance.id
-            _log.info("instance %s: KV events were lost: its part begins anew", name)
+            _log.info("instance %s: KV events were lost: its part of the index starts over", name)
 
     async def _replay(
         self, source: KvEventSource, first: int, end: int | None = None
@@ -365,7 +365,7 @@ class _Followed:
             return read_kv_events(payload)
         except KvEventError as error:
             if not self._counts["rejected"]:
-                _log.warning("instance %s: a KV event is left out: %s", self.instance.id, error)
+                _log.warning("instance %s: a KV event is ignored: %s", self.instance.id, error)
             self._counts["rejected"] += 1
             return None
 

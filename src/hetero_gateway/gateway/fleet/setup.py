@@ -52,7 +52,7 @@ class SetupWatch:
                 _log.warning("%s", text)
         for text, each in self._logged.items():
             if text not in now and each.instance_id in self._fleet.instances:
-                _log.info("over: %s", text)
+                _log.info("resolved: %s", text)
         self._logged = now
         odd = {each.instance_id for each in now.values() if each.key in ("model", "profile")}
         for instance in self._fleet.instances.values():
@@ -79,8 +79,8 @@ class SetupWatch:
                 if seen >= _LOOKS:
                     instance.problems.add("speed")
                     _log.warning(
-                        "instance %s: its steps take %.2g times what its profile says: something "
-                        "else is on the machine, or the profile is another machine's", instance.id,
+                        "instance %s: its steps take %.2g times as long as its profile says: "
+                        "something else runs there, or the profile is of another machine", instance.id,
                         slowness.factor if slow else speed,
                     )  # fmt: skip
 

@@ -53,7 +53,7 @@ def check_one_type(headers: Headers) -> None:
     and others the last.
     """
     if sum(name == b"content-type" for name, _ in headers) > 1:
-        raise Refusal(400, "invalid_header", "A request has one Content-Type.")
+        raise Refusal(400, "invalid_header", "A request must have exactly one Content-Type.")
 
 
 def read_form(body: bytes | bytearray, content_type: bytes) -> Steps[Form]:

@@ -68,8 +68,8 @@ def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
     path = samples_path(output)
     if path.exists() and not resume:
         raise ConfigError(
-            f"{path}: has the samples of an earlier run: go on with it by --resume, "
-            "or move it away to begin anew"
+            f"{path}: has the samples of an earlier run: continue it with --resume, "
+            "or move it away to start over"
         )
 
 

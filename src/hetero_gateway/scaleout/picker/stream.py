@@ -341,7 +341,7 @@ class Stream(RequestReader):
         ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
         self._note("unavailable" if ours else "rejected")
         if ours and self._subset is not None:
-            place = Reject(place.reason, "none of the endpoints that were hinted at is available")
+            place = Reject(place.reason, "none of the hinted endpoints is available")
         raise rejection(place, None, job.inbound.path)
 
     def _send_there(self, placed: Placed, inbound: Inbound) -> None:

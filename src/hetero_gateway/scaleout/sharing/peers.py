@@ -286,7 +286,7 @@ class Sharing:
         self._exchange.unsaid()
         self._problem = str(error)
         if self._breaker.failed(time.monotonic()):
-            _log.warning("scheduler.shared: %s; deciding by what this gateway knows itself", error)
+            _log.warning("scheduler.shared: %s; deciding with this gateway's own load only", error)
 
     async def _hear(self, values: Mapping[str, bytes], now_s: float) -> None:
         marks = {name: (len(data), data[:_MARK_BYTES]) for name, data in values.items()}
@@ -324,8 +324,8 @@ class Sharing:
         except MessageError as error:
             if not self.outcomes["rejected"]:
                 _log.warning(
-                    "scheduler.shared: the message of replica %s is left out: %s; further "
-                    "ones are only counted",
+                    "scheduler.shared: the message of replica %s is ignored: %s; later ones "
+                    "are only counted",
                     name,
                     error,
                 )

@@ -106,7 +106,7 @@ class RedisStore:
         if isinstance(reply, ServerError) and reply.code == "NOPERM":
             self._may_tell = False
             _log.warning(
-                "scheduler.shared: this user may not publish on %s: others hear of requests late; "
+                "scheduler.shared: this user may not publish on %s: other gateways learn of requests late; "
                 "grant it the channel",
                 self._channel.decode(),
             )

@@ -64,7 +64,7 @@ class WorkerSession(RequestSession):
         self._process = said.worker, said.pid
         if said.version != __version__:
             # They are started together; a package that was exchanged meanwhile needs a restart.
-            _log.error("%s is of version %s and this is %s", self.name, said.version, __version__)
+            _log.error("%s has version %s, this process %s", self.name, said.version, __version__)
             self.channel.abort()
             return
         hub = self._hub

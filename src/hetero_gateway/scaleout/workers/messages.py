@@ -523,7 +523,7 @@ class Channel(asyncio.Protocol):
         try:
             self._reader.feed(data)
         except (msgspec.MsgspecError, ValueError):
-            _log.exception("what came over a socket of our own cannot be read")
+            _log.exception("a message on an internal socket cannot be read")
             self.abort()
 
     def _take(self, messages: list[Any]) -> None:

@@ -554,7 +554,7 @@ class RemoteDispatcher:
         self.gone.set()
         if not was_there:
             return
-        _log.warning("the scheduler process is gone: placing by the last view of it")
+        _log.warning("the scheduler process is gone: placing by its last view")
         self._own = OwnScheduler(self._local, self._admission, self._answered)
         self._change(None)
         now_s = time.monotonic()
@@ -631,7 +631,7 @@ class RemoteDispatcher:
         for instance_id in self._fleet.instances:
             self._fleet.scheduler.members.table[instance_id].set_peer(_OTHERS, None)
         if self.ready.is_set():
-            _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
+            _log.info("the scheduler process is back; reporting %d requests to it", len(self._open))
             latest = self._local.intake.responses.latest(_MOST_KNOWN)
             responses = [(r.name, r.instance_id, r.tokens, r.model, r.owner) for r in latest]
             channel.send(messages.Known(responses))  # first: what is outstanding may be about one
@@ -648,7 +648,7 @@ class RemoteDispatcher:
         now_s = time.monotonic()
         channel = self._channel
         if channel is not None and now_s - self._heard_s > _SILENCE_S:
-            _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
+            _log.warning("nothing heard from the scheduler process for %g s", _SILENCE_S)
             channel.abort()
             return
         seen, samples = self._streams.look(now_s)

@@ -237,7 +237,7 @@ class Following:
             # The boundary of a background task: the last answer stays.
             self._failures += 1
             model.problem = str(error) or repr(error)
-            _log.warning("following %s: %s; the last answer stays", model.name, model.problem)
+            _log.warning("following %s: %s; the last answer stands", model.name, model.problem)
         else:
             before = model.proposal
             model.follower, model.rates, model.proposal = answer

@@ -139,7 +139,7 @@ class RoleSearch:
                 except Exception as error:
                     # The boundary of a background task: the last answer stays.
                     why = str(error) or repr(error)
-                    _log.warning("roles of %s: %s; the last answer stays", _named(models), why)
+                    _log.warning("roles of %s: %s; the last answer stands", _named(models), why)
                     failed = True
                     continue
                 if roles != self._found.get(models):

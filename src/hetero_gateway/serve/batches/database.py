@@ -73,7 +73,9 @@ class Database:
             self._db.execute("PRAGMA cache_size=-4096")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version > _VERSION:
-                raise ConfigError(f"batches.directory: {path} is of a newer version of the gateway")
+                raise ConfigError(
+                    f"batches.directory: {path} was written by a newer version of the gateway"
+                )
             if version < _VERSION:
                 self._db.executescript(
                     f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;"

@@ -107,7 +107,7 @@ class PostgresDatabase:
                         db.execute(statement.encode())
                     db.execute("INSERT INTO version VALUES (%s)", (_VERSION,))
         if version > _VERSION:
-            raise ConfigError("batches.database: it is of a newer version of the gateway")
+            raise ConfigError("batches.database: it was written by a newer version of the gateway")
 
     def close(self) -> None:
         if self._db is not None:

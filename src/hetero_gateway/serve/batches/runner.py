@@ -173,7 +173,7 @@ class Runner:
             except (OSError, sqlite3.Error) as error:
                 await self._pause(error)
             except InputLost as error:
-                _log.error("%s cannot go on: %s", error.batch.id, error)
+                _log.error("%s cannot continue: %s", error.batch.id, error)
                 error.batch.outcome = "failed"
             except Exception:
                 _log.exception("batches: a turn failed")
@@ -183,7 +183,7 @@ class Runner:
     async def _pause(self, error: OSError | sqlite3.Error) -> None:
         why = reason(error)
         if not self.paused:
-            _log.error("batches are paused, and nothing is lost: %s", why)
+            _log.error("batches are paused; nothing is lost: %s", why)
         self.paused = shown_reason(error)
         self._wake.set()
         await asyncio.sleep(_AGAIN_S)
@@ -206,7 +206,7 @@ class Runner:
                 self._take_back(picks)
                 raise
             if self.paused:
-                _log.warning("batches go on")
+                _log.warning("batches continue")
                 self.paused = ""
             self._send(picks, bodies)
         for each in list(self.running):

@@ -97,7 +97,7 @@ class Batches:
                 self._store.release()
                 return
             if why != told:
-                _log.warning("batches wait: %s", why)
+                _log.warning("batches are waiting: %s", why)
             told = why
             await asyncio.sleep(_LOCK_S)
 
@@ -143,9 +143,9 @@ class Batches:
                 continue  # its lines are looked at again, though it be cancelled
             self.ledger.recover(batch)
             if batch.repeated:
-                _log.warning("%s: %d lines go again", batch.id, batch.repeated)
+                _log.warning("%s: %d lines are sent again", batch.id, batch.repeated)
         if batches or stray:
-            _log.info("batches: %d to go on with, %d stray files", len(batches), stray)
+            _log.info("batches: %d to continue, %d stray files", len(batches), stray)
         return batches
 
     def drain(self) -> None:
@@ -184,7 +184,7 @@ class Batches:
             try:
                 await self.runner.keep_answers()
             except (OSError, sqlite3.Error) as error:
-                _log.error("batches: the last answers are lost, and asked for again: %s", error)
+                _log.error("batches: the last answers are lost and requested again: %s", error)
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
@@ -389,7 +389,7 @@ class Batches:
             try:
                 await self.call(self.files.forget_old, time.time())
             except (OSError, sqlite3.Error) as error:
-                _log.error("batches: what is old stays: %s", error)
+                _log.error("batches: old files cannot be removed: %s", error)
             await asyncio.sleep(_TIDY_S)
 
     # What is shown

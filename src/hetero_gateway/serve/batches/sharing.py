@@ -70,7 +70,7 @@ class SharedWork:
                 failed = False
             except (OSError, sqlite3.Error) as error:
                 if not failed:
-                    _log.error("batches: other gateways are not heard: %s", reason(error))
+                    _log.error("batches: other gateways cannot be heard: %s", reason(error))
                 failed = True
             except Exception:
                 _log.exception("batches: a look at other gateways failed")
@@ -85,7 +85,7 @@ class SharedWork:
 
     async def _look(self) -> None:
         if out := await self._call(self._ledger.reclaim):
-            _log.warning("a gateway is gone: %d lines that it had out go again", out)
+            _log.warning("a gateway is gone: its %d open lines are sent again", out)
         now_s = time.monotonic()
         known = [each.batch for each in self._runner.running]
         lines = sum(each.total - each.done for each in known)
@@ -105,7 +105,7 @@ class SharedWork:
         try:
             self._thread.submit(self._presence.end).result()
         except (OSError, sqlite3.Error) as error:
-            _log.warning("batches: others wait for the end of a lease: %s", reason(error))
+            _log.warning("batches: other gateways must wait for a lease to end: %s", reason(error))
         self._thread.submit(self._rows.close).result()
         self._thread.shutdown()
 
@@ -117,5 +117,5 @@ def _read(told: dict[str, str]) -> dict[str, Told]:
         try:
             read[name] = msgspec.json.decode(text, type=Told)
         except (msgspec.DecodeError, ValueError):
-            _log.warning("batches: what %s says is malformed", name)
+            _log.warning("batches: a message from %s is malformed", name)
     return read

@@ -78,7 +78,7 @@ def _path_of(request: Request, call: str) -> str:
     method = ENGINE_CALLS.get(path)
     if method is None:
         known = ", ".join(sorted(ENGINE_CALLS))
-        raise Refusal(404, "not_found", f"{path[:200]} is no engine call; there are {known}")
+        raise Refusal(404, "not_found", f"{path[:200]} is not an engine call; these are: {known}")
     if request.method != method and not (request.method == "HEAD" and method == "GET"):
         allow = [(b"allow", method.encode())]
         raise Refusal(405, "method_not_allowed", f"{path} takes {method}.", headers=allow)

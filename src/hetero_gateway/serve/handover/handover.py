@@ -150,7 +150,7 @@ class Handover:
     def hand_over(self) -> None:
         """The next one serves."""
         self.taken = True
-        _log.warning("another gateway serves from now on: this one ends its requests")
+        _log.warning("another gateway has taken over; this one finishes its requests")
         self._close_server()
         for asker in self._askers:
             asker.say_yours()
@@ -166,7 +166,7 @@ class Handover:
         if self.taken:
             states = self.gateway.fleet.scheduler.members.table.states.values()
             left = (sum(s.in_flight for s in states), sum(s.load_s for s in states))
-            _log.info("the requests of this gateway are over: %d left, with %g s of load", *left)
+            _log.info("this gateway's requests have finished: %d left, with %g s of load", *left)
         if self._before is not None:
             if self.taken:
                 await self._before.over.wait()  # the next one hears of it from here
@@ -246,7 +246,7 @@ class _Before:
         pass  # it says the same again
 
     def lost(self) -> None:
-        _log.warning("the gateway before this one is gone, and what it had with it")
+        _log.warning("the previous gateway is gone, and its requests with it")
         self._end()
         if self._handover.waits:
             self._handover.own()
@@ -292,7 +292,7 @@ class _Asker:
         handover = self._handover
         handover.forget(self)
         if self.takes and not handover.taken:
-            _log.warning("the gateway that was to take over is gone: this one goes on")
+            _log.warning("the gateway that was taking over is gone; this one continues")
         if self._timer is not None:
             self._timer.cancel()
         if self._telling is not None:

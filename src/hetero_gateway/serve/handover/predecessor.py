@@ -146,6 +146,6 @@ class Predecessor:
                     self.connection.sendall(frame([messages.Accepting()]))
                 self._next()
         except _Gone:
-            _log.warning("the gateway before this one is gone: its sockets are here")
+            _log.warning("the previous gateway is gone; this one has its sockets")
         finally:
             self.connection.close()

@@ -94,7 +94,7 @@ class Role(msgspec.Struct):
             write_whole(Path(self.directory) / _CONFIG, config.model_dump_json(), mode=0o600)
         except OSError as error:
             _log.error(
-                "%s: %s; a process that is started again has the configuration before",
+                "%s: %s; a restarted process has the previous configuration",
                 self.directory,
                 error.strerror,
             )
@@ -300,7 +300,7 @@ class Supervisor:
                 self._ending.set_result(code if code > 0 else 1)
                 return
             how = f"signal {-code}" if code < 0 else f"code {code}"
-            _log.error("%s ended by %s; it is started again", process.name, how)
+            _log.error("%s ended by %s; restarting it", process.name, how)
             if process.is_replaced:
                 process.is_replaced = False
             elif time.monotonic() - began_s < _SHORT_LIFE_S:
@@ -366,7 +366,7 @@ class Supervisor:
                 try:
                     self._look(process)
                 except Exception:  # the boundary of a loop that must go on
-                    _log.exception("%s cannot be looked at", process.name)
+                    _log.exception("%s cannot be checked", process.name)
 
     def _look(self, process: _Process) -> None:
         if process.pulse is None or process.running is None:
@@ -374,7 +374,7 @@ class Supervisor:
         condition = process.pulse.look(stopped=is_stopped(process.running.pid))
         if condition in (Condition.STOPPED, Condition.HANGS):
             why = "is stopped" if condition is Condition.STOPPED else "has hung for too long"
-            _log.error("%s (process %d) %s: it is killed", process.name, process.running.pid, why)
+            _log.error("%s (process %d) %s: killing it", process.name, process.running.pid, why)
             process.is_replaced = True
             process.send(signal.SIGKILL)
         elif process.is_up:

@@ -126,7 +126,7 @@ class Worker(Parts):
         try:
             change = self.settings.prepare(share_of(config, self.config.server.workers))
         except ConfigError as error:
-            _log.error("worker %d cannot take up the configuration: %s", self.number, error)
+            _log.error("worker %d cannot apply the configuration: %s", self.number, error)
             return
         self.settings.apply(change)
         self.remote.headers = self.dataplane.intake.described_headers

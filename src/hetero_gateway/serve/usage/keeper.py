@@ -88,12 +88,14 @@ class UsageKeeper:
                 await self._store.save(rows)
             except UsageStoreError as error:
                 if str(error) != self._problem:
-                    _log.error("what clients use is not kept, and a restart forgets it: %s", error)
+                    _log.error(
+                        "clients' usage cannot be saved and would be lost at a restart: %s", error
+                    )
                 self._problem = str(error)
                 return
             self._saved |= {row[:3]: row for row in rows}
             if self._problem:
-                _log.info("what clients use is kept again")
+                _log.info("clients' usage is saved again")
                 self._problem = ""
 
     async def _what_was_before(self) -> dict[tuple[int, str, str], KeptRow]:

@@ -130,7 +130,7 @@ class Reloader:
         except ConfigError as error:
             metrics.reloads["refused"] += 1
             metrics.reloaded = (False, *metrics.reloaded[1:])
-            _log.error("%s: the configuration is refused, and the old one stays: %s", cause, error)
+            _log.error("%s: the configuration is rejected, and the old one stays: %s", cause, error)
             raise
         self._take_up(change)
         await self._move(moves)

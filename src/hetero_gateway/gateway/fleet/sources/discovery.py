@@ -91,7 +91,7 @@ class SourceFollower:
                 await self._source.follow(self.tell)
             except SourceError as error:
                 self.problem, retry_after_s = str(error), error.retry_after_s
-                _log.warning("source %s: %s; what it named stays", self.config.name, error)
+                _log.warning("source %s: %s; the instances it listed stay", self.config.name, error)
             except Exception as error:
                 # The boundary of a background loop.
                 self.problem = repr(error)
@@ -109,7 +109,7 @@ class SourceFollower:
                 try:
                     await self._apply(found)
                 except Exception:
-                    _log.exception("source %s: its instances cannot be taken up", self.config.name)
+                    _log.exception("source %s: its instances cannot be added", self.config.name)
 
     async def _apply(self, found: list[Found]) -> None:
         roster = self._roster

@@ -72,7 +72,7 @@ UNREAD_S = 60
 # From the last word to the peer's: both ends know by then that the call is over.
 LINGER_S = 10
 _NEVER = 2**62
-_LATE = Refusal(408, "request_timeout", "What the data plane had to send did not come in time.")
+_LATE = Refusal(408, "request_timeout", "The data plane did not send the request in time.")
 
 
 class Receiver(Protocol):

@@ -42,7 +42,7 @@ def no_room() -> Refusal:
     return Refusal(
         503,
         "too_many_bytes_buffered",
-        "The picker holds as many bytes for this data plane's connection as it may.",
+        "The picker already buffers as many bytes for this connection as it may.",
         kind="server_error",
         retry_after_s=2,
     )
