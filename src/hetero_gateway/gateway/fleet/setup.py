@@ -80,7 +80,7 @@ class SetupWatch:
                     instance.problems.add("speed")
                     _log.warning(
                         "instance %s: its steps take %.2g times as long as its profile says: "
-                        "something else runs there, or the profile is of another machine", instance.id,
+                        "other work runs there, or the profile is of another machine", instance.id,
                         slowness.factor if slow else speed,
                     )  # fmt: skip
 
