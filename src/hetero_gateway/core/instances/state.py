@@ -30,7 +30,7 @@ that a placement never walks the running requests:
     |U|     waiting                sent, without a first token yet                     sequences
     |R|     streaming              past the first token                                sequences
     Σ_U I   waiting_prompt         prompt tokens of U, and of what is PINNED           tokens
-            waiting_prefill        the part of them that the engine has to compute      tokens
+            waiting_prefill        the part of them that the engine has to compute     tokens
     Σ_U P   waiting_output         predicted output tokens of U                        tokens
     Σ_R I+g context                cached tokens of R; g: tokens streamed so far       tokens
             shared_tokens          of both, tokens shared by several: held once        tokens

@@ -106,8 +106,8 @@ class RedisStore:
         if isinstance(reply, ServerError) and reply.code == "NOPERM":
             self._may_tell = False
             _log.warning(
-                "scheduler.shared: this user may not publish on %s: other gateways learn of requests late; "
-                "grant it the channel",
+                "scheduler.shared: this user may not publish on %s: other gateways learn of "
+                "requests late; grant it the channel",
                 self._channel.decode(),
             )
             return

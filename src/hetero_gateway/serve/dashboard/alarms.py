@@ -171,7 +171,7 @@ class Alarms:
             failed, attempts = self._trend.failed_on(failing.id)
             if failed >= _LEAST_FAILED and failed > _MOST_FAILED_ON * attempts:
                 text = f"{failing.id} fails: {failed} of its last minute's {attempts} attempts."
-                advice = "Check its log; requests that failed before their first byte were retried elsewhere."
+                advice = "Check its log; requests that failed before a first byte were retried."
                 yield _Found("warning", "fails", [failing.id], text, advice)
         if full := [i.id for i in instances if i.up and (i.engine_kv_usage or 0) > _FULL]:
             text = f"The KV cache of {_listed(full)} is full: the engine preempts."
