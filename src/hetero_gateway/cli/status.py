@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hetero_gateway.cli.reports.report import figure, percent, print_table
+from hetero_gateway.cli.reports.report import figure, percent, print_table, shared_in_words
 from hetero_gateway.lab.load.admin import fetch_document, printable
 
 
@@ -23,6 +23,8 @@ def run(args: argparse.Namespace) -> int:
         note += f"; {queue['waiting']} wait"
         if queue["waiting"]:
             note += f", the first for {figure(queue['oldest_wait_s'])} s"
+    if (sharing := document.get("sharing")) is not None:
+        note += f"; {shared_in_words(sharing)}"
     print(f"policy {document['policy']}, {len(up)} of {len(there)} instances take requests{note}")
     if instances:
         _print_instances(instances)

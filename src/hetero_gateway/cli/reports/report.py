@@ -128,3 +128,12 @@ def figure(value: float | None, unit: str = "") -> str:
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def shared_in_words(sharing: dict[str, Any]) -> str:
+    """How a gateway stands with the others, from ``sharing`` of ``/admin/instances``."""
+    others = sharing["other_replicas"]
+    if sharing["mode"] == "shared":
+        return f"shares load with {others} other gateway{'' if others == 1 else 's'}"
+    why = f": {printable(sharing['problem'])}" if sharing["problem"] else ""
+    return f"its view of other gateways is {sharing['mode']}{why}"

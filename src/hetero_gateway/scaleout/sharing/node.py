@@ -5,6 +5,7 @@ failure a new connection.
 """
 
 import asyncio
+import os
 import ssl
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -81,14 +82,21 @@ class RedisNode:
                         # An empty host means the one that was asked.
                         self._address = (moved.host or self._address[0], moved.port)
                         self.drop()
-            raise StoreError("it is sent from node to node")
+            raise StoreError(f"{self._named()}: it redirects from node to node")
         except BaseException as error:
             # Also cancelled in the middle of an answer: nobody may read the rest of it.
             self.drop()
             self._address = self._home  # wherever it was moved to
             if isinstance(error, TimeoutError | OSError | ReplyError):
-                raise StoreError(in_words(error)) from error
+                raise self.failed(error) from error
             raise
+
+    def failed(self, error: Exception) -> StoreError:
+        """A failure, with the address that the configuration names."""
+        return StoreError(f"{self._named()}: {in_words(error)}")
+
+    def _named(self) -> str:
+        return f"{self._home[0]}:{self._home[1]}"
 
     def drop(self) -> None:
         """Close its connection; the next work makes another one."""
@@ -131,4 +139,6 @@ def in_words(error: Exception) -> str:
     """What a failure was, for people."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
-    return f"{type(error).__name__}: {error}"[:200]
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)  # asyncio's own text repeats the address
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)[:200]

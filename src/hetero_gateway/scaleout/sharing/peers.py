@@ -186,12 +186,14 @@ class Sharing:
             self._wake.set()
 
     async def _listen(self) -> None:
-        task = asyncio.current_task()
+        task, problem = asyncio.current_task(), ""
         while task is None or not task.cancelling():
             try:
                 await self._store.listen(self._on_news)
             except StoreError as error:
-                _log.info("scheduler.shared: no news of other gateways: %s", error)
+                if str(error) not in (problem, self._problem):
+                    _log.info("scheduler.shared: no news of other gateways: %s", error)
+                problem = str(error)
             except Exception:
                 # The background loop's boundary, as below.
                 _log.exception("listening for news of other gateways failed")

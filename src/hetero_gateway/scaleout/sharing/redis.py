@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
 
-# Redis cuts what it quotes in an error at 128 bytes.
-_LONGEST_LINE = 1024
+# Redis quotes at most 128 bytes in an error, but its own advice may be long: that of protected mode
+# has 983 bytes in version 7.
+_LONGEST_LINE = 4096
 _MOST_ELEMENTS = 1024
 _READ_BYTES = 1 << 16
 _LENGTH = re.compile(rb"-?[0-9]{1,18}")

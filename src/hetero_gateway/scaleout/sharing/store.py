@@ -30,7 +30,7 @@ from typing import Protocol
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
 from hetero_gateway.files.scheduler_config import SchedulerConfig
-from hetero_gateway.scaleout.sharing.node import RedisNode, StoreError, check, in_words
+from hetero_gateway.scaleout.sharing.node import RedisNode, StoreError, check
 from hetero_gateway.scaleout.sharing.redis import RedisConnection, Reply, ReplyError, ServerError
 
 _log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class RedisStore:
                 if pause_s > _LEAST_PAUSE_S:
                     await asyncio.sleep(pause_s)
         except (TimeoutError, OSError, ReplyError) as error:
-            raise StoreError(in_words(error)) from error
+            raise self._node.failed(error) from error
         finally:
             if connection is not None:
                 connection.close()
