@@ -145,6 +145,4 @@ async def test_another_model_and_an_odd_speed_are_a_metric_and_a_line_each(
     assert lines[0][0].startswith("instance i0: its steps take 4 times as long as its profile says")
     fast = "instance i0: its steps take 0.3 times as long as its profile says"
     assert lines[2][0].startswith(fast)
-        "instance i0: its steps take 0.3 times as long as its profile says"
-    )
     assert told_of(caplog, "resolved: ") == [(f"resolved: {OTHER}", False)]
