@@ -1,12 +1,11 @@
-"""The client behind a request, by its key, and what that one may ask for.
+"""Identifies the client behind a request by its key, and what it may ask for.
 
-A key is looked up by its hash: what is compared is nothing that a client can choose, so that how
-long it takes says nothing. A field that was right once is remembered, since to hash it for each
-request costs as much as all else that is done for a client here; it is found again by Python's
-keyed hash (SipHash), which says nothing either. Who a client is, is found before a byte of the body
-is read (``Admission.client_of``); which model and which class it may have, once the body is
-understood; how much, in ``limits``. The one key of ``server.api_key_env`` goes on as it was: a
-client without name and limits.
+A key is looked up by its hash: a client cannot choose what is compared, so timing reveals nothing.
+A field that was right once is remembered, since hashing it for each request would cost as much as
+everything else done for a client here; it is found by Python's keyed hash (SipHash), which reveals
+nothing either. The client is identified before a byte of the body is read
+(``Admission.client_of``); its models and classes are checked once the body is read; ``limits`` has
+its limits. The one key of ``server.api_key_env`` stands for a client without name and limits.
 """
 
 from __future__ import annotations
