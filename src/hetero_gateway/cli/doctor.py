@@ -1,8 +1,9 @@
-"""``doctor``: what is right and wrong about a set-up, in one table.
+"""``doctor``: what is right and wrong with a setup, in one table.
 
-Of this machine: versions and descriptors. Of a file: whether it is good, and whether each of its
-instances answers, takes its key, and has a certificate that lasts. Of a gateway that runs: the
-same, and what it sees. Nothing is changed, and no request goes to an engine.
+For this machine: versions and descriptors. For a configuration file: whether it is valid, and
+whether each of its instances answers, accepts its key, and has a certificate that is not about to
+expire. For a running gateway: the same, and what it sees. Nothing is changed, and no request
+reaches an engine.
 """
 
 import argparse
@@ -34,13 +35,13 @@ from hetero_gateway.plain_httpx import httpx
 _TIMEOUT_S = 5.0
 _FEW_DESCRIPTORS = 4096
 _SOON_S = 14 * 86400.0
-# Keys and certificates of machines that disagree by more are refused for no visible reason.
+# With a larger difference between clocks, keys and certificates are refused for no visible reason.
 _MOST_CLOCK_S = 30.0
 OK, WARNING, BAD = "ok", "warning", "BAD"
 
 
 class Finding(NamedTuple):
-    """A row: what was looked at, how it is, and more of it."""
+    """One row: what was checked, its state, and details."""
 
     what: str
     state: str
@@ -122,7 +123,7 @@ def _answers(
 ) -> Iterator[Finding]:
     """Whether it answers, lists models, and agrees on the time."""
     try:
-        # Not by a proxy of the environment: the gateway goes by none.
+        # Proxies of the environment are ignored, as the gateway ignores them.
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, verify=verify) as client:
             with client.stream("GET", url + paths.MODELS, headers=bearer(key) if key else {}) as it:
                 body = it.read()

@@ -35,7 +35,7 @@ _NO_GPU = "unknown"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 when the engine ended it."""
+    """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 if the engine stopped it."""
     if args.url == "list":
         return _list(as_json=args.json)
     if args.output is None:

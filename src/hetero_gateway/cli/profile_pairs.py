@@ -18,7 +18,7 @@ _ONLY_ALONE = ("samples", "from_gateway", "resume", "plot", "report")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: some pair can hand over; 1: none can."""
+    """0: at least one pair can hand over; 1: none can."""
     if args.url is None:
         raise ConfigError("profile --pairs: put the first URL before the flag: URL --pairs URL")
     for name in _ONLY_ALONE:
