@@ -57,7 +57,7 @@ class Database:
     """One connection, for one thread at a time.
 
     Raises:
-        ConfigError: it is no database of ours.
+        ConfigError: the file is not a database of ours.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -89,13 +89,13 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is changed inside, or nothing; it is synced at the end."""
+        """All changes inside, or none; synced at the end."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            # A full disk may have ended it already.
+            # A full disk may have ended the transaction already.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
@@ -114,7 +114,7 @@ class Database:
         return self._db.execute(sql, values).fetchall()
 
     def number(self, sql: str, *values: Any) -> int:
-        """One whole number; 0 where it is NULL."""
+        """One integer; 0 for NULL."""
         return int(self._db.execute(sql, values).fetchone()[0] or 0)
 
     def now_s(self) -> float:

@@ -1,8 +1,7 @@
-"""What is wrong now, in an operator's words: what, how much, since when, and what to do about it.
+"""Current problems in an operator's words: what, how much, since when, and what to do about it.
 
-Whether a profile has drifted or an instance is slow is for ``core/instances/drift.py`` and
-``slowness.py`` to judge, with their thresholds; the others stand here. Small absolute errors raise
-nothing.
+``core/instances/drift.py`` and ``slowness.py`` judge, with their thresholds, whether a profile has
+drifted or an instance is slow; the other thresholds are here. Small absolute errors raise no alarm.
 """
 
 import time
@@ -22,17 +21,17 @@ from hetero_gateway.serve.dashboard.trend import MINUTE_STEPS, Trend
 if TYPE_CHECKING:
     from hetero_gateway.scaleout.sharing.peers import Sharing
 
-# Of requests within the last minute.
+# Share of requests within the last minute.
 _MOST_FAILED = 0.05
 _LEAST_FAILED = 3
-# Of attempts on one instance: most of them are tried again elsewhere.
+# Share of attempts on one instance: most of them are retried elsewhere.
 _MOST_FAILED_ON = 0.2
 _FULL = 0.95
 _NAMED = 3
 
 
 class ShownBatches(Protocol):
-    """What the dashboard shows of batches."""
+    """Data on batches that alarms need."""
 
     def describe(self) -> list[dict[str, Any]]: ...
     def alarms(self) -> Iterable[tuple[str, str]]:
@@ -40,7 +39,7 @@ class ShownBatches(Protocol):
 
 
 class Shown(Protocol):
-    """What the dashboard shows of a gateway."""
+    """Data on a gateway that alarms need."""
 
     admission: Admission
     dataplane: DataPlane
@@ -60,12 +59,12 @@ class Shown(Protocol):
 
 
 class _Found(NamedTuple):
-    """Something that is wrong.
+    """A problem.
 
     Args:
-        kind: what; since when is counted for each name of a kind.
+        kind: of problem; its start is remembered for each name of a kind.
         names: the instances that it is about, or "".
-        since_s: monotonic, where that is known; None: since it was first found.
+        since_s: monotonic, if known; None: since it was first found.
     """
 
     severity: str
@@ -77,13 +76,13 @@ class _Found(NamedTuple):
 
 
 class Alarms:
-    """Finds out what is wrong, and remembers since when; to be asked every few seconds."""
+    """Finds problems, and remembers since when; to be asked every few seconds."""
 
     def __init__(self, gateway: Shown, trend: Trend) -> None:
         self._gateway = gateway
         self._trend = trend
         self._since_s: dict[tuple[str, str], float] = {}  # monotonic
-        # Taken once: what stands still is not to look new whenever clocks are set.
+        # Taken once: an old problem must not look new when the system clock is set.
         self._unix_less_monotonic_s = time.time() - time.monotonic()
 
     def now(self) -> list[dict[str, Any]]:
@@ -238,7 +237,7 @@ class Alarms:
 
 
 def state_of(instance: Instance) -> str:
-    """Whether it takes requests, in a word."""
+    """Whether it takes requests, in one word."""
     if not instance.up:
         return "down"
     if instance.outcomes.ejected:
@@ -255,7 +254,7 @@ def _these(instances: list[Instance]) -> str:
 
 
 def _reason(instances: list[Instance], reason: str) -> str:
-    """Of one alone: why."""
+    """The reason, for a single instance."""
     return f": {reason.rstrip('.')}" if len(instances) == 1 and reason else ""
 
 
