@@ -1,7 +1,7 @@
-"""One node of a Redis or Valkey, asked in time and followed where keys are moved to.
+"""One node of a Redis or Valkey, with a time limit, following moved keys.
 
-Nothing waits for it: there are no retries, one time-out over each piece of work, and after any
-failure a new connection.
+Nothing waits for it: there are no retries, one timeout for each piece of work, and a new connection
+after any failure.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class RedisNode:
 
     Args:
         config: ``shared`` is set.
-        base_dir: what ``ca_file`` is relative to.
+        base_dir: ``ca_file`` is relative to it.
         flattens: see ``ReplyReader``.
 
     Raises:
@@ -70,7 +70,8 @@ class RedisNode:
         return await connect(self._address, self._login, self._context, flattens=self._flattens)
 
     async def in_time(self, work: Callable[[RedisConnection], Coroutine[Any, Any, T]]) -> T:
-        """Do this in time, on the node that it is for; or drop the connection: StoreError."""
+        """Do this within the time limit, on the right node; else drop the connection:
+        StoreError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(_MOST_MOVES):
@@ -84,9 +85,9 @@ class RedisNode:
                         self.drop()
             raise StoreError(f"{self._named()}: it redirects from node to node")
         except BaseException as error:
-            # Also cancelled in the middle of an answer: nobody may read the rest of it.
+            # Also if cancelled in the middle of an answer: nobody may read the rest of it.
             self.drop()
-            self._address = self._home  # wherever it was moved to
+            self._address = self._home  # even if it was moved
             if isinstance(error, TimeoutError | OSError | ReplyError):
                 raise self.failed(error) from error
             raise
@@ -99,7 +100,7 @@ class RedisNode:
         return f"{self._home[0]}:{self._home[1]}"
 
     def drop(self) -> None:
-        """Close its connection; the next work makes another one."""
+        """Close its connection; the next work opens another one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
