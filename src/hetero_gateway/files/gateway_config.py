@@ -3,8 +3,7 @@
 Its larger sections have modules of their own (``server_config``, ``scheduler_config``,
 ``instance_config``, ...). The file is read by ``yaml_file``, which expands ``${NAME}`` and reports
 errors in one line; the environment is read there and in ``secrets`` alone. Precedence: flags over
-environment over file.
-docs/reference/configuration.md lists every field; a test compares the two.
+environment over file. docs/reference/configuration.md lists every field; a test compares the two.
 """
 
 from collections.abc import Mapping

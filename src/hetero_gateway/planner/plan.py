@@ -44,8 +44,7 @@ class MemoryEstimate:
     ``parts`` are bytes of each accelerator: "weights", "activations", "CUDA graphs", …
     ``kv_capacity_tokens`` may be below what the longest request needs: then the type is unfit.
     ``uncertainty`` is relative, of the KV bytes (one standard deviation of the model's error on
-    deployments it was not fitted to). ``tight``: the verdict would change within that
-    uncertainty.
+    deployments it was not fitted to). ``tight``: the verdict would change within that uncertainty.
     """
 
     kv_capacity_tokens: int
@@ -60,9 +59,8 @@ class MemoryEstimate:
 class InstanceType:
     """One engine as it could be deployed on accelerators of one kind.
 
-    ``size`` is a ``Size``, or a tensor parallelism.
-    ``profile.source["how"]`` is the source of its times (measured, derived, roofline);
-    ``time_uncertainty`` is relative, of a step's time.
+    ``size`` is a ``Size``, or a tensor parallelism. ``profile.source["how"]`` is the source of its
+    times (measured, derived, roofline); ``time_uncertainty`` is relative, of a step's time.
     """
 
     accelerator: str
@@ -188,14 +186,13 @@ class SplitVerdict:
 class Plan:
     """The planner's answer, best candidate first.
 
-    ``types`` are the instance types that can be deployed, by (accelerator, size).
-    ``pareto`` are the candidates that no other beats in both throughput and latency.
-    ``alone`` has the types that were simulated alone. ``rate_per_s`` is the rate of the
-    reported latencies: the wanted rate, the best's goodput, or a share of the best's maximum.
-    ``limits`` describes the limits kept at it; empty: there are none. ``lower_bound`` is the
-    least that any set of machines needs to hold the rate (``planner.bound``): USD per hour if
-    the goal is cost, accelerators if it is fewest; None if not computed. ``splitting``: the
-    gain of splitting requests; None: not requested.
+    ``types`` are the instance types that can be deployed, by (accelerator, size). ``pareto`` are
+    the candidates that no other beats in both throughput and latency. ``alone`` has the types that
+    were simulated alone. ``rate_per_s`` is the rate of the reported latencies: the wanted rate, the
+    best's goodput, or a share of the best's maximum. ``limits`` describes the limits kept at it;
+    empty: there are none. ``lower_bound`` is the least that any set of machines needs to hold the
+    rate (``planner.bound``): USD per hour if the goal is cost, accelerators if it is fewest; None
+    if not computed. ``splitting``: the gain of splitting requests; None: not requested.
     """
 
     machines: tuple[Machine, ...]

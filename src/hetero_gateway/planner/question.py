@@ -339,9 +339,8 @@ class Question:
     def saturate(self, system: System, mix: Mix, alone_tokens_per_s: float) -> SystemFigures | None:
         """A system with everything at once, at most the sum of its instances alone.
 
-        More is the luck of a short run, which flatters unequal layouts by up to 7 %; but
-        not with prefix caches: what an instance finds depends on which sessions the gateway
-        gives it.
+        More is the luck of a short run, which flatters unequal layouts by up to 7 %; but not with
+        prefix caches: what an instance finds depends on which sessions the gateway gives it.
         """
         found = self.trials.saturate(system, mix)
         if found is None or found.tokens_per_s <= alone_tokens_per_s:

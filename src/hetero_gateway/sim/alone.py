@@ -111,9 +111,8 @@ class Mix:
 class Alone:
     """The performance of one saturated instance of a type, alone, on the mix.
 
-    ``batch`` is the mean number of running sequences; ``step_s`` the mean time between two
-    tokens of one of them, including prefills in between. ``limit``: what keeps the batch from
-    growing.
+    ``batch`` is the mean number of running sequences; ``step_s`` the mean time between two tokens
+    of one of them, including prefills in between. ``limit``: what keeps the batch from growing.
     """
 
     tokens_per_s: float

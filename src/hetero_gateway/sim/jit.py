@@ -118,9 +118,7 @@ def _called(loop: FunctionType) -> set[FunctionType]:
 
 
 def _functions(caller: FunctionType) -> Iterator[FunctionType]:
-    """The functions whose names are in its code, or after a module's name; without numba's
-    own.
-    """
+    """The functions whose names are in its code, or after a module's name; without numba's own."""
     names = caller.__code__.co_names
     values = [caller.__globals__.get(name) for name in names]
     modules = [value for value in values if isinstance(value, ModuleType)]

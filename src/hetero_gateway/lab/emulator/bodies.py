@@ -32,10 +32,9 @@ class Ask:
     """A request's work for the engine, whatever its endpoint.
 
     ``prompts`` are their tokens (``text``). ``max_tokens`` None means to the end of the context
-    window. ``forced_text`` is the required output (a tool's arguments, a JSON document);
-    ``tool`` is the called function's name. Requests with different ``cache_salt`` share no
-    cached prefix. ``top_logprobs`` is how many likely tokens to name at each place; None: no
-    probabilities.
+    window. ``forced_text`` is the required output (a tool's arguments, a JSON document); ``tool``
+    is the called function's name. Requests with different ``cache_salt`` share no cached prefix.
+    ``top_logprobs`` is how many likely tokens to name at each place; None: no probabilities.
     """
 
     prompts: tuple[bytes, ...]

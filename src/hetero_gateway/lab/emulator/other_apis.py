@@ -138,8 +138,7 @@ class ResponseStore:
     """The stored responses of /v1/responses, by id, for continuing or retrieving them.
 
     As in vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1, in the server's memory; unlike there, the
-    oldest are dropped when there are many. ``keeps``: False: nothing is kept, as vLLM by
-    default.
+    oldest are dropped when there are many. ``keeps``: False: nothing is kept, as vLLM by default.
     """
 
     def __init__(self, *, keeps: bool) -> None:

@@ -115,8 +115,7 @@ def _audit(request: Request, status: int, came_of_it: str) -> None:
 
         audit: POST /admin/instances: 201; instance a100-3 added; by key, from 10.0.0.9
 
-    Logger ``hetero_gateway.audit``, level INFO; WARNING for refused ones. Never a key or a
-    body.
+    Logger ``hetero_gateway.audit``, level INFO; WARNING for refused ones. Never a key or a body.
     """
     path = request.url.path[:200]
     peer = peer_of(request) or getattr(request.state, ADMIN_LISTENER, "an unknown address")

@@ -22,8 +22,7 @@ HANDSHAKE_S = 10.0
 class Handshake(Occupant, asyncio.Protocol):
     """TLS before a connection: an ``Occupant`` of the register from the first byte on.
 
-    A server of asyncio's own would let a stalled handshake hold a connection unseen, for a
-    minute.
+    A server of asyncio's own would let a stalled handshake hold a connection unseen, for a minute.
     """
 
     def __init__(self, server: "GrpcServer", tls: ssl.SSLContext) -> None:
