@@ -150,7 +150,7 @@ def _told(errors: Errors) -> str:
 def _rows(
     fields: Sequence[str], rows: Sequence[Sequence[Any]], kind: Any, caching: bool | None
 ) -> list[Any]:
-    """Older rows have no ``hit_tokens``: known to be 0 without a prefix cache, or without a prompt."""
+    """Older rows lack ``hit_tokens``: known to be 0 without a prefix cache, or without a prompt."""
     if tuple(fields) not in (kind._fields, kind._fields[:-1]):
         raise ValueError(f"fields {fields}")
     result = []
