@@ -12,8 +12,8 @@ together, at which 90 % of the requests are within the limits. All ways have `fi
     ours      roles found at each load by `planner/roles.py` from other requests of the same mix
 
 The mean latency is at 90 % of the load that `unsplit` holds, ours over unsplit's; where it holds
-none, at half of what the instances do. Cells that are in the file already are not run again. Mixes have the mean lengths of Azure's public traces of 2023,
-drawn from log-normals.
+none, at half of what the instances do. Cells that are in the file already are not run again. Mixes
+have the mean lengths of Azure's public traces of 2023, drawn from log-normals.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ with contextlib.suppress(ImportError):  # if PyYAML was built without libyaml
 
     class _LoaderInC(Composer, cyaml.CParser, _KeysOnce, Resolver):  # type: ignore[name-defined, misc]
         """Scanned and parsed by libyaml, six times as fast. PyYAML's own ``CSafeLoader`` also
-                composes nodes in C, where deep nesting crashes the process.
+        composes nodes in C, where deep nesting crashes the process.
         """
 
         def __init__(self, text: str) -> None:

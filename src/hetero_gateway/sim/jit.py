@@ -79,7 +79,7 @@ def _kept() -> Any:
 @functools.cache
 def with_function(caller: FunctionType, old: Any, new: Any) -> Any:
     """A loop with one function replaced by another: a copy, if it or a function that it calls by
-        name calls that.
+    name calls that.
     """
     replaced = {old: new}
     for called in _functions(caller):

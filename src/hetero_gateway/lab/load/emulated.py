@@ -30,7 +30,7 @@ _LOST = "hetero_gateway_emulator_lost_seconds"
 @dataclass(frozen=True, slots=True)
 class EmulatedInstance:
     """``profile``: built-in name or file of the emulated one; ``believed``: the gateway's profile
-        of it, if that is different."""
+    of it, if that is different."""
 
     instance_id: str
     profile: str

@@ -150,8 +150,8 @@ class Batches:
 
     def drain(self) -> None:
         """The gateway is ending, or another one takes over: nothing more is sent, and once all
-                lines that are out are answered, the folder is released. May be called from a signal
-                handler.
+        lines that are out are answered, the folder is released. May be called from a signal
+        handler.
         """
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_leaving)
