@@ -88,15 +88,21 @@ class _Addressed:
     url: str
 
 
-def maker(*, stream: bool) -> BodyMaker:
-    return BodyMaker(MODEL, PromptKind.CHAT, stream, 4.0, filler_pool(1), max_tokens=LIMIT)
+def maker(*, stream: bool, limit: int = LIMIT) -> BodyMaker:
+    return BodyMaker(MODEL, PromptKind.CHAT, stream, 4.0, filler_pool(1), max_tokens=limit)
 
 
-def lines(count: int, seed: int) -> Sequence[bytes]:
-    rows, made = synthetic_trace(count, seed), maker(stream=False)
+def lines(count: int, seed: int, shorter: int = 1) -> Sequence[bytes]:
+    """``shorter``: by what their prompts and answers are divided."""
+    rows, made = synthetic_trace(count, seed), maker(stream=False, limit=LIMIT // shorter)
     return [
         b'{"custom_id":"c%d","method":"POST","url":"/v1/chat/completions","body":%b}\n'
-        % (i, made.body(100_000_000 + i, row.input_tokens, row.output_tokens))
+        % (
+            i,
+            made.body(
+                100_000_000 + i, -(-row.input_tokens // shorter), -(-row.output_tokens // shorter)
+            ),
+        )
         for i, row in enumerate(rows)
     ]
 
@@ -138,8 +144,18 @@ async def follow(running: Any, batch_id: str, until: asyncio.Event | None = None
     return told
 
 
-async def interactive(url: str, requests: Sequence[LoadRequest]) -> list[RequestRecord]:
-    return await replay(parse_target(url), requests, maker(stream=True), timeout_s=3600)
+async def interactive(
+    url: str, requests: Sequence[LoadRequest], streamed: int, records: list[RequestRecord]
+) -> None:
+    """Each so many-th of them streams; ``records`` are put there as they are made."""
+    async with asyncio.TaskGroup() as tasks:
+        for stream in (True, False):
+            those = [r for i, r in enumerate(requests) if (i % streamed == 0) is stream]
+            if those:
+                asking = replay(
+                    parse_target(url), those, maker(stream=stream), records.append, timeout_s=3600
+                )
+                tasks.create_task(asking)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -148,7 +164,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 def figures(records: Sequence[RequestRecord], after_s: float) -> dict[str, float]:
     good = [r for r in records if r.error is None and r.sent_s >= after_s]
-    ttfts, latencies = [r.ttft_s or 0.0 for r in good], [r.latency_s for r in good]
+    ttfts, latencies = [r.ttft_s or 0.0 for r in good if r.streamed], [r.latency_s for r in good]
     return {
         "requests": len(good),
         "errors": sum(r.error is not None for r in records),
@@ -170,8 +186,8 @@ async def day(args: argparse.Namespace, directory: Path, *, beside: bool) -> dic
         if beside:
             batch_id = await start_batch(running.url, b"".join(lines(args.lines, 3)))
             following = asyncio.create_task(follow(running, batch_id, over))
-        began_s = time.monotonic()
-        records = await interactive(running.url, requests)
+        began_s, records = time.monotonic(), list[RequestRecord]()
+        await interactive(running.url, requests, args.streamed, records)
         over.set()
         told = figures(records, args.warm_s)
         last_s = max(r.sent_s for r in records)
@@ -185,19 +201,24 @@ async def day(args: argparse.Namespace, directory: Path, *, beside: bool) -> dic
         return told
 
 
-async def night(args: argparse.Namespace, directory: Path, *, beside: bool) -> Told:
-    """A batch to its end, alone or beside interactive requests that are there before it."""
-    made, rate = lines(args.lines, 5), args.load * _BOUND_PER_S
+async def night(
+    args: argparse.Namespace, directory: Path, records: list[RequestRecord] | None = None
+) -> Told:
+    """A batch to its end, alone or beside interactive requests that are there before it.
+
+    ``records``: where those of these go.
+    """
+    made, rate = lines(args.lines, 5, args.shorter), args.load * _BOUND_PER_S
     async with rig(directory) as running, asyncio.TaskGroup() as tasks:
-        if beside:
+        if records is not None:
             # Longer than it takes by far.
-            rows = synthetic_trace(round(rate * (args.lines / 4 + 600)), 7)
+            rows = synthetic_trace(round(rate * (args.lines / 4 / args.shorter + 600)), 7)
             requests = schedule(rows, rate_per_s=rate, seed=7)
-            asking = tasks.create_task(interactive(running.url, requests))
+            asking = tasks.create_task(interactive(running.url, requests, args.streamed, records))
             await asyncio.sleep(args.warm_s)
         batch_id = await start_batch(running.url, b"".join(made))
         told = await follow(running, batch_id)
-        if beside:
+        if records is not None:
             asking.cancel()
         return told
 
@@ -223,6 +244,7 @@ def errors_of(told: Told) -> dict[str, Any]:
 def in_virtual_time(work: Any) -> Any:
     with closing(VirtualClock()) as clock, pytest.MonkeyPatch.context() as patch:
         clock.install(patch)
+        clock.threads_take_time = False
         with asyncio.Runner(loop_factory=clock.new_loop) as runner:
             return runner.run(work)
 
@@ -306,6 +328,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--warm-s", type=float, default=120.0)
     parser.add_argument("--lines", type=int, default=5000)
+    parser.add_argument("--streamed", type=int, default=1, help="one of so many streams")
+    parser.add_argument("--shorter", type=int, default=1, help="lines are so many times shorter")
     parser.add_argument("--memory-lines", type=int, default=50_000)
     parser.add_argument("--shared", action="store_true", help="memory over PostgreSQL and S3")
     args = parser.parse_args()
@@ -328,12 +352,13 @@ def main() -> int:
             elif part == "memory":
                 document[part] = memory(args, directory)
             elif part == "ends":
-                told = in_virtual_time(night(args, directory, beside=True))
-                document[part] = errors_of(told)
+                records: list[RequestRecord] = []
+                told = in_virtual_time(night(args, directory, records))
+                document[part] = errors_of(told) | {"others": figures(records, args.warm_s)}
             elif part == "night":
-                told = in_virtual_time(night(args, directory, beside=False))
-                simulated = {"simulated_s": simulated_s(args.lines, 5, directory)}
-                document[part] = errors_of(told) | simulated
+                document[part] = errors_of(in_virtual_time(night(args, directory)))
+                if args.shorter == 1:
+                    document[part]["simulated_s"] = simulated_s(args.lines, 5, directory)
             print(part, json.dumps(document[part]), f"({time.perf_counter() - began_s:.0f} s)")
     if {"alone", "beside"} <= set(document):
         for name in ("ttft_mean_s", "ttft_p99_s", "latency_mean_s", "latency_p99_s"):

@@ -88,36 +88,46 @@ def _bin(share: float) -> int:
 class _Curve:
     """How long lines are as shares of their estimates, of those that are done and those cut off.
 
-    ``longer``: which part of them is longer than a bin's share. Beyond what was seen they end as
-    they did in the upper half of that, and with their estimates at the latest.
+    ``longer``: which part of them is longer than a bin's share. Where a few only are that long,
+    they end at the rate of all from half of that on, and with their estimates at the latest.
     """
 
-    __slots__ = ("last", "longer", "mean")
+    __slots__ = ("last", "longer", "mean", "spread")
 
     def __init__(self, done: Counter[int], cut: Counter[int]) -> None:
         risk = done.total() + cut.total()
-        seen = max([*done, *cut])
+        longest = max([*done, *cut])
+        seen = few = 0
+        for each in range(longest, -1, -1):
+            few += done[each] + cut[each]
+            if few >= min(risk, _FEW):
+                seen = each
+                break
         left, self.mean, self.longer = 1.0, 0.0, [0.0] * _BINS
-        ended = exposed = before = 0.0
-        for each in range(seen + 1):
+        ended = exposed = before = square = 0.0
+        for each in range(longest + 1):
             share = _SHARES[each]
             if each > seen - _PER_DOUBLING:
                 ended += done[each]
-                exposed += risk * (share - before)
-            self.mean += left * (share - before)
-            left *= 1 - done[each] / risk
+                exposed += (risk - cut[each] / 2) * (share - (_SHARES[each - 1] if each else 0.0))
+            if each <= seen:
+                self.mean += left * (share - before)
+                square += left * (share**2 - before**2)
+                left *= 1 - done[each] / max(1.0, risk - cut[each] / 2)
+                self.longer[each], before = left, share
             risk -= done[each] + cut[each]
-            self.longer[each], before = left, share
         self.last = seen
         if exposed:
-            rate, end = ended / exposed, max(1.0, before)
+            rate, end = ended / exposed, max(1.0, _SHARES[longest])
             while left > 0 and before < end:
                 self.last += 1
                 share = min(end, _SHARES[self.last])
                 self.mean += left * (share - before)
+                square += left * (share**2 - before**2)
                 left *= math.exp(-rate * (share - before))
                 self.longer[self.last], before = left, share
         self.longer[self.last] = 0.0
+        self.spread = math.sqrt(max(0.0, square - self.mean**2))
 
 
 class LineLengths:
@@ -162,17 +172,20 @@ class LineLengths:
         curve = self._all.curve
         return 1.0 if curve is None else _SHARES[curve.last]
 
-    def mean(self, kind: Kind, sums: Sums) -> tuple[float, float]:
-        """(prompt, output) tokens of a line of a kind. ``sums``: of some, as estimated."""
+    def mean(self, kind: Kind, sums: Sums) -> tuple[float, float, float]:
+        """(prompt, output) tokens of a line of a kind, and the deviation of the outputs.
+
+        ``sums``: of some, as estimated.
+        """
         prompt, output = sums.prompt_tokens / sums.lines, sums.output_tokens / sums.lines
         known = self._kinds.get(kind)
         if known is None or known.lines < _FEW:
             known = self._all
         if known.told_prompt:
             prompt *= known.prompt / known.told_prompt
-        if (curve := known.curve or self._all.curve) is not None:
-            output *= curve.mean
-        return prompt, output
+        if (curve := known.curve or self._all.curve) is None:
+            return prompt, output, 0.0
+        return prompt, output * curve.mean, output * curve.spread
 
 
 class _Known:
@@ -211,7 +224,11 @@ def work_of(
                 all_of.prompt_tokens - running.prompt_tokens,
                 all_of.output_tokens - running.output_tokens,
             )
-            waits_s += lines * work_s(kind.model, *seen.mean(kind, waiting))
+            prompt, output, spread = seen.mean(kind, waiting)
+            # Long ones take more than their share: their caches are large.
+            spread = min(spread, output)
+            waits_s += lines / 2 * work_s(kind.model, prompt, output - spread)
+            waits_s += lines / 2 * work_s(kind.model, prompt, output + spread)
     begun_s = sum(n * work_s(kind.model, p / n, o / n) for kind, (n, p, o) in begun.items())
     return waits_s, begun_s
 
@@ -219,8 +236,7 @@ def work_of(
 def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
     """How long it takes until all that are out are done, while nothing comes after them, s.
 
-    The longest of them is done when by their lengths less than one is left; more of them are on
-    those that are faster, and the mean is by their number.
+    The last of them is done when by their lengths less than one of all is left.
     """
     places: dict[InstanceId, dict[int, list[float]]] = {}
     for each in out:
@@ -229,7 +245,8 @@ def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
             group = groups.setdefault(_bin(each.made / each.told[1]), [0.0, 0.0, 0.0])
             for i, more in enumerate((1.0, float(each.told[1]), each.made)):
                 group[i] += more
-    lines = takes_s = 0.0
+    # Of each instance: when it has how many left.
+    courses = []
     longest = seen.longest
     for at, groups in places.items():
         rows = []
@@ -237,18 +254,24 @@ def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
             share = made / told
             rows.append((n, n / told, share, max(1e-9, seen.longer(share))))
         most = max((longest - share) / per_token for _, per_token, share, _ in rows)
-        tokens, here_s = max(0.0, most) / _STEPS, 0.0
-        for step in range(_STEPS):
+        tokens, at_s, course = max(0.0, most) / _STEPS, 0.0, []
+        for step in range(_STEPS + 1):
             left = sum(
                 n * min(1.0, seen.longer(share + step * tokens * per_token) / longer)
                 for n, per_token, share, longer in rows
             )
-            if left < math.log(2):
-                break
-            here_s += tokens * step_s(at, left)
-        n = sum(row[0] for row in rows)
-        lines, takes_s = lines + n, takes_s + n * here_s
-    return takes_s / lines if lines else 0.0
+            course.append((at_s, left))
+            at_s += tokens * step_s(at, left)
+        courses.append(course)
+    times = sorted({at_s for course in courses for at_s, _ in course})
+    for at_s in times:
+        if sum(_left(course, at_s) for course in courses) < math.log(2):
+            return at_s
+    return times[-1] if times else 0.0
+
+
+def _left(course: Sequence[tuple[float, float]], at_s: float) -> float:
+    return next((left for then_s, left in reversed(course) if then_s <= at_s), 0.0)
 
 
 class Pace:
@@ -270,6 +293,9 @@ class Pace:
     def look(self, now_s: float, begun_s: float) -> float | None:
         """Work per second lately; None: that is not known yet. To be called about once a second.
 
+        As long as less than a window was seen, the rest of it is taken to go as the cost model has
+        it: 1. Engines fill at first, and what is begun of many lines is known to a few steps only.
+
         Args:
             begun_s: what lines that are out have taken so far.
         """
@@ -284,7 +310,8 @@ class Pace:
         samples.append((now_s, done_s))
         if now_s <= at_s or done_s <= before_s:
             return None
-        return (done_s - before_s) / (now_s - at_s)
+        since_s = min(since_s, at_s)
+        return (done_s - before_s + at_s - since_s) / (now_s - since_s)
 
 
 def ends_in_s(
