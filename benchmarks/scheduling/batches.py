@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.clusters import PROFILES
-from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.profile_file import (
+    load_profile,
+    profile_document,
+    write_profile_file,
+)
 from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace
 from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs
 from hetero_gateway.lab.load.client import parse_target
@@ -54,7 +58,7 @@ _BOUND_PER_S = 48.8
 
 @dataclass
 class Told:
-    """What a batch said, second by second: (when, done, predicted end)."""
+    """What a batch said, four times a second: (when, done, predicted end)."""
 
     total: int
     seen: list[tuple[float, int, float | None]]
@@ -63,11 +67,13 @@ class Told:
 
 
 @asynccontextmanager
-async def rig(directory: Path, **batches: Any) -> AsyncIterator[Any]:
+async def rig(directory: Path, seats: int) -> AsyncIterator[Any]:
     async with AsyncExitStack() as stack:
-        urls = []
+        urls, profiles = [], []
         for number, name in enumerate(PROFILES):
-            profile = load_profile(name, Path())
+            profile = replace(load_profile(name), max_num_seqs=seats)
+            profiles.append(str(directory / f"{number}.yaml"))
+            write_profile_file(Path(profiles[-1]), profile_document(profile, {"how": "derived"}))
             settings = EmulatorSettings(
                 profile, (MODEL,), lengths=LogNormalOutputs(1, 0), seed=number
             )
@@ -75,8 +81,8 @@ async def rig(directory: Path, **batches: Any) -> AsyncIterator[Any]:
             urls.append(url)
         config = config_for(
             [_Addressed(url) for url in urls],
-            profiles=PROFILES,
-            batches={"directory": str(directory), "max_lines": 1_000_000} | batches,
+            profiles=tuple(profiles),
+            batches={"directory": str(directory / "batches"), "max_lines": 1_000_000},
         )
         running = await stack.enter_async_context(running_gateway(config))
         await eventually(lambda: MODEL in running.gateway.fleet.models())
@@ -139,7 +145,7 @@ async def follow(running: Any, batch_id: str, until: asyncio.Event | None = None
         end = runner.predicted_end_unix_s(batch)
         at_s = time.monotonic()
         told.seen.append((at_s, batch.done, None if end is None else end - time.time() + at_s))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.25)
     told.ended_s = time.monotonic()
     return told
 
@@ -180,7 +186,7 @@ async def day(args: argparse.Namespace, directory: Path, *, beside: bool) -> dic
     rate = args.load * _BOUND_PER_S
     rows = synthetic_trace(round(rate * (args.warm_s + args.seconds)), 7)
     requests = schedule(rows, rate_per_s=rate, seed=7)
-    async with rig(directory) as running:
+    async with rig(directory, args.seats) as running:
         over = asyncio.Event()
         following = None
         if beside:
@@ -209,7 +215,7 @@ async def night(
     ``records``: where those of these go.
     """
     made, rate = lines(args.lines, 5, args.shorter), args.load * _BOUND_PER_S
-    async with rig(directory) as running, asyncio.TaskGroup() as tasks:
+    async with rig(directory, args.seats) as running, asyncio.TaskGroup() as tasks:
         if records is not None:
             # Longer than it takes by far.
             rows = synthetic_trace(round(rate * (args.lines / 4 / args.shorter + 600)), 7)
@@ -330,6 +336,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=5000)
     parser.add_argument("--streamed", type=int, default=1, help="one of so many streams")
     parser.add_argument("--shorter", type=int, default=1, help="lines are so many times shorter")
+    parser.add_argument("--seats", type=int, default=256, help="of each instance")
     parser.add_argument("--memory-lines", type=int, default=50_000)
     parser.add_argument("--shared", action="store_true", help="memory over PostgreSQL and S3")
     args = parser.parse_args()

@@ -6,30 +6,14 @@ import math
 import pytest
 
 from hetero_gateway.core.batches.others import InstanceCounts, Others
-from hetero_gateway.core.batches.shares import (
-    BatchShare,
-    Capacity,
-    Interactive,
-    alone_s,
-    endless_per_s,
-    most_there,
-    per_s,
-    shares,
-    spread,
-)
-from hetero_gateway.core.costs.profile import Constants
+from hetero_gateway.core.batches.shares import BatchShare, Interactive, most_there, shares, spread
 from hetero_gateway.core.types import InstanceId
-from tests.core.builders import FAST, SLOW, profile, scheduler, spec
-
-
-def machines(alone, capacities, taken=(0.0, 0.0, 0.0), most=0.99):
-    rows = zip(alone, capacities, taken, strict=False)
-    return [Capacity(b, c, most).without(part) for b, c, part in rows]
+from tests.core.builders import FAST, SLOW, scheduler, spec
 
 
 def test_requests_are_spread_for_the_lowest_mean_latency():
     alone, capacities, rate = [2.0, 5.0, 6.0], [10.0, 8.0, 3.0], 9.0
-    used, latency_s = spread(machines(alone, capacities), rate)
+    used, latency_s = spread(alone, capacities, rate)
     assert sum(u * c for u, c in zip(used, capacities, strict=True)) == pytest.approx(rate)
 
     def mean(split):
@@ -48,24 +32,19 @@ def test_requests_are_spread_for_the_lowest_mean_latency():
 
 def test_what_batches_have_of_an_instance_others_do_elsewhere():
     alone, capacities = [2.0, 3.0], [10.0, 8.0]
-    free, _ = spread(machines(alone, capacities), 6.0)
-    (fast, slow), latency_s = spread(machines(alone, capacities, [0.0, 0.5]), 6.0)
+    free, _ = spread(alone, capacities, 6.0)
+    (fast, slow), latency_s = spread(alone, capacities, 6.0, [0.0, 0.5])
     assert fast > free[0]
     assert slow < free[1]
     assert fast * 10 + slow * 8 == pytest.approx(6.0)
     took_s = fast * 10 * 2 / (1 - fast) + slow * 8 * 3 / (1 - slow - 0.5)
     assert latency_s == pytest.approx(took_s / 6)
-    assert spread(machines(alone, capacities, [0.0, 0.5]), 14.5)[1] == math.inf
+    assert spread(alone, capacities, 14.5, [0.0, 0.5])[1] == math.inf
 
 
 def test_the_ends_of_it():
-    two = machines([2.0, 3.0], [4.0, 4.0])
-    assert spread(two, 0.0) == ([0.0, 0.0], 2.0)
-    assert spread(two, 8.0)[1] == math.inf
-    # Nobody has more than with its seats full.
-    used, _ = spread(machines([2.0, 3.0], [4.0, 4.0], most=0.6), 4.7)
-    assert max(used) == pytest.approx(0.6)
-    assert spread(machines([2.0, 3.0], [4.0, 4.0], most=0.6), 4.8)[1] == math.inf
+    assert spread([2.0, 3.0], [4.0, 4.0], 0.0) == ([0.0, 0.0], 2.0)
+    assert spread([2.0, 3.0], [4.0, 4.0], 8.0)[1] == math.inf
 
 
 def pool(*profiles):
@@ -146,36 +125,3 @@ def test_what_is_chance_moves_no_rate_and_what_is_more_does():
         sent += 60
         others.look({a: InstanceCounts(sent, 0, 0, 0, 1)}, float(second))
     assert others.on([a], 329.0).rate_per_s > 50
-
-
-def test_the_law_is_that_of_an_engines_steps():
-    """n sequences of which x begin in a second, each step s0 + s1·n, and prompts in between."""
-    one = pool(FAST)
-    state, member, prompt, output = one.states[0], one.members[0], 500.0, 200.0
-    constants, rate, held = FAST.constants, 6.0, 600.0
-    there = 0.0
-    for _ in range(200):
-        step_s = constants.p8 + constants.p7 * held
-        step_s += (constants.p6 + constants.p5 * held) * there
-        answer_s = output * step_s / (1 - rate * constants.p1 * prompt)
-        there = rate * answer_s
-    law = Capacity(
-        alone_s(state, member, prompt, output), endless_per_s(state, member, prompt, output), 0.9
-    )
-    _, latency_s = spread([law], rate)
-    assert latency_s == pytest.approx(answer_s, rel=0.05)
-    assert law.per_s > 1.1 * per_s(state, member, prompt, output)
-
-
-# A little faster than SLOW, with twice as much room.
-ROOMY = profile(Constants(6.7e-5, 0, 0, 1.38e-2, 2.05e-7, 4.0e-5, 0, 2.31e-2), 215_000)
-
-
-def test_the_one_is_given_that_does_most_for_batches():
-    four = pool(FAST, SLOW, FAST, ROOMY)
-    told = []
-    for rate in (16.0, 23.0, 30.0):
-        given = shares(four.states, four.members, Interactive(rate, 410, 216), 1.1)
-        told.append([each.given for each in given])
-    # Both, as long as the others bear it; then the one that does twice as much; then the slower.
-    assert told == [[False, True, False, True], [False] * 3 + [True], [False, True, False, False]]
