@@ -5,11 +5,9 @@ kind took, so far as any are done, is what the others of it will take; before th
 are taken times what estimates were worth so far. Work is in seconds of what batches have of all
 instances, so that long lines, which go last and fill caches, count for more.
 
-Of what is cut off at a time the short ones are done and the long ones are out yet. So lengths are
-those of all that were begun: those that are out are at least as long as what they have made
-(Kaplan and Meier's estimate). And when nothing waits any more, what is out ends one by one, on
-engines that get emptier and faster: until then what is left is done at the pace of late, and then
-it takes what the longest of those that are out take.
+Of what is cut off at a time the short ones are done and the long ones are out yet, which are at
+least as long as what they have made (Kaplan and Meier's estimate). What waits is done at the pace
+of late; then what is out ends one by one, on engines that get emptier and faster.
 """
 
 from __future__ import annotations
@@ -97,12 +95,10 @@ class _Curve:
     def __init__(self, done: Counter[int], cut: Counter[int]) -> None:
         risk = done.total() + cut.total()
         longest = max([*done, *cut])
-        seen = few = 0
-        for each in range(longest, -1, -1):
-            few += done[each] + cut[each]
-            if few >= min(risk, _FEW):
-                seen = each
-                break
+        seen, few = longest + 1, 0
+        while few < min(risk, _FEW):
+            seen -= 1
+            few += done[seen] + cut[seen]
         left, self.mean, self.longer = 1.0, 0.0, [0.0] * _BINS
         ended = exposed = before = square = 0.0
         for each in range(longest + 1):
@@ -226,9 +222,8 @@ def work_of(
             )
             prompt, output, spread = seen.mean(kind, waiting)
             # Long ones take more than their share: their caches are large.
-            spread = min(spread, output)
-            waits_s += lines / 2 * work_s(kind.model, prompt, output - spread)
-            waits_s += lines / 2 * work_s(kind.model, prompt, output + spread)
+            for some in (output - min(spread, output), output + min(spread, output)):
+                waits_s += lines / 2 * work_s(kind.model, prompt, some)
     begun_s = sum(n * work_s(kind.model, p / n, o / n) for kind, (n, p, o) in begun.items())
     return waits_s, begun_s
 
@@ -245,33 +240,31 @@ def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
             group = groups.setdefault(_bin(each.made / each.told[1]), [0.0, 0.0, 0.0])
             for i, more in enumerate((1.0, float(each.told[1]), each.made)):
                 group[i] += more
-    # Of each instance: when it has how many left.
-    courses = []
-    longest = seen.longest
+    # By each instance's steps: when they end, and how many lines are fewer from then on.
+    ends: list[tuple[float, float]] = []
+    everywhere, longest = 0.0, seen.longest
     for at, groups in places.items():
         rows = []
         for n, told, made in groups.values():
             share = made / told
             rows.append((n, n / told, share, max(1e-9, seen.longer(share))))
         most = max((longest - share) / per_token for _, per_token, share, _ in rows)
-        tokens, at_s, course = max(0.0, most) / _STEPS, 0.0, []
+        tokens, at_s = max(0.0, most) / _STEPS, 0.0
+        before = sum(n for n, *_ in rows)
+        everywhere += before
         for step in range(_STEPS + 1):
             left = sum(
                 n * min(1.0, seen.longer(share + step * tokens * per_token) / longer)
                 for n, per_token, share, longer in rows
             )
-            course.append((at_s, left))
+            ends.append((at_s, before - left))
+            before = left
             at_s += tokens * step_s(at, left)
-        courses.append(course)
-    times = sorted({at_s for course in courses for at_s, _ in course})
-    for at_s in times:
-        if sum(_left(course, at_s) for course in courses) < math.log(2):
+    for at_s, fewer in sorted(ends):
+        everywhere -= fewer
+        if everywhere < math.log(2):
             return at_s
-    return times[-1] if times else 0.0
-
-
-def _left(course: Sequence[tuple[float, float]], at_s: float) -> float:
-    return next((left for then_s, left in reversed(course) if then_s <= at_s), 0.0)
+    return max(ends)[0] if ends else 0.0
 
 
 class Pace:
@@ -293,8 +286,8 @@ class Pace:
     def look(self, now_s: float, begun_s: float) -> float | None:
         """Work per second lately; None: that is not known yet. To be called about once a second.
 
-        As long as less than a window was seen, the rest of it is taken to go as the cost model has
-        it: 1. Engines fill at first, and what is begun of many lines is known to a few steps only.
+        Of a window that is not over yet, the rest goes as the cost model has it: 1. Engines fill
+        at first, and what of many lines is begun is known to a few steps only.
 
         Args:
             begun_s: what lines that are out have taken so far.
@@ -302,11 +295,8 @@ class Pace:
         done_s, samples = self.done_s + begun_s, self._samples
         if not samples:
             samples.append((now_s, done_s))
-        first_s = samples[0][0]
-        since_s = now_s - max(_WINDOW_S, (now_s - first_s) / 2)
-        at_s, before_s = next(
-            (each for each in reversed(samples) if each[0] <= since_s), samples[0]
-        )
+        since_s = now_s - max(_WINDOW_S, (now_s - samples[0][0]) / 2)
+        at_s, before_s = next((s for s in reversed(samples) if s[0] <= since_s), samples[0])
         samples.append((now_s, done_s))
         if now_s <= at_s or done_s <= before_s:
             return None
