@@ -8,6 +8,7 @@ for as ``min_tokens``, at which no gateway looks; all have a limit of 1024.
     beside     the same requests with a batch that lasts longer than they do
     ends       when a batch was said to end, beside the same requests until it does
     night      the same of a batch alone, and what ``simulate`` says of all at once
+    most       what any spread over them could do beside these, by the cost model
     memory     a whole gateway's memory for short and long files, in processes and real time
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 # As a script, only its own folder is on the path.
@@ -275,6 +277,59 @@ def simulated_s(count: int, seed: int, directory: Path) -> float:
     return float(sum(row.output_tokens for row in rows) / per_s)
 
 
+def most(load: float) -> dict[str, float]:
+    """Shares of all that they can do, by how many times as long others' requests may take.
+
+    Of steps of s0 + s1·n, prompts among them, at whatever rates each instance is used; others'
+    requests have those that are fastest then. Nothing is left to chance.
+    """
+    rows = synthetic_trace(100_000, 1)
+    prompts, outputs = (
+        np.array([getattr(row, name) for row in rows], float)
+        for name in ("input_tokens", "output_tokens")
+    )
+    held = float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())
+    tables = []
+    for name in PROFILES:
+        profile = load_profile(name)
+        c = profile.constants
+        there = np.linspace(0, min(profile.max_num_seqs, profile.kv_capacity_tokens / held), 2000)
+        steps_s = c.p8 + c.p7 * held + (c.p6 + c.p5 * held) * there
+        prompt_s = c.p1 * prompts.mean()
+        per_s = there / (outputs.mean() * steps_s + there * prompt_s)
+        tables.append((per_s, prompt_s + outputs.mean() * steps_s / (1 - per_s * prompt_s)))
+    full, rate = np.array([per_s[-1] for per_s, _ in tables]), load * _BOUND_PER_S
+
+    def fastest_first(used: Any) -> tuple[Any, Any]:
+        """(what others have of it, latencies), for rows of rates."""
+        latencies = np.stack([np.interp(used[:, i], *tables[i]) for i in range(len(tables))], -1)
+        order = np.argsort(latencies, -1)
+        used, latencies = (np.take_along_axis(each, order, -1) for each in (used, latencies))
+        return np.clip(rate - (np.cumsum(used, -1) - used), 0, used), latencies
+
+    def best(good: Any, value: Any) -> Any:
+        """The rates for which a value is highest, on finer and finer grids."""
+        low, high, found = np.zeros(len(full)), full, None
+        for _ in range(7):
+            axes = [np.linspace(a, b, 20) for a, b in zip(low, high, strict=True)]
+            used = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(full))
+            theirs, latencies = fastest_first(used)
+            mean_s = (theirs * latencies).sum(-1) / rate
+            enough = theirs.sum(-1) >= rate * (1 - 1e-9)
+            worth = np.where(enough & good(mean_s), value(used, mean_s), -np.inf)
+            if found is None or worth.max() > found[0]:
+                found = worth.max(), used[worth.argmax()]
+            width = (high - low) / 8
+            low, high = np.maximum(0, found[1] - width), np.minimum(full, found[1] + width)
+        return found[0]
+
+    alone_s = -best(lambda mean_s: mean_s > 0, lambda _, mean_s: -mean_s)
+    return {
+        f"{times}": best(lambda s, t=times: s <= t * alone_s, lambda u, _: u.sum(-1)) / full.sum()
+        for times in (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+    }
+
+
 def memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The most that a whole gateway's process ever had, by lines of its one batch, MB."""
     told = {}
@@ -356,6 +411,8 @@ def main() -> int:
             began_s = time.perf_counter()
             if part in ("alone", "beside"):
                 document[part] = in_virtual_time(day(args, directory, beside=part == "beside"))
+            elif part == "most":
+                document[part] = most(args.load)
             elif part == "memory":
                 document[part] = memory(args, directory)
             elif part == "ends":

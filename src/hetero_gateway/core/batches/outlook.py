@@ -241,8 +241,7 @@ def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
             for i, more in enumerate((1.0, float(each.told[1]), each.made)):
                 group[i] += more
     # By each instance's steps: when they end, and how many lines are fewer from then on.
-    ends: list[tuple[float, float]] = []
-    everywhere, longest = 0.0, seen.longest
+    ends, everywhere, longest = list[tuple[float, float]](), 0.0, seen.longest
     for at, groups in places.items():
         rows = []
         for n, told, made in groups.values():
