@@ -199,3 +199,7 @@ def test_before_a_minute_was_seen_the_rest_goes_as_the_model_says():
     assert told[14] == pytest.approx((15 * 0.5 + 45) / 60)
     assert told[29] == pytest.approx((30 * 0.5 + 30) / 60)
     assert told[-1] == pytest.approx(0.5)
+    pace.begin(120.0)
+    pace.note(0.1)
+    # Where it is far off, not so much.
+    assert pace.look(121.0, 0.0) == pytest.approx((0.1 + 59 * 0.2) / 60)

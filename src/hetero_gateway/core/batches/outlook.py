@@ -249,8 +249,7 @@ def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
             rows.append((n, n / told, share, max(1e-9, seen.longer(share))))
         most = max((longest - share) / per_token for _, per_token, share, _ in rows)
         tokens, at_s = max(0.0, most) / _STEPS, 0.0
-        before = sum(n for n, *_ in rows)
-        everywhere += before
+        everywhere += (before := sum(n for n, *_ in rows))
         for step in range(_STEPS + 1):
             left = sum(
                 n * min(1.0, seen.longer(share + step * tokens * per_token) / longer)
@@ -285,8 +284,8 @@ class Pace:
     def look(self, now_s: float, begun_s: float) -> float | None:
         """Work per second lately; None: that is not known yet. To be called about once a second.
 
-        Of a window that is not over yet, the rest goes as the cost model has it: 1. Engines fill
-        at first, and what of many lines is begun is known to a few steps only.
+        Of a window that is not over yet, the rest goes as the cost model has it, 1, within a
+        factor of two: engines fill at first, and what of lines is begun is known to a few steps.
 
         Args:
             begun_s: what lines that are out have taken so far.
@@ -299,8 +298,9 @@ class Pace:
         samples.append((now_s, done_s))
         if now_s <= at_s or done_s <= before_s:
             return None
-        since_s = min(since_s, at_s)
-        return (done_s - before_s + at_s - since_s) / (now_s - since_s)
+        seen = (done_s - before_s) / (now_s - at_s)
+        rest = max(seen / 2, min(1.0, 2 * seen)) * max(0.0, at_s - since_s)
+        return (done_s - before_s + rest) / (now_s - min(since_s, at_s))
 
 
 def ends_in_s(
