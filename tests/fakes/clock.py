@@ -32,8 +32,8 @@ _TICK_S = 1e-7
 class VirtualClock:
     """In place of ``time.monotonic``, ``perf_counter`` and ``sleep``; makes the loops that obey it.
 
-    ``busy`` counts what happens outside of the loop. ``threads_take_time``: or else the clock stands
-    still meanwhile, and what they write to disk changes no figure of a benchmark.
+    ``busy`` counts what happens outside of the loop. ``threads_take_time``: or else the clock
+    stands still meanwhile, and what they write to disk changes no figure of a benchmark.
     """
 
     def __init__(self) -> None:
