@@ -100,7 +100,7 @@ def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_pa
 
 def test_without_a_request_there_is_nothing_to_propose(tmp_path):
     gateway = Gateway(tmp_path, running("a"))
-    with pytest.raises(HeteroGatewayError, match="no request yet"):
+    with pytest.raises(HeteroGatewayError, match="nothing to propose"):
         LoadWatch(gateway.ask, lambda name: False).look(gateway.now_s)
 
 

@@ -1,8 +1,8 @@
-"""Which instance has which keys of prompts' beginnings: the tables of ``PrefixIndex``, who is in
-them, what is told of them from elsewhere, and what goes when an instance is full.
+"""The tables of ``PrefixIndex``: which instance has which keys of prompts' beginnings, their
+membership, knowledge from elsewhere, and eviction.
 
-What a request does to them is ``caches``' part: every request passes there and none here, unless
-an instance is full.
+``caches`` changes them for each request: every request passes through there, and none through here
+unless an instance is full.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Final
 
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 
-# Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
-# anyway. A piece counts for one unit at least.
+# Sizes are counted in units of this many bytes: most pieces then have sizes that are cached ints in
+# Python. A piece counts for at least one unit.
 UNIT_BYTES: Final = 32
-# When an instance is full, this fraction of it goes.
+# When an instance is full, this fraction of it is evicted.
 _EVICTED_SHARE: Final = 32
 # An int of 60 bits.
 _KEY_BYTES: Final = 32
-# Dicts of masks.
+# Number of dicts of masks.
 _PARTS: Final = 1024
 LAST_BITS: Final = _PARTS - 1
 
 
 class HeldKeys:
-    """What one instance has: its keys with their sizes, least recently used first."""
+    """The keys of one instance with their sizes, least recently used first."""
 
     __slots__ = ("bit", "capacity", "running", "shared_bytes", "sizes", "slot", "used")
 
@@ -37,30 +37,30 @@ class HeldKeys:
         self.capacity = capacity
         self.sizes: dict[int, int] = {}
         self.used = 0
-        # Of what is there now: requests by key, and bytes of text that are not the first of their
-        # kind. Along a text the counts only fall.
+        # Of present requests: requests by key, and bytes of text that others have as well. Along a
+        # text the counts only fall.
         self.running: dict[int, int] = {}
         self.shared_bytes = 0
 
 
 class KeyTables:
-    """The keys of all instances. Instances have slots, small and used again."""
+    """The keys of all instances. Instances have slots, small and reused."""
 
     def __init__(self) -> None:
         self._masks: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._members: dict[InstanceId, HeldKeys] = {}
 
     def __len__(self) -> int:
-        """Different keys."""
+        """Number of different keys."""
         return sum(map(len, self._masks))
 
     # Membership
 
     def join(self, instance_id: InstanceId, capacity_bytes: float, slot: int | None = None) -> None:
-        """An instance with an empty cache.
+        """Add an instance with an empty cache.
 
         Args:
-            capacity_bytes: bytes of text that its KV cache has room for; 0: it keeps nothing.
+            capacity_bytes: bytes of text that its KV cache can hold; 0: it keeps nothing.
             slot: its bit; None: the lowest that is free.
 
         Raises:
@@ -74,12 +74,12 @@ class KeyTables:
         self._members[instance_id] = HeldKeys(slot, _units(capacity_bytes))
 
     def leave(self, instance_id: InstanceId) -> None:
-        """It is gone, and what it had. KeyError: unknown."""
+        """Remove an instance and its keys. KeyError: unknown."""
         self.forget(instance_id)
         del self._members[instance_id]
 
     def forget(self, instance_id: InstanceId) -> None:
-        """Its cache is empty: it was started anew, slept, or was reset. KeyError: unknown."""
+        """Empty its cache: it was restarted, slept, or was reset. KeyError: unknown."""
         member = self._members[instance_id]
         for key in member.sizes:
             self._clear(key, member.bit)
@@ -87,7 +87,7 @@ class KeyTables:
         member.used = 0
 
     def resize(self, instance_id: InstanceId, capacity_bytes: float) -> None:
-        """Its KV cache is of another size. KeyError: unknown."""
+        """Change the size of its KV cache. KeyError: unknown."""
         member = self._members[instance_id]
         member.capacity = _units(capacity_bytes)
         self._evict(member)
@@ -99,7 +99,7 @@ class KeyTables:
         """Its bit in ``PrefixIndex.levels``. KeyError: unknown."""
         return self._members[instance_id].slot
 
-    # What goes
+    # Eviction
 
     def _evict(self, member: HeldKeys) -> None:
         if member.used <= member.capacity:
@@ -129,14 +129,14 @@ class KeyTables:
         else:
             del part[key]
 
-    # What another process has learnt
+    # Another process's knowledge
 
     def held(self, instance_id: InstanceId) -> list[tuple[int, int]]:
-        """(key, size) of what one instance has, least recently used first. KeyError: unknown."""
+        """(key, size) of an instance's keys, least recently used first. KeyError: unknown."""
         return list(self._members[instance_id].sizes.items())
 
     def hold(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
-        """Know what ``held`` said, in front of what was used here. KeyError: unknown."""
+        """Add what ``held`` returned, before what was used here. KeyError: unknown."""
         member = self._members[instance_id]
         here, masks = member.sizes, self._masks
         sizes = {key: max(1, size) for key, size in held if key not in here}
@@ -151,9 +151,9 @@ class KeyTables:
     def learn(
         self, instance_id: InstanceId, told: Sequence[tuple[int, int]], most_units: int
     ) -> int:
-        """Others have sent (key, size) there just now, what was used first in front.
+        """Other gateways have just sent (key, size) there, least recently used first.
 
-        Of what is new no more counts than ``most_units``; returns how much does. KeyError: unknown.
+        Of new keys, at most ``most_units`` count; returns how many do. KeyError: unknown.
         """
         member = self._members[instance_id]
         sizes, masks, bit, new = member.sizes, self._masks, member.bit, 0
@@ -172,10 +172,10 @@ class KeyTables:
             self._evict(member)
         return new
 
-    # What an engine tells of its cache
+    # Reports of engines
 
     def drop(self, instance_id: InstanceId, key: int) -> None:
-        """It has a key no longer; one that it had not is no error. KeyError: unknown."""
+        """Drop a key of an instance; one that it did not have is ignored. KeyError: unknown."""
         member = self._members[instance_id]
         size = member.sizes.pop(key, 0)
         if size:
@@ -183,27 +183,27 @@ class KeyTables:
             self._clear(key, member.bit)
 
     def confirm(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
-        """It has keys of so many bytes for certain. KeyError: unknown."""
+        """It certainly has keys of this many bytes. KeyError: unknown."""
         told = [(key, size_bytes // UNIT_BYTES or 1) for key, size_bytes in reversed(held)]
         self.learn(instance_id, told, self._members[instance_id].capacity)
 
-    # What there is to show
+    # For display
 
     def keys_on(self, instance_id: InstanceId) -> int:
-        """Keys of one instance. KeyError: unknown."""
+        """The number of keys of one instance. KeyError: unknown."""
         return len(self._members[instance_id].sizes)
 
     def capacity_units(self, instance_id: InstanceId) -> int:
-        """What one instance has room for. KeyError: unknown."""
+        """The capacity of one instance. KeyError: unknown."""
         return self._members[instance_id].capacity
 
     def bytes_on(self, instance_id: InstanceId) -> tuple[int, int]:
-        """(bytes of text that one instance has, and has room for). KeyError: unknown."""
+        """(bytes of text that one instance has, bytes it can hold). KeyError: unknown."""
         member = self._members[instance_id]
         return member.used * UNIT_BYTES, member.capacity * UNIT_BYTES
 
     def memory_bytes(self) -> int:
-        """What all of it takes, about."""
+        """Approximate memory of everything here."""
         return (
             sum(map(sys.getsizeof, self._masks))
             + len(self) * _KEY_BYTES
@@ -215,8 +215,8 @@ class KeyTables:
 
 
 def sizes_of(keys: PrefixKeys) -> list[int]:
-    """How much each key of a text takes, in the index's units."""
-    begins = (0, *keys.ends)  # of the pieces, in front of the last end
+    """The size of each key of a text, in the index's units."""
+    begins = (0, *keys.ends)  # of the pieces, before the last end
     pieces = zip(begins, keys.ends, strict=False)
     return [(end - begin) // UNIT_BYTES or 1 for begin, end in pieces]
 
