@@ -8,6 +8,7 @@ for as ``min_tokens``, at which no gateway looks; all have a limit of 1024.
     beside     the same requests with a batch that lasts longer than they do
     ends       when a batch was said to end, beside the same requests until it does
     night      the same of a batch alone, and what ``simulate`` says of all at once
+    most       what any spread over them could do beside these, by the cost model
     memory     a whole gateway's memory for short and long files, in processes and real time
 """
 
@@ -21,18 +22,23 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 # As a script, only its own folder is on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.clusters import PROFILES
-from hetero_gateway.files.profile_file import load_profile
+from hetero_gateway.files.profile_file import (
+    load_profile,
+    profile_document,
+    write_profile_file,
+)
 from hetero_gateway.files.trace import LoadRequest, schedule, synthetic_trace
 from hetero_gateway.lab.emulator.settings import EmulatorSettings, LogNormalOutputs
 from hetero_gateway.lab.load.client import parse_target
@@ -54,7 +60,7 @@ _BOUND_PER_S = 48.8
 
 @dataclass
 class Told:
-    """What a batch said, second by second: (when, done, predicted end)."""
+    """What a batch said, four times a second: (when, done, predicted end)."""
 
     total: int
     seen: list[tuple[float, int, float | None]]
@@ -63,11 +69,13 @@ class Told:
 
 
 @asynccontextmanager
-async def rig(directory: Path, **batches: Any) -> AsyncIterator[Any]:
+async def rig(directory: Path, seats: int) -> AsyncIterator[Any]:
     async with AsyncExitStack() as stack:
-        urls = []
+        urls, profiles = [], []
         for number, name in enumerate(PROFILES):
-            profile = load_profile(name, Path())
+            profile = replace(load_profile(name), max_num_seqs=seats)
+            profiles.append(str(directory / f"{number}.yaml"))
+            write_profile_file(Path(profiles[-1]), profile_document(profile, {"how": "derived"}))
             settings = EmulatorSettings(
                 profile, (MODEL,), lengths=LogNormalOutputs(1, 0), seed=number
             )
@@ -75,8 +83,8 @@ async def rig(directory: Path, **batches: Any) -> AsyncIterator[Any]:
             urls.append(url)
         config = config_for(
             [_Addressed(url) for url in urls],
-            profiles=PROFILES,
-            batches={"directory": str(directory), "max_lines": 1_000_000} | batches,
+            profiles=tuple(profiles),
+            batches={"directory": str(directory / "batches"), "max_lines": 1_000_000},
         )
         running = await stack.enter_async_context(running_gateway(config))
         await eventually(lambda: MODEL in running.gateway.fleet.models())
@@ -88,15 +96,21 @@ class _Addressed:
     url: str
 
 
-def maker(*, stream: bool) -> BodyMaker:
-    return BodyMaker(MODEL, PromptKind.CHAT, stream, 4.0, filler_pool(1), max_tokens=LIMIT)
+def maker(*, stream: bool, limit: int = LIMIT) -> BodyMaker:
+    return BodyMaker(MODEL, PromptKind.CHAT, stream, 4.0, filler_pool(1), max_tokens=limit)
 
 
-def lines(count: int, seed: int) -> Sequence[bytes]:
-    rows, made = synthetic_trace(count, seed), maker(stream=False)
+def lines(count: int, seed: int, shorter: int = 1) -> Sequence[bytes]:
+    """``shorter``: by what their prompts and answers are divided."""
+    rows, made = synthetic_trace(count, seed), maker(stream=False, limit=LIMIT // shorter)
     return [
         b'{"custom_id":"c%d","method":"POST","url":"/v1/chat/completions","body":%b}\n'
-        % (i, made.body(100_000_000 + i, row.input_tokens, row.output_tokens))
+        % (
+            i,
+            made.body(
+                100_000_000 + i, -(-row.input_tokens // shorter), -(-row.output_tokens // shorter)
+            ),
+        )
         for i, row in enumerate(rows)
     ]
 
@@ -133,13 +147,23 @@ async def follow(running: Any, batch_id: str, until: asyncio.Event | None = None
         end = runner.predicted_end_unix_s(batch)
         at_s = time.monotonic()
         told.seen.append((at_s, batch.done, None if end is None else end - time.time() + at_s))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.25)
     told.ended_s = time.monotonic()
     return told
 
 
-async def interactive(url: str, requests: Sequence[LoadRequest]) -> list[RequestRecord]:
-    return await replay(parse_target(url), requests, maker(stream=True), timeout_s=3600)
+async def interactive(
+    url: str, requests: Sequence[LoadRequest], streamed: int, records: list[RequestRecord]
+) -> None:
+    """Each so many-th of them streams; ``records`` are put there as they are made."""
+    async with asyncio.TaskGroup() as tasks:
+        for stream in (True, False):
+            those = [r for i, r in enumerate(requests) if (i % streamed == 0) is stream]
+            if those:
+                asking = replay(
+                    parse_target(url), those, maker(stream=stream), records.append, timeout_s=3600
+                )
+                tasks.create_task(asking)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -148,7 +172,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 def figures(records: Sequence[RequestRecord], after_s: float) -> dict[str, float]:
     good = [r for r in records if r.error is None and r.sent_s >= after_s]
-    ttfts, latencies = [r.ttft_s or 0.0 for r in good], [r.latency_s for r in good]
+    ttfts, latencies = [r.ttft_s or 0.0 for r in good if r.streamed], [r.latency_s for r in good]
     return {
         "requests": len(good),
         "errors": sum(r.error is not None for r in records),
@@ -164,14 +188,14 @@ async def day(args: argparse.Namespace, directory: Path, *, beside: bool) -> dic
     rate = args.load * _BOUND_PER_S
     rows = synthetic_trace(round(rate * (args.warm_s + args.seconds)), 7)
     requests = schedule(rows, rate_per_s=rate, seed=7)
-    async with rig(directory) as running:
+    async with rig(directory, args.seats) as running:
         over = asyncio.Event()
         following = None
         if beside:
             batch_id = await start_batch(running.url, b"".join(lines(args.lines, 3)))
             following = asyncio.create_task(follow(running, batch_id, over))
-        began_s = time.monotonic()
-        records = await interactive(running.url, requests)
+        began_s, records = time.monotonic(), list[RequestRecord]()
+        await interactive(running.url, requests, args.streamed, records)
         over.set()
         told = figures(records, args.warm_s)
         last_s = max(r.sent_s for r in records)
@@ -185,19 +209,24 @@ async def day(args: argparse.Namespace, directory: Path, *, beside: bool) -> dic
         return told
 
 
-async def night(args: argparse.Namespace, directory: Path, *, beside: bool) -> Told:
-    """A batch to its end, alone or beside interactive requests that are there before it."""
-    made, rate = lines(args.lines, 5), args.load * _BOUND_PER_S
-    async with rig(directory) as running, asyncio.TaskGroup() as tasks:
-        if beside:
+async def night(
+    args: argparse.Namespace, directory: Path, records: list[RequestRecord] | None = None
+) -> Told:
+    """A batch to its end, alone or beside interactive requests that are there before it.
+
+    ``records``: where those of these go.
+    """
+    made, rate = lines(args.lines, 5, args.shorter), args.load * _BOUND_PER_S
+    async with rig(directory, args.seats) as running, asyncio.TaskGroup() as tasks:
+        if records is not None:
             # Longer than it takes by far.
-            rows = synthetic_trace(round(rate * (args.lines / 4 + 600)), 7)
+            rows = synthetic_trace(round(rate * (args.lines / 4 / args.shorter + 600)), 7)
             requests = schedule(rows, rate_per_s=rate, seed=7)
-            asking = tasks.create_task(interactive(running.url, requests))
+            asking = tasks.create_task(interactive(running.url, requests, args.streamed, records))
             await asyncio.sleep(args.warm_s)
         batch_id = await start_batch(running.url, b"".join(made))
         told = await follow(running, batch_id)
-        if beside:
+        if records is not None:
             asking.cancel()
         return told
 
@@ -223,6 +252,7 @@ def errors_of(told: Told) -> dict[str, Any]:
 def in_virtual_time(work: Any) -> Any:
     with closing(VirtualClock()) as clock, pytest.MonkeyPatch.context() as patch:
         clock.install(patch)
+        clock.threads_take_time = False
         with asyncio.Runner(loop_factory=clock.new_loop) as runner:
             return runner.run(work)
 
@@ -245,6 +275,59 @@ def simulated_s(count: int, seed: int, directory: Path) -> float:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     per_s = json.loads(done.stdout)["results"][0]["throughput_tokens_per_s"]["mean"]
     return float(sum(row.output_tokens for row in rows) / per_s)
+
+
+def most(load: float) -> dict[str, float]:
+    """Shares of all that they can do, by how many times as long others' requests may take.
+
+    Of steps of s0 + s1·n, prompts among them, at whatever rates each instance is used; others'
+    requests have those that are fastest then. Nothing is left to chance.
+    """
+    rows = synthetic_trace(100_000, 1)
+    prompts, outputs = (
+        np.array([getattr(row, name) for row in rows], float)
+        for name in ("input_tokens", "output_tokens")
+    )
+    held = float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())
+    tables = []
+    for name in PROFILES:
+        profile = load_profile(name)
+        c = profile.constants
+        there = np.linspace(0, min(profile.max_num_seqs, profile.kv_capacity_tokens / held), 2000)
+        steps_s = c.p8 + c.p7 * held + (c.p6 + c.p5 * held) * there
+        prompt_s = c.p1 * prompts.mean()
+        per_s = there / (outputs.mean() * steps_s + there * prompt_s)
+        tables.append((per_s, prompt_s + outputs.mean() * steps_s / (1 - per_s * prompt_s)))
+    full, rate = np.array([per_s[-1] for per_s, _ in tables]), load * _BOUND_PER_S
+
+    def fastest_first(used: Any) -> tuple[Any, Any]:
+        """(what others have of it, latencies), for rows of rates."""
+        latencies = np.stack([np.interp(used[:, i], *tables[i]) for i in range(len(tables))], -1)
+        order = np.argsort(latencies, -1)
+        used, latencies = (np.take_along_axis(each, order, -1) for each in (used, latencies))
+        return np.clip(rate - (np.cumsum(used, -1) - used), 0, used), latencies
+
+    def best(good: Any, value: Any) -> Any:
+        """The rates for which a value is highest, on finer and finer grids."""
+        low, high, found = np.zeros(len(full)), full, None
+        for _ in range(7):
+            axes = [np.linspace(a, b, 20) for a, b in zip(low, high, strict=True)]
+            used = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(full))
+            theirs, latencies = fastest_first(used)
+            mean_s = (theirs * latencies).sum(-1) / rate
+            enough = theirs.sum(-1) >= rate * (1 - 1e-9)
+            worth = np.where(enough & good(mean_s), value(used, mean_s), -np.inf)
+            if found is None or worth.max() > found[0]:
+                found = worth.max(), used[worth.argmax()]
+            width = (high - low) / 8
+            low, high = np.maximum(0, found[1] - width), np.minimum(full, found[1] + width)
+        return found[0]
+
+    alone_s = -best(lambda mean_s: mean_s > 0, lambda _, mean_s: -mean_s)
+    return {
+        f"{times}": best(lambda s, t=times: s <= t * alone_s, lambda u, _: u.sum(-1)) / full.sum()
+        for times in (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+    }
 
 
 def memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -306,6 +389,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--warm-s", type=float, default=120.0)
     parser.add_argument("--lines", type=int, default=5000)
+    parser.add_argument("--streamed", type=int, default=1, help="one of so many streams")
+    parser.add_argument("--shorter", type=int, default=1, help="lines are so many times shorter")
+    parser.add_argument("--seats", type=int, default=256, help="of each instance")
     parser.add_argument("--memory-lines", type=int, default=50_000)
     parser.add_argument("--shared", action="store_true", help="memory over PostgreSQL and S3")
     args = parser.parse_args()
@@ -325,15 +411,18 @@ def main() -> int:
             began_s = time.perf_counter()
             if part in ("alone", "beside"):
                 document[part] = in_virtual_time(day(args, directory, beside=part == "beside"))
+            elif part == "most":
+                document[part] = most(args.load)
             elif part == "memory":
                 document[part] = memory(args, directory)
             elif part == "ends":
-                told = in_virtual_time(night(args, directory, beside=True))
-                document[part] = errors_of(told)
+                records: list[RequestRecord] = []
+                told = in_virtual_time(night(args, directory, records))
+                document[part] = errors_of(told) | {"others": figures(records, args.warm_s)}
             elif part == "night":
-                told = in_virtual_time(night(args, directory, beside=False))
-                simulated = {"simulated_s": simulated_s(args.lines, 5, directory)}
-                document[part] = errors_of(told) | simulated
+                document[part] = errors_of(in_virtual_time(night(args, directory)))
+                if args.shorter == 1:
+                    document[part]["simulated_s"] = simulated_s(args.lines, 5, directory)
             print(part, json.dumps(document[part]), f"({time.perf_counter() - began_s:.0f} s)")
     if {"alone", "beside"} <= set(document):
         for name in ("ttft_mean_s", "ttft_p99_s", "latency_mean_s", "latency_p99_s"):

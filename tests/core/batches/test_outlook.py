@@ -25,6 +25,13 @@ def work(model, prompt, output):
     return prompt * 1e-4 + output * 1e-2
 
 
+def mean(seen, kind, sums):
+    """Without the deviation: all are the same."""
+    *lengths, spread = seen.mean(kind, sums)
+    assert spread <= 0.1 * lengths[1]
+    return tuple(lengths)
+
+
 def test_what_lines_were_is_what_others_like_them_will_be():
     short, long = kind_of("m", 100, 1000), kind_of("m", 4000, 1000)
     left = {short: Sums(10, 1000, 10_000), long: Sums(2, 8000, 2000)}
@@ -36,12 +43,12 @@ def test_what_lines_were_is_what_others_like_them_will_be():
         seen.note(short, (100, 1000), (120, 200))
     seen.look([])
     # The long ones have none of their own: a fifth of the limit is what limits were worth.
-    assert seen.mean(long, left[long]) == (pytest.approx(4800), pytest.approx(200, rel=0.05))
+    assert mean(seen, long, left[long]) == (pytest.approx(4800), pytest.approx(200, rel=0.05))
     for _ in range(40):
         seen.note(long, (4000, 1000), (4000, 900))
     seen.look([])
-    assert seen.mean(long, left[long]) == (pytest.approx(4000), pytest.approx(900, rel=0.05))
-    assert seen.mean(short, left[short]) == (pytest.approx(120), pytest.approx(200, rel=0.05))
+    assert mean(seen, long, left[long]) == (pytest.approx(4000), pytest.approx(900, rel=0.05))
+    assert mean(seen, short, left[short]) == (pytest.approx(120), pytest.approx(200, rel=0.05))
 
 
 def test_lines_that_are_out_count_with_what_they_have_made():
@@ -57,7 +64,7 @@ def test_what_has_no_output_has_no_lengths():
     for _ in range(40):
         seen.note(kind, (100, 0), (110, 0))
     seen.look([LineOut(kind, A, (100, 0), 0.0)])
-    assert seen.mean(kind, Sums(1, 100, 0)) == (pytest.approx(110), 0.0)
+    assert seen.mean(kind, Sums(1, 100, 0)) == (pytest.approx(110), 0.0, 0.0)
     assert drain_s([LineOut(kind, A, (100, 0), 0.0)], seen, lambda *_: 1.0) == 0.0
 
 
@@ -134,3 +141,65 @@ def test_a_pause_is_noticed():
         pace.note(3.0 if second <= 150 else 1.0)
         per_s = pace.look(float(second), 0.0)
     assert per_s == pytest.approx(1.0, rel=0.05)
+
+
+def test_the_last_line_of_all_instances_is_the_end():
+    """One is four times as slow: how many are elsewhere makes its last line no sooner."""
+    kind, seen, slow = kind_of("m", 100, 1000), LineLengths(), InstanceId("slow")
+    for length in range(10, 1000, 5):
+        seen.note(kind, (100, 1000), (100, length))
+    seen.look([])
+
+    def step_s(at, _):
+        return 0.04 if at == slow else 0.01
+
+    few = [LineOut(kind, slow, (100, 1000), 0.0)] * 20
+    alone_s = drain_s(few, seen, step_s)
+    assert alone_s == pytest.approx(0.04 * 970, rel=0.1)
+    many = [LineOut(kind, A, (100, 1000), 0.0)] * 200
+    assert drain_s(few + many, seen, step_s) == pytest.approx(alone_s, rel=0.01)
+    assert drain_s(many, seen, step_s) == pytest.approx(0.01 * 1000, rel=0.1)
+
+
+def test_a_few_that_are_far_ahead_do_not_say_how_long_lines_are():
+    """Exponential lengths of 100: five of them on a fast machine are at 400, the others at 80."""
+    kind, rng, means = kind_of("m", 100, 1000), random.Random(3), []
+    for _ in range(50):
+        seen, out = LineLengths(), []
+        for number in range(400):
+            length, made = rng.expovariate(1 / 100), 400.0 if number < 5 else 80.0
+            if length < made:
+                seen.note(kind, (100, 1000), (100, 1 + int(length)))
+            else:
+                out.append(LineOut(kind, A, (100, 1000), made))
+        seen.look(out)
+        means.append(seen.mean(kind, Sums(1, 100, 1000))[1])
+    deviation = math.sqrt(sum((mean - 100) ** 2 for mean in means) / len(means))
+    assert sum(means) / len(means) == pytest.approx(100, rel=0.08)
+    assert deviation < 15
+
+
+def test_lines_of_unlike_lengths_take_more_than_their_mean():
+    kind, seen = kind_of("m", 100, 1000), LineLengths()
+    for number in range(100):
+        seen.note(kind, (100, 1000), (100, 100 if number % 2 else 900))
+    seen.look([])
+    left = {kind: Sums(10, 1000, 10_000)}
+    waits_s, _ = work_of(left, [], seen, lambda _, prompt, output: output**2)
+    assert waits_s == pytest.approx(10 * (100**2 + 900**2) / 2, rel=0.1)
+
+
+def test_before_a_minute_was_seen_the_rest_goes_as_the_model_says():
+    pace = Pace()
+    pace.begin(0.0)
+    told = []
+    for second in range(1, 121):
+        pace.note(0.5)
+        told.append(pace.look(float(second), 0.0))
+    assert told[14] == pytest.approx((15 * 0.5 + 45) / 60)
+    assert told[29] == pytest.approx((30 * 0.5 + 30) / 60)
+    assert told[-1] == pytest.approx(0.5)
+    pace.begin(120.0)
+    pace.note(0.1)
+    # Where it is far off, not so much.
+    assert pace.look(121.0, 0.0) == pytest.approx((0.1 + 59 * 0.2) / 60)

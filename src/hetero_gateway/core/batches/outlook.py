@@ -5,11 +5,9 @@ of a kind predict what its other lines will take; until there are any, the estim
 how accurate estimates have been so far. Work is measured in seconds of the batches' share of all
 instances, so that long lines, which are sent last and fill caches, count for more.
 
-At any cut-off, short lines have finished and long ones are still running. So lengths are estimated
-from all lines that have started: those that still run are at least as long as what they have made
-(the Kaplan-Meier estimate). Once nothing is waiting, the running lines finish one by one, on
-engines that get emptier and faster: up to that point, the remaining work is done at the recent
-pace; from there it takes as long as the longest of the running lines.
+At any cut-off, short lines have finished and long ones are still running, which are at least as
+long as what they have made (the Kaplan-Meier estimate). Waiting work is done at the recent pace;
+then the running lines finish one by one, on engines that get emptier and faster.
 """
 
 from __future__ import annotations
@@ -88,36 +86,44 @@ def _bin(share: float) -> int:
 class _Curve:
     """The distribution of lengths over their estimates, of finished and of running lines.
 
-    ``longer``: the share of lines longer than each bin. Beyond what was seen, lines end as they did
-    in the upper half of it, and at their estimates at the latest.
+    ``longer``: the share of lines longer than each bin. Beyond what enough lines have reached, they
+    end as all did from half of it on, and at their estimates at the latest.
     """
 
-    __slots__ = ("last", "longer", "mean")
+    __slots__ = ("last", "longer", "mean", "spread")
 
     def __init__(self, done: Counter[int], cut: Counter[int]) -> None:
         risk = done.total() + cut.total()
-        seen = max([*done, *cut])
+        longest = max([*done, *cut])
+        seen, few = longest + 1, 0
+        while few < min(risk, _FEW):
+            seen -= 1
+            few += done[seen] + cut[seen]
         left, self.mean, self.longer = 1.0, 0.0, [0.0] * _BINS
-        ended = exposed = before = 0.0
-        for each in range(seen + 1):
+        ended = exposed = before = square = 0.0
+        for each in range(longest + 1):
             share = _SHARES[each]
             if each > seen - _PER_DOUBLING:
                 ended += done[each]
-                exposed += risk * (share - before)
-            self.mean += left * (share - before)
-            left *= 1 - done[each] / risk
+                exposed += (risk - cut[each] / 2) * (share - (_SHARES[each - 1] if each else 0.0))
+            if each <= seen:
+                self.mean += left * (share - before)
+                square += left * (share**2 - before**2)
+                left *= 1 - done[each] / max(1.0, risk - cut[each] / 2)
+                self.longer[each], before = left, share
             risk -= done[each] + cut[each]
-            self.longer[each], before = left, share
         self.last = seen
         if exposed:
-            rate, end = ended / exposed, max(1.0, before)
+            rate, end = ended / exposed, max(1.0, _SHARES[longest])
             while left > 0 and before < end:
                 self.last += 1
                 share = min(end, _SHARES[self.last])
                 self.mean += left * (share - before)
+                square += left * (share**2 - before**2)
                 left *= math.exp(-rate * (share - before))
                 self.longer[self.last], before = left, share
         self.longer[self.last] = 0.0
+        self.spread = math.sqrt(max(0.0, square - self.mean**2))
 
 
 class LineLengths:
@@ -162,17 +168,20 @@ class LineLengths:
         curve = self._all.curve
         return 1.0 if curve is None else _SHARES[curve.last]
 
-    def mean(self, kind: Kind, sums: Sums) -> tuple[float, float]:
-        """Mean (prompt, output) tokens of a kind's line. ``sums``: of some lines, as estimated."""
+    def mean(self, kind: Kind, sums: Sums) -> tuple[float, float, float]:
+        """Mean (prompt, output) tokens of a kind's line, and the outputs' standard deviation.
+
+        ``sums``: of some lines, as estimated.
+        """
         prompt, output = sums.prompt_tokens / sums.lines, sums.output_tokens / sums.lines
         known = self._kinds.get(kind)
         if known is None or known.lines < _FEW:
             known = self._all
         if known.told_prompt:
             prompt *= known.prompt / known.told_prompt
-        if (curve := known.curve or self._all.curve) is not None:
-            output *= curve.mean
-        return prompt, output
+        if (curve := known.curve or self._all.curve) is None:
+            return prompt, output, 0.0
+        return prompt, output * curve.mean, output * curve.spread
 
 
 class _Known:
@@ -211,7 +220,10 @@ def work_of(
                 all_of.prompt_tokens - running.prompt_tokens,
                 all_of.output_tokens - running.output_tokens,
             )
-            waits_s += lines * work_s(kind.model, *seen.mean(kind, waiting))
+            prompt, output, spread = seen.mean(kind, waiting)
+            # Long lines take more than their share: their caches are large.
+            for some in (output - min(spread, output), output + min(spread, output)):
+                waits_s += lines / 2 * work_s(kind.model, prompt, some)
     begun_s = sum(n * work_s(kind.model, p / n, o / n) for kind, (n, p, o) in begun.items())
     return waits_s, begun_s
 
@@ -219,8 +231,7 @@ def work_of(
 def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
     """Time until all running lines have finished, if no new ones follow, s.
 
-    By their lengths, the longest has finished when fewer than one is left. Faster instances run
-    more of the lines, so means are weighted by their number.
+    The last one has finished when, by their lengths, fewer than one is left on all instances.
     """
     places: dict[InstanceId, dict[int, list[float]]] = {}
     for each in out:
@@ -229,26 +240,29 @@ def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
             group = groups.setdefault(_bin(each.made / each.told[1]), [0.0, 0.0, 0.0])
             for i, more in enumerate((1.0, float(each.told[1]), each.made)):
                 group[i] += more
-    lines = takes_s = 0.0
-    longest = seen.longest
+    # For each instance's steps: when they end, and how many lines fewer it runs from then on.
+    ends, everywhere, longest = list[tuple[float, float]](), 0.0, seen.longest
     for at, groups in places.items():
         rows = []
         for n, told, made in groups.values():
             share = made / told
             rows.append((n, n / told, share, max(1e-9, seen.longer(share))))
         most = max((longest - share) / per_token for _, per_token, share, _ in rows)
-        tokens, here_s = max(0.0, most) / _STEPS, 0.0
-        for step in range(_STEPS):
+        tokens, at_s = max(0.0, most) / _STEPS, 0.0
+        everywhere += (before := sum(n for n, *_ in rows))
+        for step in range(_STEPS + 1):
             left = sum(
                 n * min(1.0, seen.longer(share + step * tokens * per_token) / longer)
                 for n, per_token, share, longer in rows
             )
-            if left < math.log(2):
-                break
-            here_s += tokens * step_s(at, left)
-        n = sum(row[0] for row in rows)
-        lines, takes_s = lines + n, takes_s + n * here_s
-    return takes_s / lines if lines else 0.0
+            ends.append((at_s, before - left))
+            before = left
+            at_s += tokens * step_s(at, left)
+    for at_s, fewer in sorted(ends):
+        everywhere -= fewer
+        if everywhere < math.log(2):
+            return at_s
+    return max(ends)[0] if ends else 0.0
 
 
 class Pace:
@@ -270,21 +284,23 @@ class Pace:
     def look(self, now_s: float, begun_s: float) -> float | None:
         """Recent work per second; None: not known yet. Call it about once a second.
 
+        The rest of a window that is not over yet counts as the cost model has it, 1, but within a
+        factor of two: engines fill at first, and the work begun is known to a few steps only.
+
         Args:
             begun_s: work already done on running lines.
         """
         done_s, samples = self.done_s + begun_s, self._samples
         if not samples:
             samples.append((now_s, done_s))
-        first_s = samples[0][0]
-        since_s = now_s - max(_WINDOW_S, (now_s - first_s) / 2)
-        at_s, before_s = next(
-            (each for each in reversed(samples) if each[0] <= since_s), samples[0]
-        )
+        since_s = now_s - max(_WINDOW_S, (now_s - samples[0][0]) / 2)
+        at_s, before_s = next((s for s in reversed(samples) if s[0] <= since_s), samples[0])
         samples.append((now_s, done_s))
         if now_s <= at_s or done_s <= before_s:
             return None
-        return (done_s - before_s) / (now_s - at_s)
+        seen = (done_s - before_s) / (now_s - at_s)
+        rest = max(seen / 2, min(1.0, 2 * seen)) * max(0.0, at_s - since_s)
+        return (done_s - before_s + rest) / (now_s - min(since_s, at_s))
 
 
 def ends_in_s(

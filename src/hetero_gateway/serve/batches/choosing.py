@@ -244,7 +244,7 @@ class LineChoice:
         if placed.instance.id not in self._fleet.instances:
             return 0.0
         state = self._fleet.scheduler.members.table[placed.instance.id]
-        return state.made_tokens(placed.dispatch, now_s)
+        return max(0.0, state.made_tokens(placed.dispatch, now_s))
 
     def pick(
         self,
