@@ -98,7 +98,10 @@ def test_whatever_comes_it_is_bounded_and_whole(data: Any) -> None:
             i.forget(who)
         elif what == "resize":
             i.resize(who, data.draw(st.floats(0, 30_000)))
+            i.insert(who, text(1))
         check(i)
+        used, capacity = i.bytes_on(who)
+        assert used <= capacity
     for who in (A, B, C):
         i.leave(who)
     assert len(i) == 0
@@ -108,8 +111,11 @@ def check(i: PrefixIndex) -> None:
     """Masks and dicts say the same, and nobody has more than he may."""
     masks: dict[int, int] = {}
     for member in i._members.values():
-        assert member.used == sum(member.sizes.values()) <= member.capacity
-        for key in member.sizes:
+        held = [each for part in member.parts for each in part.items()]
+        assert member.parts[-1] is member.newest
+        assert member.used == sum(size for _, size in held)
+        assert len({key for key, _ in held}) == len(held)
+        for key, _ in held:
             masks[key] = masks.get(key, 0) | member.bit
     assert masks == {key: mask for part in i._masks for key, mask in part.items()}
 

@@ -16,21 +16,19 @@ least recently used first, and of one text the end before the beginning. So does
 instance as many bytes of text as its KV cache has tokens for. It is an estimate; how good it is on
 each instance, its trust finds out (``trust``). Nothing of a text is in here, only keys.
 
-    key → mask       one bit per instance that has it; in many dicts, by a key's last bits: a dict
-                     that grows is copied at once, which of millions of keys takes half a second
-    instance → keys  in the order in which they were used last, an insertion-ordered dict each
+    key → mask       one bit per instance that has it
+    instance → keys  in the order in which they were used last; both in small dicts (``key_tables``)
 
     lookup           gallops: along a text's keys the masks only shrink, since beginnings outlive
                      ends, so between two keys with equal masks there is nothing to look at
-    insert, touch    the end first, so that an instance's dict begins with what goes first
-    eviction         some at a time: a dict whose first entries were deleted one by one has to
-                     walk past all of them to find the next
+    insert, touch    the end first, so that an instance's keys begin with what goes first. What was
+                     used together is in one dict: there each next key is looked for
+    eviction         some at a time
     begin, end       how many of the requests that are there now have a key. A block that several
                      refer to is in the cache once, so what is counted twice is not held
 
-A million keys take about 120 MB at first, and up to 215 when many have come and gone
-(``memory_bytes``). Everything is bounded by the instances'
-capacities, whatever comes.
+A million keys take XXX MB (``memory_bytes``). Everything is bounded by the instances' capacities,
+whatever comes.
 """
 
 from __future__ import annotations
@@ -63,48 +61,61 @@ class PrefixIndex(KeyTables):
         The same again, when it is finished, is a ``touch``.
         """
         member = self._members[instance_id]
-        sizes, masks, bit = member.sizes, self._masks, member.bit
+        masks, bit, newest = self._masks, member.bit, member.newest
         hashes: _Hashes = keys.hashes
-        ends, known, used = keys.ends, 0, member.used
+        ends, known, used, at = keys.ends, 0, member.used, newest
         begins = (0, *ends)  # of the pieces, in front of the last end
         for i in range(len(hashes) - 1, -1, -1):
             key = hashes[i]
-            size = sizes.pop(key, 0)
+            size = at.pop(key, 0) if known else 0
             if size:
                 known += 1
             else:
-                size = (ends[i] - begins[i]) // UNIT_BYTES or 1
-                used += size
-                # The bit itself is one object for all keys that only this instance has.
                 part = masks[key & LAST_BITS]
-                mask = part.setdefault(key, bit)
-                if mask != bit:
-                    part[key] = mask | bit
-            sizes[key] = size
+                mask = part.get(key, 0)
+                if mask & bit:
+                    known += 1
+                    at = member.find(key)
+                    size = at.pop(key)
+                else:
+                    size = (ends[i] - begins[i]) // UNIT_BYTES or 1
+                    used += size
+                    # The bit itself is one object for all keys that only this instance has.
+                    part[key] = mask | bit if mask else bit
+            newest[key] = size
         member.used = used
+        if len(newest) > member.most_new:
+            member.begin_part()
         if used > member.capacity:
             self._evict(member)
         return known
 
     def touch(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """A text was used there once more, or is there for certain now. KeyError: unknown."""
-        sizes = self._members[instance_id].sizes
+        member = self._members[instance_id]
+        at = newest = member.newest
         hashes: _Hashes = keys.hashes
         for key in reversed(hashes):
-            size = sizes.pop(key, 0)
-            if not size:  # it has gone since
-                self.insert(instance_id, keys)
-                return
-            sizes[key] = size
+            size = at.pop(key, 0)
+            if not size:
+                at = member.find(key)
+                size = at.pop(key, 0)
+                if not size:  # it has gone since
+                    self.insert(instance_id, keys)
+                    return
+            newest[key] = size
 
     def use(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """What is there of a text was used once more. KeyError: unknown."""
-        sizes = self._members[instance_id].sizes
+        member = self._members[instance_id]
+        at = newest = member.newest
         hashes: _Hashes = keys.hashes
         for key in reversed(hashes):
-            size = sizes.pop(key, 0)
+            if key not in at:
+                at = member.find(key)
+            size = at.pop(key, 0)
             if size:
-                sizes[key] = size
+                newest[key] = size
 
     def withdraw(self, instance_id: InstanceId, keys: PrefixKeys, known: int) -> None:
         """It was not computed there after all: take off what ``insert`` added.
@@ -117,11 +128,9 @@ class PrefixIndex(KeyTables):
         member = self._members.get(instance_id)
         if member is None:
             return
+        at = member.newest
         for key in keys.hashes[known:]:
-            size = member.sizes.pop(key, 0)
-            if size:
-                member.used -= size
-                self._clear(key, member.bit)
+            at = self._take(member, key, at)
 
     # What is there now
 

@@ -3,22 +3,43 @@ them, what is told of them from elsewhere, and what goes when an instance is ful
 
 What a request does to them is ``caches``' part: every request passes there and none here, unless
 an instance is full.
+
+A dict keeps places for what has left it, and is copied at once, twice as large, when they are used
+up: a million keys that come and go take twice as much as they did at first, and one of their steps
+half a second. So no dict here is large. Of masks there are many, by a key's last bits; one that has
+become too roomy is copied (``_tidy``). Of an instance's keys there is a row of dicts, in the order
+of use: what is used goes into the newest, which is full at a size that fills a dict's places well,
+and then copied without its holes (``{**it}``: ``copy`` may keep them); what is evicted leaves the
+oldest. Neighbours of which little is left are put together. Whether an instance has a key at all,
+its mask says.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import islice
-from typing import Final
+from itertools import islice, pairwise
+from typing import Any, Final
 
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 
 # Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
 # anyway. A piece counts for one unit at least.
 UNIT_BYTES: Final = 32
-# When an instance is full, this fraction of it goes.
+# When an instance is full, this fraction of it goes, or so many units, and so many keys at a time.
 _EVICTED_SHARE: Final = 32
+_MOST_EVICTED_UNITS: Final = 8192
+_EVICTED_KEYS: Final = 128
+# Of one insert; what is too much then goes with the next ones.
+_MOST_EVICTED_KEYS: Final = 2048
+# Keys of one dict of an instance's: at first, and at most. Doubled from one to the other they fill
+# 91 % of a dict's places: an eighth to a quarter of all keys is in the newest.
+_LEAST_NEW: Final = 78
+_MOST_NEW: Final = 64 * _LEAST_NEW
+# Bytes for each key of a dict that is copied, as a copy takes 27 to 54.
+_ROOMY_BYTES: Final = 56
+# Keys that go between two looks whether one is.
+_LEAST_BETWEEN: Final = 64
 # An int of 60 bits.
 _KEY_BYTES: Final = 32
 # Dicts of masks.
@@ -27,20 +48,57 @@ LAST_BITS: Final = _PARTS - 1
 
 
 class HeldKeys:
-    """What one instance has: its keys with their sizes, least recently used first."""
+    """What one instance has: its keys with their sizes, least recently used first.
 
-    __slots__ = ("bit", "capacity", "running", "shared_bytes", "sizes", "slot", "used")
+    Each key is in one of ``parts``, whose last is ``newest``.
+    """
+
+    __slots__ = (
+        *("bit", "capacity", "most_new", "newest", "parts", "running"),
+        *("shared_bytes", "slot", "used"),
+    )
 
     def __init__(self, slot: int, capacity: int) -> None:
         self.slot = slot
         self.bit = 1 << slot
         self.capacity = capacity
-        self.sizes: dict[int, int] = {}
-        self.used = 0
+        self.clear()
         # Of what is there now: requests by key, and bytes of text that are not the first of their
         # kind. Along a text the counts only fall.
         self.running: dict[int, int] = {}
         self.shared_bytes = 0
+
+    def clear(self) -> None:
+        """It has nothing."""
+        self.newest: dict[int, int] = {}
+        self.parts = [self.newest]
+        self.most_new = _LEAST_NEW
+        self.used = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def find(self, key: Any) -> dict[int, int]:
+        """The part that has a key; if none has, the newest."""
+        for part in reversed(self.parts):
+            if key in part:
+                return part
+        return self.newest
+
+    def begin_part(self) -> None:
+        """The newest is full: from now on another one is."""
+        parts, most = self.parts, self.most_new
+        if sys.getsizeof(self.newest) > _ROOMY_BYTES * len(self.newest):
+            parts[-1] = {**self.newest}
+        if 4 * most * (len(parts) - 2) > 5 * len(self):
+            pairs = [len(one) + len(next_one) for one, next_one in pairwise(parts)]
+            at = pairs.index(min(pairs))
+            if pairs[at] <= most:
+                parts[at : at + 2] = [{**parts[at], **parts[at + 1]}]
+        self.newest = {}
+        parts.append(self.newest)
+        if most < _MOST_NEW and len(self) >= 8 * most:
+            self.most_new = 2 * most
 
 
 class KeyTables:
@@ -49,6 +107,9 @@ class KeyTables:
     def __init__(self) -> None:
         self._masks: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._members: dict[InstanceId, HeldKeys] = {}
+        # The dict of masks that was looked at last, and the keys that go until the next one is.
+        self._tidied = 0
+        self._until_tidied = _LEAST_BETWEEN
 
     def __len__(self) -> int:
         """Different keys."""
@@ -81,16 +142,14 @@ class KeyTables:
     def forget(self, instance_id: InstanceId) -> None:
         """Its cache is empty: it was started anew, slept, or was reset. KeyError: unknown."""
         member = self._members[instance_id]
-        for key in member.sizes:
-            self._clear(key, member.bit)
-        member.sizes = {}
-        member.used = 0
+        for part in member.parts:
+            for key in part:
+                self._clear(key, member.bit)
+        member.clear()
 
     def resize(self, instance_id: InstanceId, capacity_bytes: float) -> None:
-        """Its KV cache is of another size. KeyError: unknown."""
-        member = self._members[instance_id]
-        member.capacity = _units(capacity_bytes)
-        self._evict(member)
+        """Its KV cache is of another size; what is too much goes with what comes next. KeyError."""
+        self._members[instance_id].capacity = _units(capacity_bytes)
 
     def __contains__(self, instance_id: InstanceId) -> bool:
         return instance_id in self._members
@@ -102,14 +161,17 @@ class KeyTables:
     # What goes
 
     def _evict(self, member: HeldKeys) -> None:
-        if member.used <= member.capacity:
-            return
-        sizes, masks, bit = member.sizes, self._masks, member.bit
-        used, aim = member.used, member.capacity - member.capacity // _EVICTED_SHARE
-        batch = max(16, len(sizes) // _EVICTED_SHARE)
-        while used > aim:
-            for key in list(islice(sizes, batch)):
-                used -= sizes.pop(key)
+        """Make room, as far as that takes no long step; only where there is none."""
+        parts, masks, bit, capacity = member.parts, self._masks, member.bit, member.capacity
+        used, gone = member.used, 0
+        aim = capacity - min(capacity // _EVICTED_SHARE, _MOST_EVICTED_UNITS)
+        while used > aim and gone < _MOST_EVICTED_KEYS:
+            oldest = parts[0]
+            # A dict whose first entries are gone is walked past all of them, each time.
+            batch = list(islice(oldest, _EVICTED_KEYS))
+            gone += len(batch)
+            for key in batch:
+                used -= oldest.pop(key)
                 # ``_clear``, written out: as many keys go as come.
                 part = masks[key & LAST_BITS]
                 mask = part[key]
@@ -119,7 +181,20 @@ class KeyTables:
                     part[key] = mask ^ bit
                 if used <= aim:
                     break
+            if not oldest and len(parts) > 1:
+                del parts[0]
         member.used = used
+        self._until_tidied -= gone
+        while self._until_tidied < 0:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Look at the next dict of masks: four times while as many keys go as it has."""
+        at = self._tidied = (self._tidied + 1) & LAST_BITS
+        part = self._masks[at]
+        self._until_tidied += max(_LEAST_BETWEEN, len(part) // 4)
+        if sys.getsizeof(part) > _ROOMY_BYTES * (len(part) + 8):
+            self._masks[at] = {**part}
 
     def _clear(self, key: int, bit: int) -> None:
         part = self._masks[key & LAST_BITS]
@@ -133,41 +208,49 @@ class KeyTables:
 
     def held(self, instance_id: InstanceId) -> list[tuple[int, int]]:
         """(key, size) of what one instance has, least recently used first. KeyError: unknown."""
-        return list(self._members[instance_id].sizes.items())
+        parts = self._members[instance_id].parts
+        return [each for part in parts for each in part.items()]
 
-    def hold(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
+    def hold(self, instance_id: InstanceId, held: Sequence[tuple[Any, int]]) -> None:
         """Know what ``held`` said, in front of what was used here. KeyError: unknown."""
         member = self._members[instance_id]
-        here, masks = member.sizes, self._masks
-        sizes = {key: max(1, size) for key, size in held if key not in here}
-        member.used += sum(sizes.values())
-        for key in sizes:
+        masks, bit, new = self._masks, member.bit, []
+        for key, size in held:
             part = masks[key & LAST_BITS]
-            part[key] = part.get(key, 0) | member.bit
-        sizes.update(here)
-        member.sizes = sizes
-        self._evict(member)
+            mask = part.get(key, 0)
+            if not mask & bit:
+                part[key] = mask | bit
+                member.used += max(1, size)
+                new.append((key, max(1, size)))
+        begins = range(0, len(new), _MOST_NEW)
+        member.parts[:0] = [dict(new[begin : begin + _MOST_NEW]) for begin in begins]
+        while member.used > member.capacity:
+            self._evict(member)
 
     def learn(
-        self, instance_id: InstanceId, told: Sequence[tuple[int, int]], most_units: int
+        self, instance_id: InstanceId, told: Sequence[tuple[Any, int]], most_units: int
     ) -> int:
         """Others have sent (key, size) there just now, what was used first in front.
 
         Of what is new no more counts than ``most_units``; returns how much does. KeyError: unknown.
         """
         member = self._members[instance_id]
-        sizes, masks, bit, new = member.sizes, self._masks, member.bit, 0
+        masks, bit, new = self._masks, member.bit, 0
+        at = newest = member.newest
         for key, size in told:
-            known = sizes.pop(key, 0)
-            if not known:
-                if new + size > most_units:
-                    continue
-                known = max(1, size)
-                new += known
-                part = masks[key & LAST_BITS]
-                part[key] = part.get(key, 0) | bit
-            sizes[key] = known
+            part = masks[key & LAST_BITS]
+            mask = part.get(key, 0)
+            if mask & bit:
+                if key not in at:
+                    at = member.find(key)
+                newest[key] = at.pop(key)
+            elif new + size <= most_units:
+                new += max(1, size)
+                part[key] = mask | bit if mask else bit
+                newest[key] = max(1, size)
         member.used += new
+        if len(newest) > member.most_new:
+            member.begin_part()
         if member.used > member.capacity:
             self._evict(member)
         return new
@@ -177,10 +260,17 @@ class KeyTables:
     def drop(self, instance_id: InstanceId, key: int) -> None:
         """It has a key no longer; one that it had not is no error. KeyError: unknown."""
         member = self._members[instance_id]
-        size = member.sizes.pop(key, 0)
+        self._take(member, key, member.newest)
+
+    def _take(self, member: HeldKeys, key: Any, at: dict[int, int]) -> dict[int, int]:
+        """It goes from an instance, if it is there; returns where, which is asked first: ``at``."""
+        if key not in at:
+            at = member.find(key)
+        size = at.pop(key, 0)
         if size:
             member.used -= size
             self._clear(key, member.bit)
+        return at
 
     def confirm(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
         """It has keys of so many bytes for certain. KeyError: unknown."""
@@ -191,7 +281,7 @@ class KeyTables:
 
     def keys_on(self, instance_id: InstanceId) -> int:
         """Keys of one instance. KeyError: unknown."""
-        return len(self._members[instance_id].sizes)
+        return len(self._members[instance_id])
 
     def capacity_units(self, instance_id: InstanceId) -> int:
         """What one instance has room for. KeyError: unknown."""
@@ -208,7 +298,7 @@ class KeyTables:
             sum(map(sys.getsizeof, self._masks))
             + len(self) * _KEY_BYTES
             + sum(
-                sys.getsizeof(member.sizes) + sys.getsizeof(member.running)
+                sum(map(sys.getsizeof, member.parts)) + sys.getsizeof(member.running)
                 for member in self._members.values()
             )
         )
