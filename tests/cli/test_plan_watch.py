@@ -1,5 +1,6 @@
 """``plan --watch``: what is proposed as the load of a gateway changes."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,36 @@ def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_pa
         gateway.minutes(1, 0.2)
         proposed, _ = watch.look(gateway.now_s)
     assert [str(change) for change in proposed] == ["drain n0", "drain n1", "drain n2"]
+
+
+def ranks(server: str, **more) -> list[Running]:
+    return [running(f"{server}.dp{i}", server=server, **more) for i in range(2)]
+
+
+def test_the_ranks_of_a_server_are_one_instance(tmp_path):
+    gateway = Gateway(tmp_path, *ranks("a"))
+    watch = LoadWatch(gateway.ask, lambda name: name == "b")
+    gateway.minutes(5, 0.5)
+    gateway.minutes(3, 30.0)
+    proposed, proposal = watch.look(gateway.now_s)
+    # Four accelerators, of which each has two.
+    assert [str(change) for change in proposed] == [f"add a {GPU}/tp1"]
+    assert proposal.desired == {KEY: 2}
+    held = proposal.held_per_s
+    gateway.instances = tuple(running(name) for name in "abcd")
+    alone = LoadWatch(gateway.ask, lambda name: False)
+    assert alone.look(gateway.now_s)[1].held_per_s == pytest.approx(held)
+    # One of its ranks drains: it serves. Then the load goes, and with it a whole server.
+    b = ranks("b", in_flight=1)
+    b[0] = dataclasses.replace(b[0], draining=True)
+    gateway.instances = (*ranks("a", in_flight=1), *b)
+    proposed, _ = watch.look(gateway.now_s)
+    assert proposed == []
+    gateway.instances = (*ranks("a", in_flight=2), *ranks("b", in_flight=1))
+    for _ in range(25):
+        gateway.minutes(1, 0.2)
+        proposed, _ = watch.look(gateway.now_s)
+    assert [str(change) for change in proposed] == ["sleep b"]
 
 
 def test_without_a_request_there_is_nothing_to_propose(tmp_path):
