@@ -75,8 +75,10 @@ class PrefixIndex(KeyTables):
                 mask = part.get(key, 0)
                 if mask & bit:
                     known += 1
-                    at = member.find(key)
-                    size = at.pop(key)
+                    size = at.pop(key, 0)
+                    if not size:
+                        at = member.find(key)
+                        size = at.pop(key)
                 else:
                     size = (ends[i] - begins[i]) // UNIT_BYTES or 1
                     used += size

@@ -34,8 +34,8 @@ _EVICTED_KEYS: Final = 128
 _MOST_EVICTED_KEYS: Final = 2048
 # Keys of one dict of an instance's: at first, and at most. Doubled from one to the other they fill
 # 91 % of a dict's places: an eighth to a quarter of all keys is in the newest.
-_LEAST_NEW: Final = 78
-_MOST_NEW: Final = 64 * _LEAST_NEW
+_LEAST_NEW: Final = 312
+_MOST_NEW: Final = 16 * _LEAST_NEW
 # Bytes for each key of a dict that is copied, as a copy takes 27 to 54.
 _ROOMY_BYTES: Final = 56
 # Keys that go between two looks whether one is.
