@@ -39,11 +39,11 @@ _MOST_NEW: Final = 16 * _LEAST_NEW
 # Bytes for each key of a dict that is copied, as a copy takes 27 to 54.
 _ROOMY_BYTES: Final = 56
 # Keys that go between two looks whether one is.
-_LEAST_BETWEEN: Final = 64
+_LEAST_BETWEEN: Final = 32
 # An int of 60 bits.
 _KEY_BYTES: Final = 32
 # Dicts of masks.
-_PARTS: Final = 1024
+_PARTS: Final = 4096
 LAST_BITS: Final = _PARTS - 1
 
 
