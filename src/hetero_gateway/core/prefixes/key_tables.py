@@ -219,7 +219,7 @@ class KeyTables:
             part = masks[key & LAST_BITS]
             mask = part.get(key, 0)
             if not mask & bit:
-                part[key] = mask | bit
+                part[key] = mask | bit if mask else bit
                 member.used += max(1, size)
                 new.append((key, max(1, size)))
         begins = range(0, len(new), _MOST_NEW)
@@ -270,6 +270,9 @@ class KeyTables:
         if size:
             member.used -= size
             self._clear(key, member.bit)
+            self._until_tidied -= 1
+            if self._until_tidied < 0:
+                self._tidy()
         return at
 
     def confirm(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
