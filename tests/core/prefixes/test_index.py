@@ -179,6 +179,33 @@ def test_a_restarted_instance_has_nothing_and_the_others_all() -> None:
     assert lookup(i, text(1, 2)) == {A: 2000, B: 2000}
 
 
+def test_much_is_forgotten_at_once_and_goes_in_steps() -> None:
+    i, rng = index(a=32 * 20_000, b=32 * 20_000), random.Random(0)
+    talks = [text(*(rng.getrandbits(60) for _ in range(20)), piece=32) for _ in range(1000)]
+    for who in (A, B):
+        for talk in talks:
+            i.insert(who, talk)
+    i.forget(A)
+    assert (i.keys_on(A), i.bytes_on(A)[0]) == (0, 0)
+    assert i._hidden
+    assert all(lookup(i, talk) == {B: 640} for talk in talks)
+    steps = 0
+    while i._hidden:  # by those of the other
+        i.insert(B, talks[steps])
+        steps += 1
+    assert 30 <= steps <= 50
+    check(i)
+    # And of one that has something again before all has gone.
+    i.forget(B)
+    assert i.insert(B, talks[0]) == 0
+    check(i)
+    assert lookup(i, talks[0]) == {B: 640}
+    assert lookup(i, talks[1]) == {}
+    i.leave(B)
+    i.join(InstanceId("d"), 1e6)
+    assert len(i) == 0
+
+
 def test_a_slot_is_used_again_and_has_nothing_of_the_one_before() -> None:
     i = index(a=1e6, b=1e6, c=1e6)
     i.insert(B, text(1))

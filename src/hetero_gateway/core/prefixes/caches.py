@@ -27,8 +27,8 @@ each instance, its trust finds out (``trust``). Nothing of a text is in here, on
     begin, end       how many of the requests that are there now have a key. A block that several
                      refer to is in the cache once, so what is counted twice is not held
 
-A million keys take 100 to 130 MB (``memory_bytes``), in a small index more. Everything is bounded by
-the instances' capacities, whatever comes.
+A million keys take 100 to 130 MB (``memory_bytes``), in a small index more. Everything is bounded
+by the instances' capacities, whatever comes.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class PrefixIndex(KeyTables):
         masks, bit, newest = self._masks, member.bit, member.newest
         hashes: _Hashes = keys.hashes
         ends, known, used, at = keys.ends, 0, member.used, newest
+        if self._forgotten:
+            self._forget_more(bit)
         begins = (0, *ends)  # of the pieces, in front of the last end
         for i in range(len(hashes) - 1, -1, -1):
             key = hashes[i]
@@ -183,7 +185,7 @@ class PrefixIndex(KeyTables):
         if not hashes:
             return []
         key = hashes[0]
-        low, here = 0, masks[key & LAST_BITS].get(key, 0)
+        low, here = 0, masks[key & LAST_BITS].get(key, 0) & ~self._hidden
         result: list[tuple[int, int]] = []
         last = len(hashes) - 1
         while here:

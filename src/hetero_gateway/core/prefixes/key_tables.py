@@ -30,8 +30,9 @@ UNIT_BYTES: Final = 32
 _EVICTED_SHARE: Final = 32
 _MOST_EVICTED_UNITS: Final = 8192
 _EVICTED_KEYS: Final = 128
-# Of one insert; what is too much then goes with the next ones.
+# Of one insert; what is too much then, or was forgotten, goes with the next ones.
 _MOST_EVICTED_KEYS: Final = 2048
+_FORGOTTEN_KEYS: Final = 512
 # Keys of one dict of an instance's: at first, and at most. Doubled from one to the other they fill
 # 91 % of a dict's places: an eighth to a quarter of all keys is in the newest.
 _LEAST_NEW: Final = 312
@@ -107,6 +108,10 @@ class KeyTables:
     def __init__(self) -> None:
         self._masks: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._members: dict[InstanceId, HeldKeys] = {}
+        # What instances had that were forgotten, with their bits; and those bits: what masks say
+        # of them does not count until all of it has gone.
+        self._forgotten: list[tuple[int, dict[int, int]]] = []
+        self._hidden = 0
         # The dict of masks that was looked at last, and the keys that go until the next one is.
         self._tidied = 0
         self._until_tidied = _LEAST_BETWEEN
@@ -132,6 +137,7 @@ class KeyTables:
             slot = next(i for i in range(len(taken) + 1) if i not in taken)
         if instance_id in self._members or slot in taken:
             raise ValueError(f"instance {instance_id!r} or its slot {slot} is there already")
+        self._forget_more(1 << slot)
         self._members[instance_id] = HeldKeys(slot, _units(capacity_bytes))
 
     def leave(self, instance_id: InstanceId) -> None:
@@ -142,10 +148,27 @@ class KeyTables:
     def forget(self, instance_id: InstanceId) -> None:
         """Its cache is empty: it was started anew, slept, or was reset. KeyError: unknown."""
         member = self._members[instance_id]
-        for part in member.parts:
-            for key in part:
-                self._clear(key, member.bit)
+        self._forget_more(member.bit)
+        self._forgotten += [(member.bit, part) for part in member.parts]
+        self._hidden |= member.bit
         member.clear()
+        self._forget_more(0)
+
+    def _forget_more(self, bit: int) -> None:
+        """A step of what was forgotten, a few keys; all of it, if an instance that had some comes
+        to have anything again: that of this bit.
+        """
+        left = _FORGOTTEN_KEYS
+        while self._forgotten and (left > 0 or self._hidden & bit):
+            of, part = self._forgotten[-1]
+            for key in list(islice(part, _EVICTED_KEYS)):
+                del part[key]
+                self._clear(key, of)
+            left -= _EVICTED_KEYS
+            if not part:
+                self._forgotten.pop()
+                if all(of != other for other, _ in self._forgotten):
+                    self._hidden ^= of
 
     def resize(self, instance_id: InstanceId, capacity_bytes: float) -> None:
         """Its KV cache is of another size; what is too much goes with what comes next. KeyError."""
@@ -215,6 +238,7 @@ class KeyTables:
         """Know what ``held`` said, in front of what was used here. KeyError: unknown."""
         member = self._members[instance_id]
         masks, bit, new = self._masks, member.bit, []
+        self._forget_more(bit)
         for key, size in held:
             part = masks[key & LAST_BITS]
             mask = part.get(key, 0)
@@ -237,6 +261,7 @@ class KeyTables:
         member = self._members[instance_id]
         masks, bit, new = self._masks, member.bit, 0
         at = newest = member.newest
+        self._forget_more(bit)
         for key, size in told:
             part = masks[key & LAST_BITS]
             mask = part.get(key, 0)
