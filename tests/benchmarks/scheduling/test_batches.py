@@ -10,10 +10,7 @@ from hetero_gateway.lab.load.result import RequestRecord
 
 @pytest.mark.parametrize(("load", "lines", "most"), [(0.0, 600, 0.2), (0.1, 600, 0.15)])
 def test_from_a_tenth_on_a_batch_ends_when_it_says(load, lines, most, tmp_path):
-    """Four unequal instances with a few seats, alone and beside chats that are there before it.
-
-    Alone it takes half a minute, and lengths are known by the gateway's own clock of steps.
-    """
+    """Four unequal instances with a few seats, alone (half a minute) and beside chats."""
     args = Namespace(lines=lines, load=load, warm_s=15.0, streamed=4, shorter=2, seats=16)
     records: list[RequestRecord] = []
     told = in_virtual_time(night(args, tmp_path, records if load else None))

@@ -26,7 +26,6 @@ def work(model, prompt, output):
 
 
 def mean(seen, kind, sums):
-    """Without the deviation: all are the same."""
     *lengths, spread = seen.mean(kind, sums)
     assert spread <= 0.1 * lengths[1]
     return tuple(lengths)
@@ -184,8 +183,7 @@ def test_lines_of_unlike_lengths_take_more_than_their_mean():
     for number in range(100):
         seen.note(kind, (100, 1000), (100, 100 if number % 2 else 900))
     seen.look([])
-    left = {kind: Sums(10, 1000, 10_000)}
-    waits_s, _ = work_of(left, [], seen, lambda _, prompt, output: output**2)
+    waits_s, _ = work_of({kind: Sums(10, 1000, 10_000)}, [], seen, lambda _, __, output: output**2)
     assert waits_s == pytest.approx(10 * (100**2 + 900**2) / 2, rel=0.1)
 
 
@@ -196,10 +194,8 @@ def test_before_a_minute_was_seen_the_rest_goes_as_the_model_says():
     for second in range(1, 121):
         pace.note(0.5)
         told.append(pace.look(float(second), 0.0))
-    assert told[14] == pytest.approx((15 * 0.5 + 45) / 60)
-    assert told[29] == pytest.approx((30 * 0.5 + 30) / 60)
-    assert told[-1] == pytest.approx(0.5)
+    expected = (15 * 0.5 + 45) / 60, (30 * 0.5 + 30) / 60, 0.5
+    assert (told[14], told[29], told[-1]) == pytest.approx(expected)
     pace.begin(120.0)
     pace.note(0.1)
-    # Where it is far off, not so much.
     assert pace.look(121.0, 0.0) == pytest.approx((0.1 + 59 * 0.2) / 60)
