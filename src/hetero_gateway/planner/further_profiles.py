@@ -19,7 +19,8 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.roofline import StepTime, link_share
 from hetero_gateway.planner.sizes import Size, layer_partition
 
-# Both are fitted to a simulation of vLLM's queue of batches, benchmarks/planner/pipelines.py.
+# Both are fitted to a simulation of vLLM's queue of batches, benchmarks/planner/pipelines.py, and
+# held against an engine of two stages, real_stages.py.
 # Of a prompt's share of a round, between 1/P (all batches alike) and 1 (one at a time).
 BUBBLES = 0.3
 # Of a round, relative, for each doubling of the stages.
