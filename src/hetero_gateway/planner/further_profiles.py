@@ -18,7 +18,8 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.roofline import StepTime, link_share
 from hetero_gateway.planner.sizes import Size, layer_partition
 
-# Both are fitted to a simulation of vLLM's queue of batches, benchmarks/planner/pipelines.py.
+# Both are fitted to a simulation of vLLM's queue of batches, benchmarks/planner/pipelines.py, and
+# compared with an engine of two stages, real_stages.py.
 # A prompt's share of a round, between 1/P (all batches alike) and 1 (one at a time).
 BUBBLES = 0.3
 # Relative cost of a round, for each doubling of the stages.
