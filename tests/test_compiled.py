@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hetero_gateway import __version__, compiled
+from hetero_gateway import __version__, cli, compiled
 from scripts.compiling import MODULES
 from tests.fakes.vllm import fake_instances
 from tests.fakes.wheels import ROOT, Installed, build, copy_context, install
@@ -183,6 +183,18 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert why_not.endswith("scripts/compile makes it anew")
     assert "\n" not in why_not
     assert sys.meta_path == finders
+
+
+@pytest.mark.parametrize(("command", "takes"), [("serve", 1), ("plan", 1), ("simulate", 0)])
+def test_what_decides_or_plans_takes_it(
+    command: str, takes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(compiled, "take", lambda: taken.append(command))
+    monkeypatch.setattr(sys, "argv", ["hetero-gateway", command, "--help"])
+    with pytest.raises(SystemExit):
+        cli._run(None)
+    assert len(taken) == takes
 
 
 def test_where_nothing_was_compiled_nothing_is_said(tmp_path: Path) -> None:

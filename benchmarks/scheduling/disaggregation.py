@@ -11,9 +11,9 @@ together, at which 90 % of the requests are within the limits. All ways have `fi
     any       each request's own cheapest way, no roles
     ours      roles found at each load by `planner/roles.py` from other requests of the same mix
 
-The mean latency is at 90 % of the load that `unsplit` holds, ours over unsplit's. Cells that are in
-the file already are not run again. Mixes have the mean lengths of Azure's public traces of 2023,
-drawn from log-normals.
+The mean latency is at 90 % of the load that `unsplit` holds, ours over unsplit's; where it holds
+none, at half of what the instances do. Cells that are in the file already are not run again. Mixes
+have the mean lengths of Azure's public traces of 2023, drawn from log-normals.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from hetero_gateway.sim.workload import Lengths, LogNormal, LogNormalLengths
 
 SHARE, START_S, TOKEN_BYTES = 0.9, 0.002, 131072.0
 _SOLVED_OTHERWISE = 1000  # seeds of what roles are found from
+_NONE_HELD_LOAD = 0.5
 
 
 def _kind(gpu: str, count: int, tp: int = 1) -> Kind:
@@ -142,7 +143,7 @@ class Cell:
         if self.setting.gbit_per_s:
             cell["any"] = self.held(lambda _: {}, cell["ours"])
             cell["fixed"] = max(self.held(lambda _, f=f: f, cell["ours"]) for f in self.fixed())
-        load = 0.9 * unsplit
+        load = 0.9 * unsplit or _NONE_HELD_LOAD
         ours = self.run(load, 0, self.roles_at(load)).latency_s.mean
         cell["latency"] = ours / self.run(load, 0, None).latency_s.mean
         return cell
@@ -167,7 +168,8 @@ def print_table(cells: dict[tuple[str, str, str], dict[str, float]]) -> None:
     gains: dict[str, list[float]] = {}
     for (setting, cluster, mix), cell in cells.items():
         ratio = cell["ours"] / cell["unsplit"] if cell["unsplit"] else float("nan")
-        gains.setdefault(setting, []).append(ratio)
+        if cell["unsplit"]:
+            gains.setdefault(setting, []).append(ratio)
         shown = "".join(f"{cell[n]:9.2f}" if n in cell else f"{'–':>9}" for n in names)
         print(f"{setting:<12}{cluster:<21}{mix:<7}{shown}{ratio:9.2f}")
     for setting, found in gains.items():

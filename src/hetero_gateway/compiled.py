@@ -1,8 +1,8 @@
-"""The scheduler's modules as ``scripts/compile`` has compiled them: for who serves, if they are of
-this source and of this Python.
+"""The scheduler's modules as ``scripts/compile`` has compiled them: for who serves or plans, where
+they are of this source and of this Python.
 
-It is the same source, and decides the same to the last bit, in a third of the time. All commands
-that do not serve run the source itself: numba compiles parts of it for the simulator.
+It is the same source, and decides the same to the last bit, in a third of the time. All other
+commands run the source itself: numba compiles parts of it for the simulator.
 """
 
 from __future__ import annotations

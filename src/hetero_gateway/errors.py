@@ -1,11 +1,11 @@
-"""Every exception of the package, split by whose fault it is.
+"""Every exception of the package, by whose fault it is.
 
     HeteroGatewayError
     ├── ConfigError      the operator's: a file, a key, a flag           exit code 2
     ├── ProfileError     constants that cannot be right                  exit code 2
-    ├── OutputError      standard output cannot be written              exit code 1
-    ├── Refusal          whoever's it is, the gateway answers with an OpenAI error body, 4xx or 5xx
-    └── InstanceError    an instance's: connect, time-out, broken stream (http/failures.py)
+    ├── OutputError      standard output cannot be written               exit code 1
+    ├── Refusal          the gateway answers with an OpenAI error body, 4xx or 5xx
+    └── InstanceError    an instance's: connect, timeout, broken stream (http/failures.py)
 
 Expected outcomes (no capacity, nothing fits) are values of ``core.types``, not exceptions.
 """
@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 
 
 class HeteroGatewayError(Exception):
-    """Root of the tree; its text is one line that a person can act on."""
+    """Root of the tree; its text is one line that tells a person what to do."""
 
 
 class ConfigError(HeteroGatewayError):
-    """A configuration that cannot be used: a line with file and key for each thing wrong in it."""
+    """A configuration that cannot be used: one line with file and key for each mistake."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("; ".join(lines))
@@ -30,7 +30,7 @@ class ConfigError(HeteroGatewayError):
 
 @contextlib.contextmanager
 def named_place(where: str) -> Iterator[None]:
-    """Put the place in front of what a ConfigError says."""
+    """Prefix a ConfigError's text with the place."""
     try:
         yield
     except ConfigError as error:
@@ -42,16 +42,16 @@ class ProfileError(HeteroGatewayError):
 
 
 class OutputError(HeteroGatewayError):
-    """What a command prints cannot be written."""
+    """A command's output cannot be written."""
 
 
 class Refusal(HeteroGatewayError):
-    """A request that the gateway itself answers with an error: the client's fault or not.
+    """A request that the gateway itself answers with an error.
 
     ``status`` is the HTTP status; ``code``, ``param`` and ``kind`` fill OpenAI's error body;
-    ``retry_after_s`` becomes a Retry-After header. ``spent``: the gateway has tried again itself,
-    and a client that did as well would multiply the attempts; OpenAI's clients are asked not to.
-    ``headers``: of the answer, in addition.
+    ``retry_after_s`` becomes a Retry-After header. ``spent``: the gateway has already retried,
+    so OpenAI's clients are told not to, as that would multiply the attempts. ``headers``: extra
+    headers of the answer.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ _PATH = "/v1/completions"
 _TOKENS = (5, 40)
 _PAUSE_S = 0.5  # of a client between two requests, at most
 _ENDS_WITHIN_S = 60.0
-_LEFT = re.compile(r"are over: (\d+) left, with (\S+) s of load")
+_LEFT = re.compile(r"have finished: (\d+) left, with (\S+) s of load")
 
 
 @dataclass

@@ -183,7 +183,7 @@ def give_up(seen: Seen, log: str) -> None:
     """Those that the gateway gave up as it may, and why it gave up others."""
     deadly = re.findall(
         r"request (\S+) (?:cannot be continued: two instances broke off under it"
-        r"|is not tried again: \S+ and \S+ died)",
+        r"|is not retried: \S+ and \S+ died)",
         log,
     )
     told = [fault for fault in seen.faults if fault.startswith(tuple(f"{id}: " for id in deadly))]

@@ -5,9 +5,7 @@ works: all is seen from the clients' side, /admin, /metrics, /proc and the log.
 """
 
 import asyncio
-import os
 import random
-import signal
 import traceback
 import weakref
 from collections import Counter
@@ -24,7 +22,7 @@ from tests.chaos.clients import PATIENCE_S, Connection, Outcome, Request, draw_r
 from tests.chaos.disturbances import CALM_S, Disturbance, draw_disturbances
 from tests.chaos.gateway import GatewayProcess
 from tests.chaos.instances import Instance, make_instances, write_profiles
-from tests.chaos.workers import kill_worker
+from tests.chaos.workers import kill, kill_worker
 from tests.fakes.processes import children_of
 
 # How long loads, connections and tasks may take to go back to where they were.
@@ -364,7 +362,7 @@ class Run:
                             connection.killed_s = self.now_s()
                     self.result.disturbances["worker killed"] += 1
                 else:
-                    os.kill(there["null"], signal.SIGKILL)
+                    kill(there["null"])
                     self._removed = True
                     self.result.disturbances["scheduler killed"] += 1
 

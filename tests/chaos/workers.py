@@ -26,10 +26,22 @@ def kill_worker(pid: int, port: int) -> set[int]:
         fields = line.split()
         if fields[9] in inodes and int(fields[1].rpartition(":")[2], 16) == port:
             clients.add(int(fields[2].rpartition(":")[2], 16))
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     return clients
 
 
+def kill(pid: int) -> None:
+    """SIGKILL; when it returns, nobody is accepted by it any more."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):  # who started it has noticed
+        while _state(Path(f"/proc/{pid}")) != "Z":
+            time.sleep(0.001)
+
+
 def _stopped(task: Path) -> bool:
-    """Whether a thread stands still: the signal is only on its way when ``kill`` returns."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return _state(task) == "T"
+
+
+def _state(process: Path) -> str:
+    """Of a process or thread: a signal is only on its way when ``os.kill`` returns."""
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]

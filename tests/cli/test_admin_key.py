@@ -163,6 +163,6 @@ def test_a_key_that_cannot_be_kept_costs_the_commands_alone(config, tmp_path, mo
         answer = httpx.get(f"{gateway.url}/admin/instances", headers=headers, timeout=PATIENCE_S)
         assert answer.status_code == 401
         assert gateway.stop() == 0
-    (line,) = (line for line in gateway.lines if "cannot be kept" in line)
+    (line,) = (line for line in gateway.lines if "cannot be stored" in line)
     assert "server.admin_key_env" in line
     assert "Traceback" not in "".join(gateway.lines)

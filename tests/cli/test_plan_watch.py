@@ -141,7 +141,7 @@ def test_a_gateway_tells_whose_ranks_they_are(monkeypatch):
 
 def test_without_a_request_there_is_nothing_to_propose(tmp_path):
     gateway = Gateway(tmp_path, running("a"))
-    with pytest.raises(HeteroGatewayError, match="no request yet"):
+    with pytest.raises(HeteroGatewayError, match="nothing to propose"):
         LoadWatch(gateway.ask, lambda name: False).look(gateway.now_s)
 
 

@@ -164,9 +164,9 @@ def test_an_emulated_context_is_cut_to_the_blocks_of_the_cache():
     [
         ({"served_model_name": "a b"}, "'a b'"),
         ({"served_model_name": "${HOME}"}, "HOME"),
-        ({"model": ""}, "no name or directory"),
-        ({"model": "--trust-remote-code"}, "no name or directory"),
-        ({"model": "a\nb"}, "no name or directory"),
+        ({"model": ""}, "neither a model.s name"),
+        ({"model": "--trust-remote-code"}, "neither a model.s name"),
+        ({"model": "a\nb"}, "neither a model.s name"),
         ({"addresses": {"box": "a b"}}, "box"),
         ({"time_scale": 0.0}, "--time-scale"),
     ],

@@ -42,6 +42,8 @@ SCALED = {
     },
 }
 PICKER = {"picker": {"enabled": True}, "replicas": 2}
+SHARED = {"scheduler": {"shared": "redis://valkey:6379"}}
+AUTOSCALED = {"gateway": SHARED, "autoscaling": {"kind": "hpa", "max": 4}}
 # What each shows is asserted below, or by ``check``.
 VALUES: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -67,6 +69,12 @@ VALUES: dict[str, dict[str, Any]] = {
     "monitored": {"serviceMonitor": {"enabled": True, "labels": {"release": "x"}}},
     "keda": SCALED,
     "hpa": SCALED | {"instanceScaling": SCALED["instanceScaling"] | {"kind": "hpa"}},
+    "more gateways by CPU": AUTOSCALED,
+    "more gateways by requests": AUTOSCALED
+    | {
+        "autoscaling": {"kind": "keda", "min": 3, "targetInFlight": 200},
+        "serviceMonitor": {"enabled": True},
+    },
     "picker": PICKER,
     "picker alone": {
         "picker": {"enabled": True, "inferencePool": {"create": False}},
@@ -288,6 +296,57 @@ def test_each_stateful_set_gets_the_number_that_the_gateway_publishes(kind: str)
 def test_instances_that_follow_nothing_are_an_error() -> None:
     with pytest.raises(Exception, match=r"gateway\.following\.types"):
         rendered({"instanceScaling": SCALED["instanceScaling"]})
+
+
+@pytest.mark.parametrize("name", ["more gateways by CPU", "more gateways by requests"])
+def test_the_gateways_number_is_left_to_the_autoscaler(name: str) -> None:
+    documents = rendered_by_name(name)
+    deployment = one(documents, "Deployment")["spec"]
+    assert "replicas" not in deployment
+    kind = "ScaledObject" if "requests" in name else "HorizontalPodAutoscaler"
+    spec = one(documents, kind)["spec"]
+    assert spec["scaleTargetRef"]["name"] == one(documents, "Deployment")["metadata"]["name"]
+    if kind == "ScaledObject":
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (3, 6)
+        (trigger,) = spec["triggers"]
+        assert trigger["metadata"]["threshold"] == "200"
+        name_of_series = trigger["metadata"]["query"].partition("(")[2].partition("{")[0]
+        reference = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
+        assert f"`{name_of_series}` | gauge" in reference
+    else:
+        assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 4)
+        # A share of what the container asks for, so that it has to ask.
+        assert spec["metrics"][0]["resource"]["target"]["averageUtilization"] == 60
+        assert container(documents)["resources"]["requests"]["cpu"]
+    assert one(rendered_by_name("nothing"), "Deployment")["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "needs"),
+    [
+        ({"gateway": {}}, r"gateway\.scheduler\.shared"),
+        ({"autoscaling": {"kind": "hpa", "min": 5, "max": 4}}, "min is above max"),
+        ({"autoscaling": {"kind": "keda"}}, r"serviceMonitor\.enabled"),
+    ],
+)
+def test_gateways_that_cannot_be_scaled_are_an_error(values: dict[str, Any], needs: str) -> None:
+    with pytest.raises(Exception, match=needs):
+        rendered(AUTOSCALED | values)
+
+
+def test_the_names_in_the_guides_commands_are_those_of_the_chart() -> None:
+    """``helm`` and ``kubectl`` as printed: releases, services and keys of secrets are there."""
+    text = GUIDE.read_text("utf-8")
+    documents = rendered_by_name("emulated")
+    assert set(re.findall(r"helm (?:upgrade )?(?:--)?install (\S+) (\S+)", text)) == {
+        ("gateway", "docker/kubernetes/chart")
+    }
+    for name, port in re.findall(r"port-forward service/(\S+) (\d+)", text):
+        assert int(port) in [p["port"] for p in one(documents, "Service", name)["spec"]["ports"]]
+    asked = re.findall(r"get secret (\S+) -o jsonpath='\{\.data\.(\S+)\}'", text)
+    assert len(asked) >= 2
+    for name, key in asked:
+        assert key in one(documents, "Secret", name)["data"]
 
 
 def test_a_monitor_may_read_metrics_that_are_for_administrators() -> None:

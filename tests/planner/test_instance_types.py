@@ -72,7 +72,7 @@ def test_measured_comes_before_derived_before_a_roofline():
 
 
 def test_the_uncertainty_of_times_grows_from_measured_to_a_roofline_of_a_card_never_checked():
-    machines = [machine(n, 1) for n in ("H100-80GB-SXM", "A800-80GB-PCIe", "L4", "MI300X")]
+    machines = [machine(n, 1) for n in ("H100-80GB-SXM", "A800-80GB-PCIe", "L4", "MI325X")]
     types, _ = found(machines, [*BUILT_IN, measured()])
     values = [types[m.accelerator, 1].time_uncertainty for m in machines]
     assert values == sorted(values)
@@ -89,6 +89,13 @@ def test_a_profile_gets_the_memory_and_the_sequences_of_these_options():
         assert kind.memory.kv_capacity_tokens == wanted.kv_capacity_tokens
         assert kind.profile.max_num_seqs == 77
         assert is_feasible(kind.memory, 4096)
+
+
+def test_engines_plan_a_step_ahead_since_they_do_so_by_default():
+    for version, ahead in (("0.13", False), ("0.14.1", True)):
+        told = EngineOptions(max_model_len=4096, vllm_version=version)
+        types, _ = found([machine("RTX4090", 1)], told=told)
+        assert types["RTX4090", 1].profile.plans_ahead is ahead
 
 
 def test_a_live_engines_capacity_counts_where_it_was_told_the_same():

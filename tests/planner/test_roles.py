@@ -1,11 +1,13 @@
 """Roles that are found by simulation: with prompts and answers that disturb each other, or not."""
 
+import functools
+
 import numpy as np
 
 from hetero_gateway.core.instances.pairs import Link, Pairs
 from hetero_gateway.core.policies.slo import Slo
 from hetero_gateway.core.types import InstanceId
-from hetero_gateway.planner.roles import advantage_order, candidates, find_roles
+from hetero_gateway.planner.roles import Roles, advantage_order, candidates, find_roles, run_under
 from hetero_gateway.sim.workload import Workload
 from tests.sim.builders import FAST, SLOW, instances
 
@@ -56,3 +58,22 @@ def test_roles_are_found_where_limits_are_tight_and_are_the_same_again() -> None
     assert found[0] is not None
     assert found[0] == found[1]
     assert all(isinstance(instance, str) for instance in map(InstanceId, found[0]))
+
+
+def test_a_backlog_that_grows_speaks_against_a_split() -> None:
+    slo, asked = Slo(2.0, 0.03), mix(300, 30.0)
+    reference = float(np.mean(asked.prompt_tokens)), float(np.mean(asked.output_tokens))
+    longer = Workload(
+        np.concatenate((asked.arrival_s, asked.arrival_s[-1] + asked.arrival_s)),
+        np.tile(asked.prompt_tokens, 2),
+        np.tile(asked.output_tokens, 2),
+    )
+
+    def share(roles: Roles, workload: Workload) -> float:
+        pairs = functools.partial(pairs_at, 1.25e10)
+        return run_under(roles, CLUSTER, workload, pairs, slo, reference).slo_share
+
+    found = find_roles(CLUSTER, asked, lambda: pairs_at(1.25e10), slo)
+    tempting = max(candidates(CLUSTER, *reference), key=lambda roles: share(roles, asked))
+    assert share(tempting, asked) > share(found, asked)
+    assert share(tempting, longer) < share(found, longer)

@@ -106,9 +106,9 @@ async def test_only_what_has_changed_is_written_and_a_failure_is_told_once(caplo
     await keeper.save()
     assert [row.amounts for row in store.rows.values()] == [(2, 20, 0, 10)]
     assert [record.message for record in caplog.records] == [
-        "what clients use is not kept, and a restart forgets it: keys.usage.sqlite: the disk is "
-        "full",
-        "what clients use is kept again",
+        "clients' usage cannot be saved and would be lost at a restart: keys.usage.sqlite: the "
+        "disk is full",
+        "clients' usage is saved again",
     ]
 
 

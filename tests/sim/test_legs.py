@@ -1,5 +1,7 @@
 """Requests over two simulated instances: times by hand, conservation, and nothing left behind."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -21,10 +23,17 @@ Roles = dict[InstanceId, RolePrice] | None
 ROLES: Roles = {P: RolePrice(decode_s=1e3), D: RolePrice(prefill_s=1e3)}
 
 
-def run(workload: Workload, *, roles: Roles = ROLES) -> tuple[Records, Scheduler, EngineFleet]:
+def run(
+    workload: Workload, *, roles: Roles = ROLES, servers_s: tuple[float, float] = (0.0, 0.0)
+) -> tuple[Records, Scheduler, EngineFleet]:
+    """``servers_s``: ``first_token_s`` of each."""
     scheduler, fleets = make_scheduler("finish-time"), []
+    profiles = (
+        dataclasses.replace(profile, first_token_s=server_s)
+        for profile, server_s in zip((FAST, SLOW), servers_s, strict=True)
+    )
     records = simulate(
-        instances(FAST, SLOW), workload, scheduler, ConstantPredictor(50.0),
+        instances(*profiles), workload, scheduler, ConstantPredictor(50.0),
         pairs=Pairs(TOKEN_BYTES, {(P, D): LINK, (D, P): LINK}), watch=fleets.append,
         roles=roles,
     )  # fmt: skip
@@ -47,6 +56,13 @@ def test_prefill_transfer_and_decode_take_what_each_takes() -> None:
     assert records.first_token_s[0] == pytest.approx(expected_s)
     assert records.finish_s[0] == pytest.approx(expected_s + steps_s)
     assert records.instance[0] == 1
+
+
+def test_both_servers_take_their_time_before_their_legs() -> None:
+    plain, served = (run(one(1000, 3), servers_s=s)[0] for s in ((0.0, 0.0), (0.5, 0.2)))
+    assert served.split[0] == 1
+    assert served.first_token_s[0] - plain.first_token_s[0] == pytest.approx(0.7)
+    assert served.finish_s[0] - plain.finish_s[0] == pytest.approx(0.7)
 
 
 def test_transfers_of_one_link_follow_each_other() -> None:

@@ -1,8 +1,8 @@
 """The console script ``hetero-gateway``: one file per command; each parses, calls, prints.
 
 Exit codes: 0 success, 1 a failure, 2 a usage or configuration error (one line, no traceback).
-``commands/NAME.yaml`` has a command's arguments; ``run`` of its module takes what was parsed, and
-returns the exit code.
+``commands/NAME.yaml`` declares a command's arguments; ``run`` of its module takes the parsed
+arguments and returns the exit code.
 """
 
 import argparse
@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Of a wrong command it says which one was meant, before all that there are."""
+    """Answers an unknown command with the one probably meant, before listing all of them."""
 
     def error(self, message: str) -> NoReturn:
         found = re.fullmatch(r"argument COMMAND: invalid choice: '([^']*)'.*", message, re.DOTALL)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         standard_streams.prepare()
     try:
         code = _run(argv)
-    except SystemExit:  # of --help and of usage errors
+    except SystemExit:  # raised by --help and usage errors
         if code := _write_out():
             return code
         raise
@@ -54,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    if argv is None and words and words[0] in ("serve", "picker", "--version"):
-        # They decide on requests, or say what would: before anything of the scheduler is imported.
+    if argv is None and words and words[0] in ("serve", "picker", "plan", "--version"):
+        # These commands decide on requests, simulate without numba, or report decisions: set up
+        # before the scheduler is imported.
         why_not = compiled.take()
         if why_not:
             print(f"hetero-gateway: {why_not}", file=sys.stderr)
@@ -65,12 +66,12 @@ def _run(argv: Sequence[str] | None) -> int:
     except HeteroGatewayError as error:
         return _report(error)
     except KeyboardInterrupt:
-        # Whoever is in a hurry and presses it again wants no traceback of what is cleaned up.
+        # A second Ctrl-C during the cleanup must not print a traceback.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         return 130
     except BrokenPipeError:
-        # Whoever read the output has left, as `| head` does.
+        # The reader of the output has left, as `| head` does.
         standard_streams.discard_output()
         return 141
     return code
@@ -78,7 +79,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _report(error: HeteroGatewayError) -> int:
     for line in error.lines if isinstance(error, ConfigError) else (str(error),):
-        # One line, whatever a key or a file name has in it.
+        # One line, even if a key or a file name contains newlines.
         text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
         print(f"hetero-gateway: {text}", file=sys.stderr)
     if isinstance(error, OutputError):
@@ -87,7 +88,7 @@ def _report(error: HeteroGatewayError) -> int:
 
 
 def _write_out() -> int:
-    """What is printed, to the end; returns the exit code if that is not possible, else 0."""
+    """Flush the output; returns the exit code if that fails, else 0."""
     try:
         sys.stdout.flush()
     except OutputError as error:
@@ -99,7 +100,7 @@ def _write_out() -> int:
 
 
 def _documentation() -> str | None:
-    """Where it is: at the project's address, as the package names it, or in a checkout."""
+    """Where the documentation is: the project's address from the package, or the checkout."""
     from importlib import metadata
     from pathlib import Path
 
@@ -112,7 +113,7 @@ def _documentation() -> str | None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """``run(args)`` of what it returns runs the command."""
+    """``run(args)`` of the result runs the command."""
     parser = _Parser(
         prog="hetero-gateway",
         description="A load-balancing gateway for unequal vLLM instances.",
@@ -122,10 +123,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if words[:1] != ["--version"]:
-        # Here and not above, so that a Ctrl-C while it loads is as quiet as a later one.
+        # Imported here so that a Ctrl-C during loading is as quiet as a later one.
         from hetero_gateway.cli.arguments import add_command
 
-        # Only the command that was asked for is read; --help and a wrong name list them all.
+        # Only the requested command's file is read; --help and a wrong name read them all.
         for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
             add_command(subparsers, name)
     return parser.parse_args(words)

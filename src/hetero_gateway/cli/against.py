@@ -1,4 +1,4 @@
-"""``simulate --against RECORD``: what a gateway recorded, and the same in the simulator."""
+"""``simulate --against RECORD``: a gateway's record compared with a simulation of it."""
 
 import argparse
 import json
@@ -18,11 +18,11 @@ from hetero_gateway.sim.recorded import Placements, Recording, replay
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare each record with its simulations."""
+    """Compare each record with its simulation."""
     for flag in ("rate", "load", "requests", "arrivals", "count", "report"):
         if getattr(args, flag):
             raise ConfigError(f"--against takes no --{flag}: a record has its own requests")
-    # By id: what the instances really are, where a cluster file describes them.
+    # By id: the true instances, if a cluster file describes them.
     known = () if args.config is None else load_cluster(args.config).instances
     profiles = {str(instance.instance_id): instance.profile for instance in known}
     compared = [_compare(args, path, read_recorded_run(path), profiles) for path in args.against]
@@ -39,7 +39,7 @@ def _compare(
 ) -> recorded.RecordComparison:
     answered = [line for line in record.requests if line.instance and line.out and line.end]
     if not answered:
-        raise ConfigError(f"{path}: no request of it was answered with tokens")
+        raise ConfigError(f"{path}: none of its requests was answered with tokens")
     policies: tuple[str, ...] = args.policy or (record.policy,)
     notes = _notes(record, answered)
     if len({line.model for line in answered}) > 1:
@@ -66,8 +66,8 @@ def _instances(
         profile = profiles.get(name) or instance.profile
         if profile is None:
             raise ConfigError(
-                f"{path}: the gateway had no profile for {name}; say what it is in a cluster "
-                "file, by this id: -c CLUSTER.yaml"
+                f"{path}: the gateway had no profile for {name}; describe it in a cluster file "
+                "under this id: -c CLUSTER.yaml"
             )
         found.append(
             SimulatedInstance(InstanceId(name), profile, instance.profile, instance.weight)
@@ -96,13 +96,13 @@ def _notes(record: RecordedRun, answered: Sequence[RequestLine]) -> list[str]:
 
 
 def recording_of(record: RecordedRun) -> Recording:
-    """Those of a record that were answered with tokens, instances in its order."""
+    """The requests of a record that were answered with tokens, and its instances in order."""
     answered = [line for line in record.requests if line.instance and line.out and line.end]
     return _recording(answered, list(record.instances))
 
 
 def _recording(answered: Sequence[RequestLine], ids: Sequence[str]) -> Recording:
-    """As arrays: each sequence counts as a request."""
+    """As arrays: each sequence counts as one request."""
     position = {name: i for i, name in enumerate(ids)}
     lines = [line for line in answered for _ in range(line.n)]
 

@@ -1,11 +1,11 @@
-"""The words of the commands: ``commands/NAME.yaml`` says them, argparse reads them.
+"""The arguments of the commands: declared in ``commands/NAME.yaml``, parsed by argparse.
 
 A file has the command's ``help``, ``description`` and ``epilog``, and its ``arguments``: by name,
-what ``add_argument`` takes, with ``type`` a name of ``_TYPES``. One without ``help`` is not shown;
-``sets`` is the key of the configuration that a flag wins over. Arguments under ``one of`` exclude
-each other; those under any other name with ``arguments`` of its own are a group with that title.
-``actions`` are commands of the command. ``run`` is the function that runs it, by default ``run`` of
-the module of its name.
+the arguments of ``add_argument``, with ``type`` a name of ``_TYPES``. An argument without ``help``
+is hidden; ``sets`` is the configuration key that a flag overrides. Arguments under ``one of``
+exclude each other; those under any other name with ``arguments`` of its own form a group with that
+title. ``actions`` are subcommands. ``run`` names the function that runs the command, by default
+``run`` of the module with its name.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from hetero_gateway.errors import ConfigError
 
 
 def add_command(subparsers: Any, name: str) -> None:
-    """Declare one; only ``run`` of what is parsed imports what the command needs."""
+    """Declare a command; its imports wait until ``run`` of the parsed arguments."""
     _add(subparsers, name, _read(name), f"{name}.run")
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What flags say of the configuration, by its keys; None: nothing."""
+    """What the flags set in the configuration, by key; None: nothing."""
     return {key: getattr(args, name) for name, key in args.sets.items()}
 
 
@@ -95,7 +95,7 @@ def _add_arguments(
 
 
 def _run(name: str, args: argparse.Namespace) -> int:
-    """A command's function, imported when it is called."""
+    """A command's function, imported on its first call."""
     module, _, function = name.partition(".")
     if (authorities := getattr(args, "ca_file", None)) is not None:
         if not authorities.is_file():
@@ -117,7 +117,7 @@ def _number(
             raise argparse.ArgumentTypeError(f"must be {said}")
         return value
 
-    parse.__name__ = name  # as argparse calls it
+    parse.__name__ = name  # the name argparse uses in its errors
     return parse
 
 

@@ -1,4 +1,4 @@
-"""``batch``: have a file of requests answered by a gateway, and write the answers into another."""
+"""``batch``: let a gateway answer a file of requests, and write the answers to another file."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ from hetero_gateway.plain_httpx import httpx
 
 _OVER = ("completed", "failed", "expired", "cancelled")
 _LOOK_S, _AGAIN_S, _TIMEOUT_S = 1.0, 5.0, 600.0
-# A gateway that starts again is waited for.
+# How long to wait for a gateway that restarts.
 _AWAY_S = 300.0
 _MOST_SAID = 20
 
@@ -55,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Gateway:
-    """What is asked of it. Raises HeteroGatewayError with what it says."""
+    """The batch API of the gateway. Raises HeteroGatewayError with the gateway's own message."""
 
     def __init__(self, client: httpx.Client, url: str) -> None:
         self._client = client
         self._url = url
 
     def ask(self, method: str, path: str, **more: Any) -> Any:
-        """One that reads is asked again while the gateway is away."""
+        """Reads are retried while the gateway is away."""
         until_s = time.monotonic() + _AWAY_S
         while True:
             try:
@@ -110,7 +110,7 @@ def _begun(out: Path) -> dict[str, Any] | None:
         return None
     document = read_json(path)
     if not {"batch", "digest"} <= set(document):
-        raise ConfigError(f"{path}: says of no batch; remove it to begin anew")
+        raise ConfigError(f"{path}: names no batch; remove it to start over")
     return document
 
 
@@ -124,12 +124,14 @@ def _cancel(gateway: _Gateway, out: Path) -> int:
 
 
 def _begin(gateway: _Gateway, args: argparse.Namespace, out: Path) -> str:
-    """Upload the file and begin; or find what was begun before."""
+    """Upload the file and start the batch; or find the one started earlier."""
     digest, endpoint = _look_at(args.file)
     begun = _begun(out)
     if begun is not None:
         if begun["digest"] != digest:
-            raise ConfigError(f"{_state(out)}: that batch is of another file than {args.file}")
+            raise ConfigError(
+                f"{_state(out)}: that batch was started from another file than {args.file}"
+            )
         print(f"going on with {begun['batch']}", file=sys.stderr)
         return str(begun["batch"])
     with named(args.file, "read"), args.file.open("rb") as file:
@@ -145,9 +147,9 @@ def _begin(gateway: _Gateway, args: argparse.Namespace, out: Path) -> str:
 
 
 def _look_at(path: Path) -> tuple[str, str | None]:
-    """A digest of the file, and the path of all its lines; None: they name several.
+    """A digest of the file, and the path that all its lines have; None: they have several.
 
-    Raises ConfigError: lines that are no requests, by number.
+    Raises ConfigError: lines that are not requests, by number.
     """
     digest, urls, problems = hashlib.sha256(), set[str](), list[str]()
     with named(path, "read"), path.open("rb") as file:
@@ -170,7 +172,7 @@ def _look_at(path: Path) -> tuple[str, str | None]:
 
 
 def _wait(gateway: _Gateway, batch_id: str) -> dict[str, Any]:
-    """Show how far it is, until it is over."""
+    """Show progress until the batch is over."""
     with _progress() as show:
         while True:
             batch: dict[str, Any] = gateway.ask("GET", f"/batches/{batch_id}")
@@ -182,7 +184,7 @@ def _wait(gateway: _Gateway, batch_id: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on a terminal; a line for each tenth elsewhere."""
+    """A bar on a terminal; elsewhere a line for each tenth."""
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(
@@ -218,7 +220,7 @@ def _note(batch: dict[str, Any], failed: int) -> str:
 
 
 def _end(gateway: _Gateway, batch: dict[str, Any], out: Path) -> int:
-    """Write what it was answered with."""
+    """Write the answers."""
     unwritten = out.with_name(out.name + ".part")
     files = [batch.get("output_file_id"), batch.get("error_file_id")]
     with named(out, "written"), unwritten.open("wb") as file:

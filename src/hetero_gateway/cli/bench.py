@@ -66,7 +66,7 @@ def _model(target: LoadTarget, wanted: str | None) -> str:
     """The model to ask for; also finds out early that nobody listens.
 
     Raises:
-        HeteroGatewayError: no connection, or no answer to /v1/models where a name is needed.
+        HeteroGatewayError: no connection, or no answer from /v1/models and a name is needed.
     """
     url = target.base_url + paths.MODELS
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}

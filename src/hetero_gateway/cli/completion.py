@@ -1,4 +1,4 @@
-"""``completion``: a script by which a shell completes commands and flags."""
+"""``completion``: a script for shell completion of commands and flags."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words() -> dict[str, list[str]]:
-    """By command: its flags, those of its actions too, and the actions' names."""
+    """By command: its flags, its actions and their flags."""
     root = argparse.ArgumentParser()
     subparsers = root.add_subparsers()
     for name in COMMANDS:

@@ -1,12 +1,12 @@
 """``demo``: two unequal emulated instances, the gateway in front of them, load, a comparison.
 
-The paper's second experiment (section 5.2) in small: V100 t=4 and V100 t=1 of Llama-3-8B. Every
-process is real and speaks HTTP; only the accelerators' time is computed, from profiles derived
-from public measurements, and runs ``TIME_SCALE`` times faster than theirs. Each policy gets the
-same requests at the same times, the same instances, and a gateway freshly started.
+A small version of the paper's second experiment (section 5.2): V100 t=4 and V100 t=1 of
+Llama-3-8B. Every process is real and speaks HTTP; only the accelerators' time is computed, from
+profiles derived from public measurements, and runs ``TIME_SCALE`` times faster than theirs. Each
+policy gets the same requests at the same times, the same instances, and a fresh gateway.
 
 As in the paper's and vLLM's own benchmarks, a request's ``max_tokens`` is its true output length:
-the gateway, which caps its prediction by it, knows more than it would of real clients.
+the gateway, which caps its prediction at it, knows more than it would with real clients.
 """
 
 import argparse
@@ -53,15 +53,15 @@ INSTANCES = {
 # Times faster than the hardware. Measured at 5, 11 000 streamed tokens a second: the gateway used
 # 15 % of a core, the load generator and each emulator 8 %, and no emulated clock fell behind.
 TIME_SCALE = 6.0
-# Requests per second of hardware time: half of it is more than the t=1 instance carries (about 4.5
-# of these requests per second), all of it is less than both do (about 16).
+# Requests per second of hardware time: half of it is more than the t=1 instance can serve (about
+# 4.5 of these requests per second), all of it less than both together can (about 16).
 RATE_PER_S = 12.0
 # Chat with some context: prompts of about 960 tokens on average, outputs about 190. Between
 # ShareGPT with its history (2 355 and 437) and Azure's conversations (1 237 and 221), and shorter,
-# so that the longest answer does not outlast the run.
+# so that the longest answer ends within the run.
 _MIX = LogNormalLengths(LogNormal(768, 0.8, 3072), LogNormal(160, 0.7, 512))
 # A policy's run lasts about as long as its arrivals and the longest answer, 1.2 times the arrivals
-# at the default length; round robin's lasts twice. With starting, that makes five times this share.
+# at the default length; round robin's lasts twice. With startup, that makes five times this share.
 _ARRIVAL_SHARE = 0.2
 _DEFAULT_PORT = 8000
 _REQUEST_TIMEOUT_S = 300.0
@@ -71,13 +71,13 @@ _TOLERATED_LAG_S = 1.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; whatever ends it, no process stays behind."""
+    """Run the demo; however it ends, no process stays behind."""
     code: int = uvloop.run(_until_signal(args))
     return code
 
 
 async def _until_signal(args: argparse.Namespace) -> int:
-    """The demo, cancelled by SIGINT, SIGTERM and SIGHUP; the exit code is the shell's 128 + N."""
+    """Run the demo until SIGINT, SIGTERM or SIGHUP cancels it; then the exit code is 128 + N."""
     loop = asyncio.get_running_loop()
     demo = loop.create_task(_demo(args))
     received: list[signal.Signals] = []
@@ -111,7 +111,7 @@ async def _demo(args: argparse.Namespace) -> int:
         else:
             _print_table(results, document)
         if args.keep:
-            # Ctrl-C is how this is meant to end, so it is no failure.
+            # Ctrl-C is the normal way to end this, so it is not a failure.
             with contextlib.suppress(asyncio.CancelledError):
                 await demo.serve(as_json=args.json)
     return 1 if any(r.summary.errors == r.summary.requests for r in results) else 0
@@ -146,8 +146,8 @@ class _Demo:
         await self._cluster.start_instances()
 
     async def run_policy(self, policy: str, progress: Progress) -> PolicyResult:
-        """A fresh gateway with this policy, the whole load through it, and what came out."""
-        if policy == POLICIES[-1]:  # which --keep leaves serving
+        """Run the whole load through a fresh gateway with this policy; returns the results."""
+        if policy == POLICIES[-1]:  # --keep leaves this one serving
             self._cluster.gateway_config = {"batches": {"directory": "batches"}}
         await self._cluster.start_gateway(policy)
         lost_before_s = await self._cluster.lost_s()
@@ -163,7 +163,7 @@ class _Demo:
         return PolicyResult(policy, summary.scaled(TIME_SCALE))
 
     def document(self, results: list[PolicyResult]) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """The document of ``--json``."""
         return {
             "time_scale": TIME_SCALE,
             "rate": RATE_PER_S,
@@ -184,7 +184,7 @@ class _Demo:
         }
 
     def _caution(self) -> str | None:
-        """What is said when the figures show the machine rather than the policies."""
+        """A warning for figures that show the machine rather than the policies."""
         lost_s, late_s = self._lost_s * TIME_SCALE, self._late_s * TIME_SCALE
         if max(lost_s, late_s) < _TOLERATED_LAG_S:
             return None
@@ -239,10 +239,10 @@ def _print_table(results: list[PolicyResult], document: dict[str, Any]) -> None:
 
 
 def _port(wanted: int | None, console: Console) -> int:
-    """The port to serve on; a free one in place of the default where that is taken.
+    """The port to serve on; a free one if the default is taken.
 
     Raises:
-        ConfigError: the port that was asked for cannot be used.
+        ConfigError: the requested port cannot be used.
     """
     try:
         port = _bindable(_DEFAULT_PORT if wanted is None else wanted)

@@ -1,8 +1,9 @@
-"""``doctor``: what is right and wrong about a set-up, in one table.
+"""``doctor``: what is right and wrong with a setup, in one table.
 
-Of this machine: versions and descriptors. Of a file: whether it is good, and whether each of its
-instances answers, takes its key, and has a certificate that lasts. Of a gateway that runs: the
-same, and what it sees. Nothing is changed, and no request goes to an engine.
+For this machine: versions and descriptors. For a configuration file: whether it is valid, and
+whether each of its instances answers, accepts its key, and has a certificate that is not about to
+expire. For a running gateway: the same, and what it sees. Nothing is changed, and no request
+reaches an engine.
 """
 
 import argparse
@@ -19,11 +20,12 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hetero_gateway import __version__, compiled
-from hetero_gateway.cli.reports.report import print_table
+from hetero_gateway.cli.reports.report import print_table, shared_in_words
 from hetero_gateway.engines.vllm import paths, read_models
 from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.files.gateway_config import load_gateway_config
 from hetero_gateway.files.instance_config import InstanceConfig
+from hetero_gateway.files.scheduler_config import SchedulerConfig
 from hetero_gateway.files.secrets import secret
 from hetero_gateway.files.setup_warnings import access_warnings
 from hetero_gateway.lab.load.admin import bearer, fetch_document, printable
@@ -33,13 +35,13 @@ from hetero_gateway.plain_httpx import httpx
 _TIMEOUT_S = 5.0
 _FEW_DESCRIPTORS = 4096
 _SOON_S = 14 * 86400.0
-# Keys and certificates of machines that disagree by more are refused for no visible reason.
+# With a larger difference between clocks, keys and certificates are refused for no visible reason.
 _MOST_CLOCK_S = 30.0
 OK, WARNING, BAD = "ok", "warning", "BAD"
 
 
 class Finding(NamedTuple):
-    """A row: what was looked at, how it is, and more of it."""
+    """One row: what was checked, its state, and details."""
 
     what: str
     state: str
@@ -78,8 +80,31 @@ def _file(path: Path) -> Iterator[Finding]:
     yield Finding("file", OK, f"{path}: policy {config.scheduler.policy}")
     for warning in access_warnings(config.server, named=config.clients.wanted):
         yield Finding("keys", WARNING, str(warning))
+    if config.scheduler.shared is not None:
+        yield _store(config.scheduler, path.parent)
     for each in config.instances:
         yield from _instance(each, path.parent)
+
+
+def _store(config: SchedulerConfig, base_dir: Path) -> Finding:
+    """Whether the Redis of ``scheduler.shared`` answers this machine, within the time allowed."""
+    import asyncio  # a doctor without a shared store needs neither
+
+    from hetero_gateway.scaleout.sharing.node import RedisNode, StoreError, check
+
+    async def ask() -> None:
+        node = RedisNode(config, base_dir)
+        try:
+            for reply in await node.in_time(lambda connection: connection.ask([(b"PING",)])):
+                check(reply)
+        finally:
+            node.drop()
+
+    try:
+        asyncio.run(ask())
+    except (ConfigError, StoreError) as error:
+        return Finding("shared", BAD, str(error))
+    return Finding("shared", OK, f"{config.shared}: answers")
 
 
 def _instance(config: InstanceConfig, base_dir: Path) -> Iterator[Finding]:
@@ -98,7 +123,7 @@ def _answers(
 ) -> Iterator[Finding]:
     """Whether it answers, lists models, and agrees on the time."""
     try:
-        # Not by a proxy of the environment: the gateway goes by none.
+        # Proxies of the environment are ignored, as the gateway ignores them.
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, verify=verify) as client:
             with client.stream("GET", url + paths.MODELS, headers=bearer(key) if key else {}) as it:
                 body = it.read()
@@ -166,6 +191,9 @@ def _gateway(args: argparse.Namespace) -> Iterator[Finding]:
             yield Finding(f"instance {each['id']}", BAD, f"the gateway: {each['down_reason']}")
         elif each.get("scrape_problem"):
             yield Finding(f"instance {each['id']}", WARNING, str(each["scrape_problem"]))
+    if isinstance(sharing := document.get("sharing"), dict):
+        state = OK if sharing["mode"] == "shared" and sharing["other_replicas"] else WARNING
+        yield Finding("sharing", state, shared_in_words(sharing))
     warnings = document["warnings"]
     assert isinstance(warnings, list)
     yield from (Finding("set-up", WARNING, str(text)) for text in warnings)

@@ -1,4 +1,4 @@
-"""``drain``: take an instance of a running gateway out, or back in."""
+"""``drain``: take an instance out of a running gateway, or put it back."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     while left and time.monotonic() < until_s:
         time.sleep(_LOOK_EVERY_S)
         rows = fetch_document(args.url, args.admin_key_env, "/admin/instances", {})["instances"]
-        # One that its source has taken out is gone once it has nothing left.
+        # An instance that its source has removed disappears once it has no requests left.
         left = sum(
             row["in_flight"] for row in rows if args.instance in (row["id"], row.get("instance"))
         )

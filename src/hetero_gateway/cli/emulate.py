@@ -1,4 +1,4 @@
-"""``hetero-gateway emulate``: an emulated vLLM server, its time by p1..p9 of a profile."""
+"""``hetero-gateway emulate``: an emulated vLLM server, timed by p1..p9 of a profile."""
 
 import argparse
 import sys
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> EmulatorSettings:
-    """What the command's words ask for."""
+    """The settings that the command's arguments ask for."""
     return EmulatorSettings(
         profile=load_profile(args.profile),
         models=tuple(args.model or ()),

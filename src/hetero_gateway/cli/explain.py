@@ -7,7 +7,7 @@ from typing import Any
 from hetero_gateway.cli.reports.report import figure, percent, print_table
 from hetero_gateway.lab.load.admin import fetch_document, printable
 
-# finish-time's; without any profile its cost has no unit.
+# For finish-time; without any profile its cost has no unit.
 _ESTIMATES = (
     ("TTFT", "ttft_s", " s"),
     ("LATENCY", "latency_s", " s"),
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_candidates(candidates: list[dict[str, Any]], chosen: str | None, best: str) -> None:
-    """A decision's instances with their figures; ``best``: what the chosen one is called."""
+    """A decision's instances with their figures; ``best`` is the title of the chosen one."""
     if not candidates:
         return
     estimated = any("cost_s" in candidate for candidate in candidates)

@@ -1,4 +1,4 @@
-"""``init``: the files to begin with, filled in from what servers say of themselves."""
+"""``init``: starter files, filled in with what servers report."""
 
 import argparse
 import asyncio
@@ -53,7 +53,7 @@ async def _ask(targets: Sequence[LoadTarget]) -> list[ProbedServer]:
 
 
 async def _ask_one(target: LoadTarget) -> ProbedServer:
-    """What a server says; a server that says nothing is written down all the same."""
+    """What a server reports; one that does not answer is included all the same."""
     client = EngineClient(target)
     try:
         look = await look_at(client)

@@ -1,4 +1,4 @@
-"""``key``: make, list and hash clients' keys; print a gateway's own; write Envoy's hashes."""
+"""``key``: create, list and hash clients' keys; print a gateway's own; write hashes for Envoy."""
 
 import argparse
 import json
@@ -76,7 +76,7 @@ def _wanted(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _date_of(text: str | None) -> str | None:
-    """``90d`` is a date, too."""
+    """Also accepts durations such as ``90d``."""
     if text is not None and text.endswith("d") and text[:-1].isdigit():
         return (date.today() + timedelta(days=int(text[:-1]))).isoformat()
     return text
@@ -100,8 +100,8 @@ def run_list(args: argparse.Namespace) -> int:
 def run_admin(args: argparse.Namespace) -> int:
     if (found := find(args.url)) is None:
         raise ConfigError(
-            f"{args.url}: no gateway that you run on this machine has made a key for this address; "
-            "URL is as `serve` prints it"
+            f"{args.url}: no gateway of yours on this machine has made a key for this address; "
+            "give the URL as `serve` prints it"
         )
     print(dashboard_address(found.url, found.key) if args.link else found.key)
     return 0
@@ -120,7 +120,7 @@ def run_envoy(args: argparse.Namespace) -> int:
 
 
 def _place(args: argparse.Namespace) -> tuple[ClientsConfig, Path]:
-    """What the configuration says of clients, and where their keys are. Raises ConfigError."""
+    """The configuration's section on clients, and the file of their keys. Raises ConfigError."""
     if args.config is None:
         return ClientsConfig(), args.keys_file or _DEFAULT_FILE
     section = read_yaml(args.config).get("clients") or {}

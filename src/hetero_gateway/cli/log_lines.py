@@ -16,14 +16,14 @@ def start_logging(level: str, *, as_json: bool = False) -> None:
 
 
 def _rename(record: logging.LogRecord) -> bool:
-    """uvicorn logs what it does under a name that reads as if it had failed."""
+    """Rename uvicorn's logger: its name, uvicorn.error, looks like a failure."""
     if record.name == "uvicorn.error":
         record.name = "uvicorn"
     return True
 
 
 class TextLines(logging.Formatter):
-    """Each record as a line for people, with the access log's form of times."""
+    """Each record as a readable line, with the access log's time format."""
 
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"

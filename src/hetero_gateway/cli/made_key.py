@@ -1,4 +1,4 @@
-"""The key of /admin that a gateway made at its start: who is told of it, and for how long."""
+"""The /admin key that a gateway created at its start: who can read it, and for how long."""
 
 import logging
 from typing import TextIO
@@ -9,10 +9,10 @@ _log = logging.getLogger(__name__)
 
 
 class MadeKey:
-    """Commands of this user find the key from the announcement until ``close``.
+    """Other commands of this user find the key from the announcement until ``close``.
 
     Args:
-        key: None: the gateway made none.
+        key: None: the gateway created none.
     """
 
     def __init__(self, key: str | None) -> None:
@@ -20,16 +20,16 @@ class MadeKey:
         self._is_kept = False
 
     def close(self) -> None:
-        """The gateway has ended; of one that took over and failed, the one before has the key."""
+        """The gateway has ended; if a takeover failed, the earlier gateway still has the key."""
         if self._key is not None and self._is_kept:
             forget(self._key)
 
     def leave(self) -> None:
-        """The gateway after this one has the same key."""
+        """The next gateway has the same key."""
         self._is_kept = False
 
     def dashboard(self, url: str, stream: TextIO) -> str:
-        """The dashboard of a gateway that serves at ``url`` now, as ``stream`` is told of it."""
+        """The dashboard of a gateway that now serves at ``url``, as printed on ``stream``."""
         if self._key is None:
             return f"{url}/dashboard"
         try:
@@ -37,21 +37,21 @@ class MadeKey:
             self._is_kept = True
         except OSError as error:
             _log.warning(
-                "commands on this machine do not find the admin key, which cannot be kept (%s): "
+                "the admin key cannot be stored (%s), and commands here will not find it: "
                 "set server.admin_key_env", error,
             )  # fmt: skip
         return dashboard_link(url, self._key, stream)
 
 
 def dashboard_address(url: str, key: str) -> str:
-    """With the key behind "#": a browser sends that part of an address to nobody."""
+    """With the key after "#": browsers do not send that part of an address."""
     return f"{url.rstrip('/')}/dashboard#key={key}"
 
 
 def dashboard_link(url: str, key: str, stream: TextIO) -> str:
-    """What ``stream`` is told of the dashboard: on a terminal, the address that opens it.
+    """The dashboard's address for ``stream``: with the key only on a terminal.
 
-    What is no terminal may be a log, which others read.
+    Anything else may be a log that others read.
     """
     if stream.isatty():
         return dashboard_address(url, key)

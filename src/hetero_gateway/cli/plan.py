@@ -1,4 +1,4 @@
-"""``plan``: which instances to make of which machines."""
+"""``plan``: which instances to run on which machines."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ from hetero_gateway.planner.split_plan import with_verdict
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print, write; 0, or an error that says what to do."""
+    """Plan, print, write; returns 0 or raises an error that says what to do."""
     if args.config is None:
         raise ConfigError("plan: name the cluster with -c CLUSTER.yaml, or ask: plan support MODEL")
     if args.watch is not None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def _search_all(
     requests: Sequence[PlanRequest],
 ) -> tuple[PlanRequest, Plan, list[dict[str, Any]]]:
-    """The checkpoint to serve, its plan, and what is said of all; nothing is said of a single one.
+    """The checkpoint to serve, its plan, and a summary of all; no summary of a single one.
 
     Raises:
         HeteroGatewayError: no checkpoint has a plan.
@@ -90,7 +90,7 @@ def _search_all(
 
 
 def _search(request: PlanRequest) -> Plan:
-    """With progress on standard error; errors name the file."""
+    """Search with progress on standard error; errors name the file."""
     console = Console(stderr=True, highlight=False, markup=False)
     with named_place(request.source):
         if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""``plan --from-gateway URL``: from the flags, a file and what a gateway has seen to the question.
+"""``plan --from-gateway URL``: builds the planner's input from flags, a file and a gateway's data.
 
 ``profiler.seen`` asks the gateway, ``planner.present`` plans, and
 ``reports.plan_comparison`` prints.
@@ -29,15 +29,15 @@ from hetero_gateway.planner.present import (
 )
 from hetero_gateway.sim.alone import Mix
 
-# Fewer requests say little of lengths and rates.
+# With fewer requests, lengths and rates are uncertain.
 _FEW_REQUESTS = 100
-# What stands for a trace's path in messages.
+# Replaces a trace's path in messages.
 _TRACE = Path("requests that the gateway has seen")
 
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """What the gateway has seen, and the question to plan with."""
+    """What the gateway has seen, and the planning request."""
 
     seen: SeenGateway
     request: PlanRequest
@@ -45,14 +45,15 @@ class Replan:
 
 
 def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
-    """Ask the gateway, and put together what to plan with.
+    """Ask the gateway, and collect what to plan with.
 
     Raises:
-        ConfigError: the URL, the key or the file is wrong, or nothing that runs is in the file.
+        ConfigError: the URL, the key or the file is wrong, or no running instance is in the
+            file.
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
     seen = ask(args.from_gateway, args.admin_key_env)
-    # By the file's distributions: enough to know model and machines.
+    # With the file's distributions: enough to know model and machines.
     first = _asked(args, overrides, seen)([], rows=None, trace=None)
     model = first.model
     present = place(seen.running, first.question.machines, model, accelerator)
@@ -81,9 +82,9 @@ def prepare(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Replan:
 def _asked(
     args: argparse.Namespace, overrides: Mapping[str, Any], seen: SeenGateway
 ) -> Callable[..., PlanRequest]:
-    """Makes the request of further profiles, which come first, and the file's.
+    """Builds the planning request from further profiles, which take precedence, and the file.
 
-    The file has flags over what the gateway saw, and that over what it says itself.
+    Flags override what the gateway saw, which overrides the file's own values.
     """
     wanted = dict(overrides)
     for key, value in (("policy", seen.policy), ("workload.rate_per_s", seen.rate_per_s)):

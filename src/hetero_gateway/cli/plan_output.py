@@ -1,4 +1,4 @@
-"""``plan -o DIR``: from a plan and its flags to the files of a deployment."""
+"""``plan -o DIR``: turns a plan and its flags into the files of a deployment."""
 
 import argparse
 import math
@@ -34,7 +34,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 def write(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
 ) -> None:
-    """Write the best candidate and say so on standard error."""
+    """Write the best candidate and report it on standard error."""
     if args.output is None:
         return
     options = deployment_options(args, plan, request, document)
@@ -45,7 +45,7 @@ def write(
 def deployment_options(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, document: Mapping[str, Any]
 ) -> DeploymentOptions:
-    """What the files need to know beside the plan; engines as they were simulated."""
+    """What the files need besides the plan; engines as simulated."""
     goals, quantization = request.question.goals, request.model.quantization
     card = MODEL_CARDS.get(request.model.name)
     published = card is not None and card.quantization == quantization
@@ -55,7 +55,7 @@ def deployment_options(
     elif "/" in request.model_name:
         model = request.model_name
     elif quantization is not None and quantization.method not in ON_LOADING and not published:
-        model = None  # some publisher's; the card is of the wide one
+        model = None  # the card describes the unquantised checkpoint
     return DeploymentOptions(
         model=model,
         served_model_name=request.served_name or request.model_name,
@@ -79,14 +79,14 @@ def deployment_options(
         slo={} if goals.slo is None else {k: finite(v) for k, v in goals.slo._asdict().items()},
         priors=(plan.mean_prompt_tokens, plan.mean_output_tokens),
         workload=sample_requests(plan, request.question),
-        # How long the search took changes from run to run; the files do not.
+        # The search time changes from run to run; the files must not.
         document={key: value for key, value in document.items() if key != "took_s"},
         command=_command(args),
     )
 
 
 def _limit(p99_s: float | None, slo_s: float | None) -> float | None:
-    """What instances that follow the load are to keep: the goal, or each request's limit."""
+    """The latency limit for instances that follow the load: the goal, or each request's limit."""
     if p99_s is None and slo_s is not None and math.isfinite(slo_s):
         return slo_s
     return p99_s

@@ -1,4 +1,4 @@
-"""``plan support MODEL``: what is known of a model, and where it fits."""
+"""``plan support MODEL``: what is known about a model, and where it fits."""
 
 import argparse
 import dataclasses
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         if asked.config is None:
             raise
-        # Not modelled, or not a model at all: what the file does say.
+        # Not modelled, or not a model at all: report what the file does say.
         path = asked.config / "config.json" if asked.config.is_dir() else asked.config
         config = read_json(path)
         if not config.get("model_type"):
@@ -72,7 +72,7 @@ def _options(args: argparse.Namespace, file: PlanConfig | None) -> EngineOptions
 def _with_context(
     options: EngineOptions, args: argparse.Namespace, file: PlanConfig | None, most: int
 ) -> EngineOptions:
-    """The context that is asked for, the file's, or that of ``plan``'s own mix of requests."""
+    """The requested context, the file's, or that of ``plan``'s own mix of requests."""
     asked = args.max_model_len or (file.max_model_len if file is not None else None)
     if asked is not None and most and asked > most:
         raise ConfigError(f"--max-model-len: {asked} is more than the {most} it is made for")

@@ -1,8 +1,8 @@
 """``plan --watch GATEWAY``: instances to add, wake, put to sleep or drain as the load changes.
 
-What the gateway's section ``following`` publishes, for those without an autoscaler and without that
-section: ``profiler.seen`` asks /admin, ``planner.following`` answers, and each change of the answer
-is a line. The gateway is only asked; nothing in it changes.
+The same as the gateway's section ``following`` publishes, for setups without an autoscaler and
+without that section: ``profiler.seen`` asks /admin, ``planner.following`` answers, and each change
+of the answer is one line. The gateway is only read; nothing in it changes.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _STEP_S = 15.0
 
 
 def run(args: argparse.Namespace, overrides: Mapping[str, Any], looks: int | None = None) -> int:
-    """Look and print until Ctrl-C, or so many times. ConfigError: a flag or the file is wrong."""
+    """Look and print until Ctrl-C, or a number of times. ConfigError: a flag or file is wrong."""
     if args.from_gateway is not None or args.output is not None or args.report is not None:
         raise ConfigError("--watch: not together with --from-gateway, -o or --report")
     args.from_gateway = args.watch
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, overrides: Mapping[str, Any], looks: int | Non
         try:
             return "is_sleeping" in fetch_document(args.watch, args.admin_key_env, path, {})
         except HeteroGatewayError:
-            return False  # vLLM answers there in development mode only
+            return False  # vLLM has this path only in development mode
 
     watch = LoadWatch(lambda: plan_again.prepare(args, overrides), sleeps)
     shown: list[str] | None = None
@@ -103,11 +103,11 @@ def _type(key: Key) -> dict[str, Any]:
 
 
 class LoadWatch:
-    """What is remembered from one look to the next.
+    """The state kept between looks.
 
     Args:
-        ask: what the gateway has seen now, and the file.
-        sleeps: whether an instance's engine, by its id, can be put to sleep.
+        ask: returns what the gateway has seen now, and the file.
+        sleeps: whether the engine of an instance, by id, can be put to sleep.
     """
 
     def __init__(self, ask: Callable[[], Replan], sleeps: Callable[[str], bool]) -> None:
@@ -117,10 +117,10 @@ class LoadWatch:
         self._rates: HeldRates | None = None
 
     def look(self, now_s: float) -> tuple[list[FleetChange], Proposal]:
-        """What to change, and what is desired.
+        """What to change, and the desired numbers.
 
         Raises:
-            HeteroGatewayError: the gateway does not answer, or has nothing to reckon with.
+            HeteroGatewayError: the gateway does not answer, or has too little data.
         """
         again = self._ask()
         seats, ranks = _seats(again, self._sleeps)
@@ -132,7 +132,9 @@ class LoadWatch:
             self._follower = follower
         requests = [(row.input_tokens, row.output_tokens) for row in again.seen.rows[-_LENGTHS:]]
         if not requests:
-            raise HeteroGatewayError("the gateway has seen no request yet: no proposal")
+            raise HeteroGatewayError(
+                "the gateway has seen no requests yet, so there is nothing to propose"
+            )
         q = again.request.question
         counts = Counter(seat.key for seat in seats if seat.standing == "ready")
         question = RateQuestion(
@@ -188,7 +190,7 @@ def _seats(again: Replan, sleeps: Callable[[str], bool]) -> tuple[list[Seat], di
 def _types(again: Replan, seats: list[Seat], ranks: Mapping[Key, int]) -> tuple[ScaledType, ...]:
     """Those that run, and of each accelerator that nothing runs on the smallest that fits.
 
-    What is free of an accelerator may become instances of its smallest type.
+    Free capacity of an accelerator may become instances of its smallest type.
     """
     question = again.request.question
     there = Counter(seat.key for seat in seats)
@@ -215,7 +217,7 @@ def _types(again: Replan, seats: list[Seat], ranks: Mapping[Key, int]) -> tuple[
 
 
 def _sample(again: Replan, ready: Mapping[Key, int], now_s: float) -> LoadSample:
-    """What came, by the requests that ended and those under way, which came last."""
+    """What arrived, by requests that ended and those in progress, which arrived last."""
     seen = again.seen
     came = sorted(min(at_s, now_s) for at_s in seen.arrived_unix_s)
     models = {m for placed in again.present.placed for m in placed.instance.models}

@@ -1,4 +1,4 @@
-"""``predictor fit``: train an output-length model on a trace, or on what a gateway has served."""
+"""``predictor fit``: train an output-length model on a trace, or on a gateway's past requests."""
 
 import argparse
 import dataclasses
@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
-    """The requests in order of arrival, and what to call where they are from."""
+    """The requests in order of arrival, and a name for their source."""
     if args.requests is not None:
         rows, source = read_trace(args.requests), args.requests.name
     else:
-        source = "gateway"  # an address says where things are, and the file may go elsewhere
+        source = "gateway"  # no address: the file may be shared
         text = fetch_csv(args.from_gateway, args.admin_key_env, "/admin/requests")
         rows = parse_trace(text, f"{args.from_gateway}/admin/requests")
     if all(row.arrival_s is not None for row in rows):
@@ -67,7 +67,7 @@ def _rows(args: argparse.Namespace) -> tuple[list[TraceRequest], str]:
 
 
 def length_samples(rows: Sequence[TraceRequest]) -> LengthSamples:
-    """Trace rows as the core wants them."""
+    """Trace rows as the core's type."""
     limits = [np.inf if row.max_tokens is None else row.max_tokens for row in rows]
     return LengthSamples(
         np.array([row.input_tokens for row in rows], float),
@@ -80,7 +80,7 @@ def length_samples(rows: Sequence[TraceRequest]) -> LengthSamples:
 def predict_held_out(
     model: LengthModel, seen: LengthSamples, held_out: LengthSamples
 ) -> dict[str, Any]:
-    """What each predictor says of later requests, after it has learnt from the earlier ones.
+    """Each predictor's predictions for later requests, after learning from the earlier ones.
 
     Returns:
         Predicted tokens, one array per predictor; each learns as it goes, as in the gateway.
@@ -104,7 +104,7 @@ def _report(
     *,
     trained: int,
 ) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """The document of ``--json``."""
     total = {
         name: dataclasses.asdict(error_of(predicted, held_out))
         for name, predicted in predictions.items()

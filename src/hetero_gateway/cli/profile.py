@@ -35,11 +35,11 @@ _NO_GPU = "unknown"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 when the engine ended it."""
+    """Measure or fit; 0 when complete, 130 after Ctrl-C, 1 if the engine stopped it."""
     if args.url == "list":
         return _list(as_json=args.json)
     if args.output is None:
-        raise ConfigError("profile: -o FILE.yaml: say where the profile is to be written")
+        raise ConfigError("profile: -o FILE.yaml: name the file to write the profile to")
     if args.pairs:
         return profile_pairs.run(args)
     sources = {"url": _live, "samples": _recorded, "from_gateway": _observed}
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             "profile: give one of a URL to measure, --from FILE, and --from-gateway URL"
         )
     if args.report is not None and chosen[0] is _observed:
-        raise ConfigError("--report: there is none of a gateway's traffic")
+        raise ConfigError("--report: not available for a gateway's traffic")
     page.check_can_write(args.report)
     return chosen[0](args)
 

@@ -18,18 +18,18 @@ _ONLY_ALONE = ("samples", "from_gateway", "resume", "plot", "report")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: some pair can hand over; 1: none can."""
+    """0: at least one pair can hand over; 1: none can."""
     if args.url is None:
-        raise ConfigError("profile --pairs: give the first URL in front: URL --pairs URL")
+        raise ConfigError("profile --pairs: put the first URL before the flag: URL --pairs URL")
     for name in _ONLY_ALONE:
         if getattr(args, name):
             raise ConfigError(f"profile --pairs: --{name.replace('_', '-')} is not for pairs")
     if args.output.suffix not in (".yaml", ".yml") or not args.output.parent.is_dir():
-        raise ConfigError(f"-o {args.output}: a file in a folder that is there, ending in .yaml")
+        raise ConfigError(f"-o {args.output}: must be a .yaml file in an existing folder")
     key = secret(args.api_key_env, "--api-key-env")
     targets = [parse_target(url, key) for url in dict.fromkeys((args.url, *args.pairs))]
     if len(targets) < 2:
-        raise ConfigError("--pairs: name another instance than the first one")
+        raise ConfigError("--pairs: name an instance other than the first")
 
     async def measured() -> list[MeasuredPair]:
         return await measure_pairs(

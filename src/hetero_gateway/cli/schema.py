@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gateway_schema() -> dict[str, Any]:
-    """With what the source says of each key."""
+    """The schema, with the source's description of each key."""
     schema = GatewayConfig.model_json_schema()
     classes = {each.__name__: each for each in _models(StrictModel)}
     parts = schema.get("$defs", {}) | {GatewayConfig.__name__: schema}
@@ -38,7 +38,7 @@ def _models(base: type[StrictModel]) -> Iterator[type[StrictModel]]:
 
 
 def _descriptions(model: type[StrictModel]) -> dict[str, str]:
-    """The texts below fields, as the source has them, by the names that the file uses."""
+    """The texts below fields in the source, by the names used in the file."""
     found: dict[str, str] = {}
     for each in reversed(model.__mro__):
         if not issubclass(each, StrictModel):

@@ -37,16 +37,16 @@ from hetero_gateway.serve.handover.systemd import given_sockets, tell_ready
 from hetero_gateway.serve.heartbeat import Heartbeat
 
 _STDOUT = 1
-# What was meant for this process alone.
+# Environment variables meant for this process alone.
 _OWN = (SECRET_ENV, "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 _log = logging.getLogger(__name__)
-_successors: list[subprocess.Popen[bytes]] = []  # so that those that end are waited for
+_successors: list[subprocess.Popen[bytes]] = []  # kept so that ended ones are reaped
 
 
 def run(args: argparse.Namespace) -> int:
     standard_streams.tolerate_output()
-    # Nobody is to be ended by it who only starts, and will reload at it.
+    # A signal that reaches a starting process must not end it; it reloads afterwards.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     flags = settings(args)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _predecessor(wants: str, config: ServerConfig) -> Predecessor | None:
-    """The gateway that serves where this one is to serve; None: there is none."""
+    """The gateway that now serves where this one will; None: there is none."""
     if not config.port:
         raise ConfigError("--takeover: needs the port of the gateway that runs (--port)")
     try:
@@ -117,7 +117,7 @@ def _announce(config: GatewayConfig, key: MadeKey, before: Predecessor | None, u
 
 
 def _start_successor(port: int) -> None:
-    """A gateway that takes over, started as this one was; ``port``: where this one serves."""
+    """A gateway that takes over, started like this one; ``port``: where this one serves."""
     _successors[:] = [each for each in _successors if each.poll() is None]
     command = [each for each in sys.orig_argv if each != "--takeover"]
     environment = {name: value for name, value in os.environ.items() if name not in _OWN}
@@ -128,18 +128,18 @@ def _start_successor(port: int) -> None:
             env=environment,
         )
     except OSError as error:
-        _log.error("SIGUSR2: no gateway can be started: %s", error.strerror)
+        _log.error("SIGUSR2: cannot start a gateway: %s", error.strerror)
         return
     _successors.append(successor)
-    _log.info("SIGUSR2: process %d is to take over", successor.pid)
+    _log.info("SIGUSR2: process %d is taking over", successor.pid)
 
 
 @contextmanager
 def _access_log(config: GatewayConfig) -> Iterator[Callable[[list[bytes]], None] | None]:
-    """What takes the access log's lines; None: it is off."""
+    """Where the access log's lines go; None: it is off."""
     writer = None
     if config.log.access:
-        with suppress(OSError):  # it is closed: nobody reads
+        with suppress(OSError):  # closed: nobody reads
             writer = LineWriter(_STDOUT)
     try:
         yield None if writer is None else writer.write
@@ -149,7 +149,7 @@ def _access_log(config: GatewayConfig) -> Iterator[Callable[[list[bytes]], None]
 
 
 def _check_new(record: Path) -> None:
-    """Several runs in one file would be taken for one; and none is to be lost."""
+    """Several runs in one file would look like one; and no run may be lost."""
     if record.exists() and record.stat().st_size > 0:
         raise ConfigError(f"--record {record}: it exists already; name a new file")
     if not record.absolute().parent.is_dir():
@@ -161,7 +161,7 @@ def _check_new(record: Path) -> None:
         raise ConfigError(f"--record {record}: cannot be written: {reason}") from error
 
 
-# What several processes take is imported where there are several: one is spared the memory.
+# Modules for several processes are imported only when needed: a single one saves the memory.
 
 
 def _run_workers(
@@ -173,7 +173,7 @@ def _run_workers(
 ) -> int:
     from hetero_gateway.serve.processes.supervisor import Supervisor
 
-    # What cannot be put together shows here, once, rather than in each process.
+    # Errors in the setup show here once, rather than in each process.
     create_app(config, args.config)
     command = [sys.executable, "-m", "hetero_gateway", "serve", "--config", str(args.config)]
     command += ["--log-level", args.log_level]
@@ -204,7 +204,7 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     heartbeat = Heartbeat(role.heart)
 
     def ready(_: str) -> None:
-        """The supervisor says where it serves."""
+        """The supervisor prints where it serves."""
 
     if role.worker is None:
         hub, control = role.sockets()
@@ -218,7 +218,7 @@ def _run_process(args: argparse.Namespace, flags: dict[str, Any]) -> None:
         app.gateway.handover = handover
         server.run(app, app.gateway, ready, given, heartbeat)
         if role.supervisor_gone() and not handover.taken and app.gateway.made_admin_key is not None:
-            forget(app.gateway.made_admin_key)  # which the supervisor had kept
+            forget(app.gateway.made_admin_key)  # kept by the supervisor until now
     else:
         given = server.Given(role.sockets())
         worker = Worker(config, args.config, role.worker, role.hub_path, role.control_path)

@@ -41,9 +41,9 @@ from hetero_gateway.sim.result import Cell
 from hetero_gateway.sim.workload import FaultKind, TraceLengths, mean_rate_per_s
 
 _POLICIES = ("finish-time", "min-max", "capacity-weighted", "paper", "round-robin")
-# Where nothing is said about rates: a quiet hour, a busy one, and the paper's "inf".
+# The default rates: a quiet hour, a busy one, and the paper's "inf".
 _LOADS = (0.7, 0.9)
-# With half of it, filling and emptying the cluster are most of a run (docs/guide/simulate.md).
+# With half of it, filling and emptying the cluster take most of a run (docs/guide/simulate.md).
 _COUNT = 2000
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     args.policy = args.policy or _POLICIES
     if not given:
         raise ConfigError(
-            "simulate: give a cluster, -c CLUSTER.yaml, a gateway's URL, or a record, --against"
+            "simulate: give a cluster (-c CLUSTER.yaml), a gateway's URL, or a record (--against)"
         )
     page.check_can_write(args.report)
     args.source, seen = str(given[0]), list[TraceRequest]()
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _experiment(args: argparse.Namespace, cluster: Cluster, seen: list[TraceRequest]) -> Experiment:
-    """Flags over the cluster file, or over the requests that a gateway has ``seen``."""
+    """Flags override the cluster file, or the requests that a gateway has ``seen``."""
     for instance in cluster.instances if args.scheduling == "chunked" else ():
         if instance.profile.max_num_seqs > args.max_batched_tokens:
             raise ConfigError(
@@ -154,7 +154,7 @@ def _prefixes(rows: list[TraceRequest]) -> Prefixes:
 def _rates_to_run(
     args: argparse.Namespace, experiment: Experiment, bound: Bound, moments: Moments
 ) -> list[Rate]:
-    """In the order that they were given; loads, which mean finite rates, before rates."""
+    """In the given order; loads, which mean finite rates, before rates."""
     rates, loads = [Rate(r) for r in args.rate], args.load
     if not rates and not loads:
         if experiment.trace_arrival_s is not None:
@@ -171,7 +171,7 @@ def _held(
     """By policy, with progress on standard error."""
     if bound.tokens_per_s <= 0:
         raise ConfigError(f"{args.source}: no request of the mix fits any instance")
-    # This many short runs are worth what compiling takes.
+    # This many short runs are worth the time of compiling.
     run = partial(simulate, compiled=can_compile())
     found = {}
     with progress_bar(Console(stderr=True, highlight=False, markup=False)) as progress:
@@ -215,7 +215,7 @@ def _compare(
 
 
 def _asked(args: argparse.Namespace, experiment: Experiment) -> list[tuple[str, Experiment]]:
-    """Each policy with its experiment; what splits requests also without that."""
+    """Each policy with its experiment; a splitting policy also without splitting."""
     every = [(policy, experiment) for policy in args.policy]
     if experiment.splits is not None and SPLITTING_POLICY in args.policy:
         unsplit = SPLITTING_POLICY, replace(experiment, splits=None)
@@ -224,7 +224,7 @@ def _asked(args: argparse.Namespace, experiment: Experiment) -> list[tuple[str, 
 
 
 def _named(policy: str, asked: Experiment, experiment: Experiment) -> str:
-    """In tables."""
+    """The policy's name in tables."""
     return policy if asked is experiment else f"{policy} unsplit"
 
 

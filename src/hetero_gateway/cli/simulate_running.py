@@ -1,4 +1,4 @@
-"""``simulate URL``: the cluster that is there, by what a running gateway knows of it."""
+"""``simulate URL``: the running cluster, as its gateway knows it."""
 
 import argparse
 import dataclasses
@@ -14,20 +14,20 @@ from hetero_gateway.lab.profiler.seen import ask
 from hetero_gateway.planner.present import Running
 from hetero_gateway.sim.cluster import SimulatedInstance
 
-# Fewer requests say little of lengths and rates.
+# With fewer requests, lengths and rates are uncertain.
 _FEW_REQUESTS = 100
 
 
 def running_cluster(args: argparse.Namespace) -> tuple[Cluster, list[TraceRequest]]:
     """The instances of ``args.url`` that take requests, and the last requests of their model.
 
-    An instance has the profile that fits its traffic, or the one that the gateway has of it where
-    too little was seen, and the KV cache that its engine reports. What is left out, and how little
-    was seen, is said on standard error.
+    An instance gets the profile that fits its traffic, or the gateway's profile of it if too
+    little was seen, and the KV cache that its engine reports. What is left out, and how little
+    was seen, is reported on standard error.
 
     Raises:
-        ConfigError: the URL or the key is wrong; no instance takes requests, one has no profile, or
-            they serve several models and ``args.model`` names none.
+        ConfigError: the URL or the key is wrong; no instance takes requests, one has no
+            profile, or they serve several models and ``args.model`` names none.
         HeteroGatewayError: the gateway does not answer, or refuses.
     """
     seen = ask(args.url, args.admin_key_env)
@@ -52,7 +52,7 @@ def running_cluster(args: argparse.Namespace) -> tuple[Cluster, list[TraceReques
 
 
 def _of_one_model(args: argparse.Namespace, there: list[Running]) -> list[Running]:
-    """Those that serve ``args.model``, or all where they have a name in common."""
+    """Those that serve ``args.model``, or all if they share a name."""
     names = sorted({name for i in there for name in i.models})
     if args.model is not None:
         there = [i for i in there if args.model in i.models]

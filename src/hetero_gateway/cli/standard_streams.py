@@ -1,13 +1,13 @@
-"""Standard input, output and error, whatever they are: closed, a full disk, a pipe nobody reads.
+"""Standard input, output and error in any state: closed, a full disk, a pipe nobody reads.
 
     stream                      if it is closed, or cannot be written
     output of a command         one line on standard error, exit code 1 (141: its reader has left)
-    output of one that serves   is lost; it goes on
+    output of a server          is lost; it goes on
     error                       is lost; the command goes on
     input                       is empty
 
-A descriptor below 3 that is closed would be given to the next file or socket that is opened: what
-is printed would go there, and libuv refuses to close it.
+A closed descriptor below 3 would be reused by the next file or socket: output would go there, and
+libuv refuses to close it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _STDIN, _STDOUT, _STDERR = range(3)
 
 
 class _Output(io.TextIOWrapper):
-    """What a command is for: that it cannot be written is an error."""
+    """A command's output matters: a failed write is an error."""
 
     def write(self, text: str) -> int:
         with _reported():
@@ -45,10 +45,10 @@ def _reported() -> Iterator[None]:
 
 
 class _Tolerant(io.TextIOWrapper):
-    """Lines that are lost where they cannot be written."""
+    """Lines are dropped if they cannot be written."""
 
     def __init__(self, descriptor: int, like: TextIO | None) -> None:
-        # Without a buffer: what could not be written would be tried again with each line.
+        # Unbuffered: text that failed would otherwise be retried with each line.
         raw = io.FileIO(descriptor, "w", closefd=False)
         encoding = None if like is None else like.encoding
         super().__init__(raw, encoding, "backslashreplace", line_buffering=True)
@@ -64,16 +64,16 @@ class _Tolerant(io.TextIOWrapper):
 
 
 def prepare() -> None:
-    """Make them ones that can be used. To be called before anything is opened."""
+    """Make the streams usable. Call this before anything is opened."""
     for descriptor, flags in (
         (_STDIN, os.O_RDONLY),
-        (_STDOUT, os.O_RDONLY),  # so that writing fails, as it does where it is closed
+        (_STDOUT, os.O_RDONLY),  # so that writing fails, as on a closed stream
         (_STDERR, os.O_WRONLY),
     ):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, flags)  # takes the lowest number that is free
+            os.open(os.devnull, flags)  # takes the lowest free number
     if sys.stdin is None:
         sys.stdin = open(_STDIN, closefd=False)
     encoding = errors = None
@@ -85,11 +85,11 @@ def prepare() -> None:
 
 
 def tolerate_output() -> None:
-    """Of a command that serves: what it prints may be lost."""
+    """For servers: printed output may be lost."""
     if isinstance(sys.stdout, _Output):
         sys.stdout = _Tolerant(_STDOUT, sys.stdout)
 
 
 def discard_output() -> None:
-    """What is left to write is lost: the interpreter's own flush at the end must not fail."""
+    """Drop the remaining output: the interpreter's own flush at exit must not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

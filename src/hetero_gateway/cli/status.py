@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hetero_gateway.cli.reports.report import figure, percent, print_table
+from hetero_gateway.cli.reports.report import figure, percent, print_table, shared_in_words
 from hetero_gateway.lab.load.admin import fetch_document, printable
 
 
@@ -23,6 +23,8 @@ def run(args: argparse.Namespace) -> int:
         note += f"; {queue['waiting']} wait"
         if queue["waiting"]:
             note += f", the first for {figure(queue['oldest_wait_s'])} s"
+    if (sharing := document.get("sharing")) is not None:
+        note += f"; {shared_in_words(sharing)}"
     print(f"policy {document['policy']}, {len(up)} of {len(there)} instances take requests{note}")
     if instances:
         _print_instances(instances)
@@ -62,7 +64,7 @@ def _print_instances(instances: list[dict[str, Any]]) -> None:
 
 
 def _rows(instances: list[dict[str, Any]], total: int) -> Iterator[tuple[str, ...]]:
-    """One for each instance; of one whose ranks are a place each, theirs behind its own."""
+    """One row per instance; if its ranks are separate places, theirs follow."""
     for server, group in itertools.groupby(instances, _server):
         places = list(group)
         if places[0]["id"] != server:
@@ -98,12 +100,12 @@ def _rows(instances: list[dict[str, Any]], total: int) -> Iterator[tuple[str, ..
 
 
 def _server(instance: dict[str, Any]) -> str:
-    """What it is a place of; or itself."""
+    """The server that it is a place of; or itself."""
     return str(instance.get("instance") or instance["id"])
 
 
 def _drift(instance: dict[str, Any]) -> str:
-    """Decode and prefill, observed over modelled; a mark where the profile has drifted."""
+    """Decode and prefill, observed over modelled; a mark if the profile has drifted."""
     drift = instance.get("drift")
     if drift is None or (drift["decode"] is None and drift["prefill"] is None):
         return "-"
@@ -112,7 +114,7 @@ def _drift(instance: dict[str, Any]) -> str:
 
 
 def _cache(instance: dict[str, Any]) -> str:
-    """By what its prefix cache is known, and how much of that is found there."""
+    """How its prefix cache is known, and how much of it is hit."""
     source, trust = instance.get("prefix_source"), instance.get("prefix_trust")
     return "-" if source is None or trust is None else f"{source} {percent(trust)}"
 

@@ -12,12 +12,12 @@ from hetero_gateway.files.kv_transfer_config import hand_over_to, transfer_warni
 from hetero_gateway.files.setup_warnings import Seen, access_warnings, setup_warnings
 from hetero_gateway.files.yaml_file import read_yaml
 
-# The files of other commands are read by what takes longer to import than all of the rest.
+# Other commands' files are read by modules that take longer to import than all the rest.
 
 
 def run(args: argparse.Namespace) -> int:
     data = read_yaml(args.config)
-    if "machines" in data or "offers" in data:  # no other file has any
+    if "machines" in data or "offers" in data:  # only plan files have these
         return _validate_plan(args)
     if not has_gateway_keys(data):
         from hetero_gateway.files.cluster_config import is_cluster

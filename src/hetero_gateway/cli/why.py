@@ -1,4 +1,4 @@
-"""``why``: one request's story: wait, attempts, candidates, prediction, outcome."""
+"""``why``: one request's history: wait, attempts, candidates, prediction, outcome."""
 
 import argparse
 import json

@@ -1,19 +1,19 @@
-"""Counts by bucket, as Prometheus has them, with nothing of Prometheus in them."""
+"""Bucketed counts as Prometheus defines them, without depending on Prometheus."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
 
-# The count in each bin, and the sum; None: there are none.
+# The count in each bin, and the sum; None: empty.
 Taken = tuple[list[int], float] | None
 
 
 class Histogram:
-    """Counts by bucket, and the sum of what was observed.
+    """Counts by bucket, and the sum of the observed values.
 
-    ``note``: have a value counted by the next ``count_noted``, which whoever notes calls now and
-    then, and before ``counts`` and ``sum`` are read. ``zeros``: so many of 0 are noted, too.
+    ``note``: a value that the next ``count_noted`` counts; callers of ``note`` call that now and
+    then, and before they read ``counts`` and ``sum``. ``zeros``: a number of zeros noted likewise.
     """
 
     __slots__ = ("bounds", "counts", "note", "noted", "sum", "zeros")
@@ -24,7 +24,7 @@ class Histogram:
         self.sum = 0.0
         self.zeros = 0
         self.noted: list[float] = []
-        self.note = self.noted.append  # bound once: it costs no call of a Python function
+        self.note = self.noted.append  # bound once: saves a Python call per value
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Count a value, or ``weight`` equal ones at once."""
@@ -36,7 +36,7 @@ class Histogram:
         count_noted((self,))
 
     def take(self) -> Taken:
-        """All that was counted, which begins at 0 again."""
+        """Return all that was counted, and start over at 0."""
         self.count_noted()
         if not any(self.counts):
             return None
@@ -45,7 +45,7 @@ class Histogram:
         return taken
 
     def add(self, taken: Taken) -> None:
-        """What another histogram of the same bounds has seen. ValueError: of other bounds."""
+        """Add another histogram of the same bounds. ValueError: the bounds differ."""
         if taken is None:
             return
         counts, total = taken
@@ -64,7 +64,7 @@ class Histogram:
 
 
 def count_noted(histograms: Iterable[Histogram]) -> None:
-    """Count the values that were noted in some histograms."""
+    """Count the values noted in some histograms."""
     bin_of = bisect_left
     for histogram in histograms:
         bounds, counts = histogram.bounds, histogram.counts

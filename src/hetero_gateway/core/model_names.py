@@ -1,8 +1,8 @@
-"""Whether two names are of the same model, as far as names can say.
+"""Whether two names mean the same model, as far as names can tell.
 
 A served name may be anything ("chat"), a path, or a checkpoint's full name with its tuning and its
 quantisation ("meta-llama/Meta-Llama-3-8B-Instruct"); a profile names the model itself
-("Llama-3-8B"). Nothing is said of names that do not say what they are.
+("Llama-3-8B"). Names that do not identify a model are left undecided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 # "8b", "0.5B", "125m", and "8x7b" of a mixture of experts; not "4bit".
 _SIZE = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d{1,3})?)([bm])(?![a-z0-9])")
 _MILLIONS = {"b": 1000.0, "m": 1.0}
-# Sizes are rounded in names, and not always alike ("1.5b", "1.54b").
+# Sizes in names are rounded, and not always alike ("1.5b", "1.54b").
 _SAME_SIZE = 1.05
 _FAMILIES = (
     "bloom", "command", "deepseek", "falcon", "gemma", "glm", "granite", "internlm", "kimi",
@@ -23,7 +23,7 @@ _FAMILY = re.compile(rf"(?<![a-z])(?:code)?({'|'.join(_FAMILIES)})(?![a-z])")
 
 
 def same_model(name: str, other: str) -> bool | None:
-    """Whether both name one model, by family and number of parameters; None: they do not say.
+    """Whether both name one model, by family and number of parameters; None: undecided.
 
     Tuned and quantised versions are the same model, and so are minor versions: a profile of
     Llama-3-8B fits Llama-3.1-8B-Instruct. A distilled model has the families of both.
@@ -41,7 +41,8 @@ def same_model(name: str, other: str) -> bool | None:
 
 
 def _millions(name: str) -> float:
-    """The parameters that a name says, in millions; 0: none. Of several the first: all of them."""
+    """The parameters stated in a name, in millions; 0: none. Of several sizes, the first: the
+    total."""
     found = _SIZE.search(name.casefold().replace("_", "-"))
     return 0.0 if found is None else int(found[1] or 1) * float(found[2]) * _MILLIONS[found[3]]
 

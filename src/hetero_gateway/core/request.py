@@ -1,25 +1,25 @@
-"""What the scheduler needs to know of a request, and names of its text's beginnings.
+"""A request as the scheduler sees it, and the keys that name the beginnings of its text.
 
-Two texts that begin alike have their first keys in common.
+Two texts with the same beginning have their first keys in common.
 
 A text is a sequence of parts (tools, a system prompt, messages). It is cut into pieces, and a
-piece's key depends on all that is in front of it, so that one key stands for a whole beginning:
+piece's key depends on everything before it, so that one key stands for a whole beginning:
 
     h_0 = namespace,   h_i = xxh3(piece_i, seed = h_{i-1}),   key_i = h_i without its lowest 4 bits
 
-Where it is cut depends on nothing behind the cut, or a text that goes on would have other keys:
-at every part's end, since the next turn of a conversation goes on there; and within a part every
-``PIECE_BYTES``. After each ``PIECES_PER_LENGTH`` pieces the length doubles, and a part that is
-shorter than a 32nd of it shares a piece with the next one. So a text of B bytes has at most
-16·(2 + log2(B / 512)) keys whatever it is made of (64 MiB: 304), and what is lost between two cuts
-is a sixteenth of what is in front of them, or a piece.
+A cut must not depend on anything after it, or a continued text would have other keys. So cuts are
+at every part's end, since the next turn of a conversation continues there, and within a part every
+``PIECE_BYTES``. After each ``PIECES_PER_LENGTH`` pieces the length doubles, and a part shorter than
+a 32nd of it shares a piece with the next one. So a text of B bytes has at most 16·(2 + log2(B /
+512)) keys whatever it consists of (64 MiB: 304), and the loss between two cuts is a sixteenth of
+what precedes them, or a piece.
 
-A key is only ever compared. Texts that collide cost a wrong guess at what an instance has in its
-cache, no more: nothing is served from here. The namespace begins with a secret (``seed_of``), so
-that nobody can choose texts that collide, or tell a text from its keys; all the same, they are
-neither logged nor shown.
+Keys are only ever compared. Texts that collide cost a wrong guess about an instance's cache, no
+more: nothing is served from here. The namespace begins with a secret (``seed_of``), so that nobody
+can construct texts that collide, or recognise a text by its keys; even so, keys are neither logged
+nor shown.
 
-xxh3 because a megabyte takes 20 µs, where blake2b takes 1700 and Python's own ``hash`` 700
+xxh3, because a megabyte takes 20 µs, where blake2b takes 1700 and Python's own ``hash`` 700
 (benchmarks/dataplane/prefix_keys.py), and ``hash`` differs from process to process.
 """
 
@@ -46,9 +46,9 @@ _FIELDS = (
 
 
 class Request:
-    """What the scheduler needs to know of a request.
+    """A request as the scheduler sees it.
 
-    Nobody changes one: ``replace`` makes another.
+    Immutable by convention: ``replace`` makes another.
 
     Args:
         model: the name that the client asked for.
@@ -56,15 +56,15 @@ class Request:
         predicted_output_tokens: Õ_r, predicted output tokens of one sequence (0 for embeddings).
         sequences: how many sequences the engine will run: prompts × ``n``.
         streams: whether its first token will be seen when it is made.
-        client: whose it is: as whom it counts where clients have shares; "" where nobody asks.
-        priority: a higher one goes first, for queue disciplines that look at it.
-        prefix: keys of its prompt's beginnings, for what knows of prefix caches; None: not wanted.
-        only: the one instance that can take it (what it continues lives there); None: any.
-        certain_tokens: of one sequence, what it needs whatever the estimates say: it is refused for
-            no more than these; None: for all of its tokens, as where nothing is estimated.
-        session: which conversation or user it belongs to, as a hash of 64 bits; None: not known.
-        request_class: which class of a queue of classes it stands in, by name.
-        whole: one instance has to do all of it, its prompt and its answer.
+        client: whom it counts for if clients have shares; "" if they have none.
+        priority: a higher one goes first, for queue disciplines that use it.
+        prefix: keys of its prompt's beginnings, for the prefix caches; None: not wanted.
+        only: the one instance that can take it (it continues something there); None: any.
+        certain_tokens: tokens of one sequence that it needs whatever the estimates say; only these
+            can get it refused; None: all of its tokens, if nothing is estimated.
+        session: the conversation or user it belongs to, as a hash of 64 bits; None: not known.
+        request_class: its class in a queue of classes, by name.
+        whole: one instance has to do all of it, prompt and answer.
     """
 
     __slots__ = _FIELDS
@@ -100,7 +100,7 @@ class Request:
         self.whole = whole
 
     def replace(self, **changes: Any) -> Request:
-        """Another one, with these fields changed."""
+        """Make another one, with these fields changed."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         return Request(**(fields | changes))
 
@@ -114,7 +114,7 @@ class Request:
         return self.sequences * (self.prompt_tokens + round(self.predicted_output_tokens))
 
     def what_is_wrong(self) -> str:
-        """Which number is negative, not finite or absurd; "" where none is."""
+        """Which number is negative, not finite or absurd; "" if none is."""
         for name, low, high in (
             ("prompt_tokens", 0, MOST_TOKENS),
             ("predicted_output_tokens", 0, MOST_TOKENS),
@@ -122,7 +122,7 @@ class Request:
         ):
             value = getattr(self, name)
             if not low <= value <= high:
-                # A number of many digits cannot be printed, and would help nobody.
+                # A number of many digits cannot be printed, and would not help.
                 shown = value if -MOST_TOKENS <= value <= MOST_TOKENS else "out of all bounds"
                 return f"a request's {name} must be within {low} and {high}, and is {shown}"
         return ""
@@ -141,12 +141,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 NO_KEYS: Final = PrefixKeys((), (), 0)
-# Of a text that was put together; beyond it, every second key of its beginning is left out.
+# Limit for a joined text; beyond it, every second key of its beginning is dropped.
 _MOST_JOINED: Final = 512
 
 
 def joined(before: PrefixKeys, after: PrefixKeys) -> PrefixKeys:
-    """The keys of a text that goes on from another; those of ``after`` must know that it does."""
+    """The keys of a text that continues another; those of ``after`` must be made for that."""
     hashes, ends, size = before
     if len(hashes) > _MOST_JOINED:
         hashes, ends = hashes[::-2][::-1], ends[::-2][::-1]
@@ -155,12 +155,12 @@ def joined(before: PrefixKeys, after: PrefixKeys) -> PrefixKeys:
 
 
 def key_of_one(start: int, text_bytes: int) -> PrefixKeys:
-    """The keys of a text that nobody has seen: one, by what it is known as."""
+    """The single key of an unseen text, from its identifier."""
     return PrefixKeys((start >> _DROPPED_BITS,), (text_bytes,), text_bytes)
 
 
 def seed_of(secret: bytes) -> int:
-    """What the namespaces of one gateway, or of several with the same secret, begin with."""
+    """The start of all namespaces of one gateway, or of several with the same secret."""
     return int.from_bytes(hashlib.blake2b(secret, digest_size=8).digest(), "little")
 
 
@@ -170,7 +170,7 @@ def namespace(seed: int, *identity: Buffer) -> int:
     Args:
         seed: from ``seed_of``.
         identity: what makes equal texts different for an engine (model, salt, template arguments),
-            in a fixed order, with b"" for what is not there.
+            in a fixed order, with b"" for absent values.
     """
     for part in identity:
         seed = xxh3_64_intdigest(part, seed)
@@ -191,7 +191,7 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
             stop = piece_bytes - in_piece
             in_piece = 0
             while stop <= size:
-                # All pieces of one length: what can be said of them together costs once.
+                # Pieces of equal length: their common work is done once.
                 count = (size - stop) // piece_bytes + 1
                 if count > left:
                     count = left
@@ -212,7 +212,7 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
             value = digest(part, value)
             in_piece += size - begin
             at += size - begin
-        # A part ends a piece, unless there is too little since the last cut.
+        # A part ends a piece, unless too little has come since the last cut.
         if in_piece >= piece_bytes >> _LEAST_SHARE_BITS:
             in_piece = 0
             hashes.append(value >> _DROPPED_BITS)
@@ -224,12 +224,13 @@ def keys_of(parts: Iterable[Buffer], start: int) -> PrefixKeys:
     return PrefixKeys(tuple(hashes), tuple(ends), at)
 
 
-# Of a long text so much is hashed at a time: less than 0.1 ms.
+# Bytes of a long text hashed at a time: less than 0.1 ms.
 _STEP_BYTES: Final = 1 << 19
 
 
 def keys_in_steps(parts: Iterable[Buffer], start: int) -> Generator[None, None, PrefixKeys]:
-    """``keys_of`` for long ones, for who has something else to do meanwhile: piece by piece."""
+    """``keys_of`` for long texts, piece by piece, so that the caller can do other work in
+    between."""
     value, at, in_piece, hashed = start, 0, 0, 0
     hashes: list[int] = []
     ends: list[int] = []

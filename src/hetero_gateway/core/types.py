@@ -1,4 +1,4 @@
-"""The values that pass between the core and its shells. None can be changed; none does anything."""
+"""The values that pass between the core and its shells. Immutable, and without behaviour."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hetero_gateway.core.costs.profile import Profile
 
 InstanceId = NewType("InstanceId", str)
 
-# Far above what any engine holds, and so low that no product of them overflows a float: with more
-# than that, the arithmetic of everybody's placement could break.
+# Far above what any engine holds, and so low that no product of them overflows a float: beyond
+# that, the arithmetic of everyone's placements could break.
 MOST_TOKENS: Final = 2**40
 MOST_SEQUENCES: Final = 2**31
-# The class of a request that nobody has put into another one.
+# The class of a request that was not put into another one.
 DEFAULT_CLASS: Final = "interactive"
 BATCH_CLASS: Final = "batch"
-# Which leg an instance may serve of a request that is split; it may serve whole ones all the same.
+# The leg of a split request that an instance may serve; it may serve whole requests in any case.
 KvRole = Literal["both", "prefill", "decode"]
 
 
@@ -32,8 +32,8 @@ class PrefixKeys(NamedTuple):
 
     Args:
         hashes: 60 bits each.
-        ends: how many bytes of the text each one stands for; rising.
-        text_bytes: length of the whole text; the last piece may end in front of it.
+        ends: bytes of the text that each one stands for; rising.
+        text_bytes: length of the whole text; the last piece may end before it.
     """
 
     hashes: tuple[int, ...]
@@ -42,21 +42,21 @@ class PrefixKeys(NamedTuple):
 
 
 class Draws(Protocol):
-    """Where random numbers come from: a seeded generator of the standard library, or of numpy."""
+    """A source of random numbers: a seeded generator of the standard library, or of numpy."""
 
     def random(self) -> float:
-        """The next one, 0 to 1, 1 not among them."""
+        """The next one, from 0 to below 1."""
         ...
 
 
 class Usage(NamedTuple):
-    """What the end of an answer says of its tokens; None: it does not say.
+    """What the end of an answer reports about its tokens; None: not reported.
 
     Args:
         prompt_tokens: of all its prompts, cached ones included.
         output_tokens: of all its sequences.
-        cached_tokens: what of a prompt was in the engine's prefix cache; 0 is not None. With
-            several sequences, engines report one's.
+        cached_tokens: prompt tokens found in the engine's prefix cache; 0 is not None. With several
+            sequences, engines report one's.
     """
 
     prompt_tokens: int | None = None
@@ -75,10 +75,11 @@ class InstanceSpec:
         max_model_len: longest sequence in tokens, or None while unknown.
         weight: relative capacity for ``weighted-round-robin`` and for unprofiled instances.
         available: False while unhealthy.
-        draining: True while it finishes what it has and gets nothing new.
-        kv_capacity_tokens: as its engine says it, for an instance without a profile; None: unknown.
-        absent_reason: why it is not available, where it is not.
-        kv_role: which legs it may serve.
+        draining: True while it finishes its requests and gets no new ones.
+        kv_capacity_tokens: as its engine reports it, for an instance without a profile; None:
+            unknown.
+        absent_reason: why it is not available, if it is not.
+        kv_role: the legs it may serve.
     """
 
     instance_id: InstanceId
@@ -94,7 +95,7 @@ class InstanceSpec:
 
 
 class Outcome(enum.Enum):
-    """How a dispatch ended; every one of them takes the load off."""
+    """How a dispatch ended; each of these takes its load off."""
 
     COMPLETED = "completed"
     UPSTREAM_ERROR = "upstream_error"
@@ -103,17 +104,17 @@ class Outcome(enum.Enum):
     INSTANCE_REMOVED = "instance_removed"
 
 
-# What is asked of every request: an enumeration looks a member up at each use, for the price of
-# several calls.
+# Used by every request: an enumeration looks a member up at each use, at the price of several
+# calls.
 COMPLETED, CLIENT_DISCONNECTED = Outcome.COMPLETED, Outcome.CLIENT_DISCONNECTED
 
 
 class Leg(enum.Enum):
-    """What of a request an instance does."""
+    """The part of a request that an instance does."""
 
     WHOLE = "whole"
-    PREFILL = "prefill"  # its prompt, whose KV stays until another one has fetched it
-    DECODE = "decode"  # its answer, with the KV of its prompt from another one
+    PREFILL = "prefill"  # its prompt, whose KV stays until another instance has fetched it
+    DECODE = "decode"  # its answer, with the KV of its prompt from another instance
 
 
 # As above.
@@ -131,9 +132,9 @@ class RejectReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """No instance can take the request. ``detail`` is one line for the client.
+    """Why no instance can take the request. ``detail`` is one line for the client.
 
-    ``wait_s``: how long it would wait, where that is why; 0: it is not.
+    ``wait_s``: the predicted wait, if that is the reason; otherwise 0.
     """
 
     reason: RejectReason
@@ -142,11 +143,11 @@ class Reject:
 
 
 class CachedPrefix(NamedTuple):
-    """What an instance is thought to have cached of a prompt.
+    """The part of a prompt that an instance should have cached.
 
     Args:
-        match_tokens: of one sequence, as far as the prompt went there before.
-        trust: how much of such a match is really found there, 0 to 1.
+        match_tokens: of one sequence, how much of the prompt was sent there before.
+        trust: the share of such a match that is really found there, 0 to 1.
         cached_tokens: their product.
         prefill_tokens: what is left to compute, of all sequences.
     """
@@ -161,11 +162,11 @@ class CachedPrefix(NamedTuple):
 class Candidate:
     """One instance's row in the explanation of a decision.
 
-    ``load_s`` is the load before and ``load_after_s`` the load that it would have. Where the
-    instance was ``excluded``, that says why, and every figure is None: it took no part.
-    ``room``: it may be sent a request now; None: the policy does not ask. ``estimates``: what the
-    policy expects of it, by name, where it estimates. ``cached``: what of the prompt it should have
-    cached; None: no instance is known to have any.
+    ``load_s`` is the load before, and ``load_after_s`` the load with the request. ``excluded``: why
+    the instance took no part; every figure is then None. ``room``: it may be sent a request now;
+    None: the policy does not ask. ``estimates``: the policy's estimates, by name, if it has any.
+    ``cached``: the part of the prompt it should have cached; None: no instance is known to have
+    any.
     """
 
     instance_id: InstanceId

@@ -1,1 +1,2 @@
-"""What a plan becomes: vLLM commands, scripts, containers, and the gateway's configuration."""
+"""The files that a plan becomes: vLLM commands, scripts, containers, the gateway's
+configuration."""

@@ -1,10 +1,11 @@
-"""Where the weights of a built-in model card are; ``templates/checkpoints.yaml`` has the names."""
+"""Where to find the weights of a built-in model card; ``templates/checkpoints.yaml`` has the
+names."""
 
 from hetero_gateway.deploy.template import pieces
 
 
 def checkpoint_of(card: str) -> str:
-    """What ``vllm serve`` is given for a built-in card; the name itself where none is known."""
+    """The argument of ``vllm serve`` for a built-in card; the name itself if none is known."""
     listed = pieces("checkpoints.yaml")
     if card in listed["cards"]:
         return str(listed["cards"][card])

@@ -1,6 +1,6 @@
 """The command of one instance: ``vllm serve``, or ``hetero-gateway emulate`` in its place.
 
-Every setting that the plan was simulated with is said, whatever vLLM's default is: defaults differ
+Every setting that the plan was simulated with is given explicitly, as vLLM's defaults differ
 between versions and cards.
 """
 
@@ -11,21 +11,21 @@ from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.accelerator_catalogue import accelerator
 
-# Methods that vLLM applies while loading a wide checkpoint. Others are read from the checkpoint;
-# naming them would take the choice of the kernel away from vLLM.
+# Methods that vLLM applies while loading an unquantised checkpoint. vLLM reads others from the
+# checkpoint; naming them would keep it from choosing the kernel.
 ON_LOADING = ("fp8", "bitsandbytes")
 _WORDS = {"none": None, "auto": None}
-# vLLM's own default, where the parts of an instance on several machines meet.
+# vLLM's own default port where the parts of an instance on several machines meet.
 MASTER_PORT = 29501
-# vLLM's own default of the side channel, and so many ports for one instance.
+# vLLM's own default port of the side channel, and how many ports one instance needs.
 SIDE_CHANNEL_PORT, SIDE_CHANNEL_STEP = 5600, 16
 KV_CONNECTOR = "NixlConnector"
-# Storages that choose the dtype themselves: vLLM refuses another (mxfp4 with float16).
+# Storages that fix the dtype: vLLM refuses another (mxfp4 with float16).
 _OWN_DTYPE = ("mxfp4",)
 
 
 def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
-    """What follows ``vllm serve MODEL``, but for ``--host`` and ``--port``."""
+    """The arguments after ``vllm serve MODEL``, without ``--host`` and ``--port``."""
     engine = options.engine
     words = ["--served-model-name", options.served_model_name]
     words += parallel_arguments(instance)
@@ -34,7 +34,7 @@ def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> l
         words += ["--max-model-len", str(engine.max_model_len)]
     words += ["--max-num-seqs", str(sequences(instance))]
     if engine.max_num_batched_tokens is not None:
-        # Never fewer than sequences, as neither engine accepts that.
+        # Never fewer than sequences, which neither engine accepts.
         most = max(engine.max_num_batched_tokens, sequences(instance))
         words += ["--max-num-batched-tokens", str(most)]
     if dtype := _dtype(instance, options):
@@ -49,18 +49,18 @@ def serve_arguments(instance: DeployedInstance, options: DeploymentOptions) -> l
 
 
 def transfer_arguments() -> list[str]:
-    """What an instance is started with that hands prompts over, in any role.
+    """Arguments of an instance that hands prompts over, in any role.
 
-    The gateway finds roles by what comes, so that none is fixed here.
+    The gateway decides roles by the requests that arrive, so none is fixed here.
     """
     config = {"kv_connector": KV_CONNECTOR, "kv_role": "kv_both"}
     return ["--kv-transfer-config", json.dumps(config)]
 
 
 def side_channel(instance: DeployedInstance, options: DeploymentOptions) -> str:
-    """Shell words in front of a command: where others ask for the instance's blocks.
+    """Shell words before a command: the address where others ask for the instance's blocks.
 
-    The address is bound, so that it cannot be a name.
+    The address is bound, so it cannot be a name.
     """
     try:
         address = str(ipaddress.ip_address(instance.host.strip("[]")))
@@ -72,7 +72,7 @@ def side_channel(instance: DeployedInstance, options: DeploymentOptions) -> str:
 
 
 def parallel_arguments(instance: DeployedInstance) -> list[str]:
-    """How the model is shared out, and over which machines."""
+    """How the model is divided, and across which machines."""
     size = instance.size
     words = ["--tensor-parallel-size", str(size.tensor)]
     if size.pipeline > 1:
@@ -91,17 +91,19 @@ def parallel_arguments(instance: DeployedInstance) -> list[str]:
 
 
 def sequences(instance: DeployedInstance) -> int:
-    """Most of one scheduler: each data-parallel copy has one, the profile is of all together."""
+    """Limit per scheduler: each data-parallel copy has one, while the profile counts all
+    together."""
     return instance.type.profile.max_num_seqs // instance.size.data
 
 
 def emulate_arguments(instance: DeployedInstance, options: DeploymentOptions) -> list[str]:
-    """What follows ``hetero-gateway emulate --profile FILE``, but for ``--host`` and ``--port``."""
+    """The arguments after ``hetero-gateway emulate --profile FILE``, without
+    ``--host``/``--port``."""
     engine, profile = options.engine, instance.type.profile
     words = ["--model", options.served_model_name]
     words += ["--time-scale", f"{options.time_scale:g}"]
     if engine.max_model_len is not None:
-        # Cut to whole blocks of what the KV cache holds.
+        # Rounded down to whole blocks of the KV cache.
         held = profile.kv_capacity_tokens // 16 * 16
         words += ["--max-model-len", str(min(engine.max_model_len, held))]
     words += ["--max-num-seqs", str(profile.max_num_seqs)]
@@ -114,7 +116,7 @@ def emulate_arguments(instance: DeployedInstance, options: DeploymentOptions) ->
 
 
 def _dtype(instance: DeployedInstance, options: DeploymentOptions) -> str | None:
-    """What ``--dtype`` must say: float16 where the hardware has no bfloat16."""
+    """The value of ``--dtype``: float16 if the hardware has no bfloat16."""
     if options.quantization in _OWN_DTYPE:
         return None
     wanted = options.dtype if options.dtype not in _WORDS else None
@@ -122,6 +124,6 @@ def _dtype(instance: DeployedInstance, options: DeploymentOptions) -> str | None
         return wanted
     try:
         has_bf16 = accelerator(instance.machine.accelerator, options.accelerators).bf16
-    except ConfigError:  # a profile of hardware that the catalogue does not have
+    except ConfigError:  # the profile's hardware is not in the catalogue
         return wanted
     return wanted if has_bf16 else "float16"

@@ -1,8 +1,8 @@
 """A compose file for the whole plan, and the files of Prometheus and Grafana that it mounts.
 
-Compose starts containers of one host. A plan of one machine is one file that starts everything. A
-plan of several is one file too, the same on every host, in which each machine's instances have a
-profile of the machine's name, and gateway, Prometheus and Grafana the profile ``gateway``:
+Compose starts containers on one host. For one machine, the file starts everything. For several,
+every host gets the same file, in which each machine's instances have a profile with the machine's
+name, and gateway, Prometheus and Grafana the profile ``gateway``:
 
     docker compose --profile v100-box up -d      (on v100-box)
     docker compose --profile gateway up -d       (on the gateway's host)
@@ -28,7 +28,7 @@ service = partial(piece, "compose.yaml")
 
 
 def compose_address(instance: DeployedInstance, one_host: bool) -> str:
-    """Where the gateway's container reaches an instance."""
+    """The address at which the gateway's container reaches an instance."""
     host = instance.id if one_host else instance.host
     return f"http://{host}:{instance.port}"
 
@@ -41,7 +41,7 @@ def compose_text(
     services: dict[str, Any] = {"gateway": _gateway(options, one_host=one_host)}
     for instance in instances:
         if instance.size.machines > 1 and not options.emulate:
-            continue  # its parts find each other over the hosts' own network; commands/ has them
+            continue  # its parts use the hosts' own network; commands/ has them
         make = _emulated if options.emulate else _vllm
         made = make(instance, options)
         if not one_host:
@@ -62,7 +62,7 @@ def compose_text(
 
 
 def scraped_files(urls: Mapping[str, str]) -> dict[str, str]:
-    """Path to text of what Prometheus and Grafana read, for the instances at these URLs, by id."""
+    """Path to text of the target files of Prometheus and Grafana, for the instances' URLs by id."""
     packed = resources.files("hetero_gateway.deploy").joinpath("monitoring")
     files = _tree(packed, "monitoring")
     files["monitoring/prometheus/instances.yml"] = (
@@ -73,7 +73,7 @@ def scraped_files(urls: Mapping[str, str]) -> dict[str, str]:
 
 
 def _target(instance_id: str, url: str) -> dict[str, Any]:
-    """An entry of Prometheus' file_sd_configs."""
+    """One entry of Prometheus' file_sd_configs."""
     parts = urlsplit(url)
     labels = {"backend": instance_id}
     if parts.scheme != "http":
@@ -97,15 +97,15 @@ def _tree(folder: Traversable, path: str) -> dict[str, str]:
 def server_section(options: DeploymentOptions) -> dict[str, Any]:
     """Where the gateway listens in its container: for clients, and for /admin.
 
-    The engines' containers reach both ports, so where they are not ours /admin has a key.
+    The engines' containers can reach both ports, so if they are not ours /admin needs a key.
     """
     section = {"host": "0.0.0.0", "port": _CONTAINER_PORT, "admin_listen": f"0.0.0.0:{_ADMIN_PORT}"}
     return section if options.emulate else section | {"admin_key_env": ADMIN_KEY_ENV}
 
 
 def _gateway(options: DeploymentOptions, *, one_host: bool) -> Any:
-    # A variable of one service has to be set wherever the file is used, so a file of several hosts
-    # leaves it to the gateway to miss it.
+    # Compose requires a service's variable wherever the file is used, so in a file for several
+    # hosts it is optional, and the gateway itself reports that it is missing.
     missing = "?choose a key for /admin and the dashboard" if one_host else "-"
     key = {ADMIN_KEY_ENV: f"${{{ADMIN_KEY_ENV}:{missing}}}"}
     return service(
@@ -132,7 +132,7 @@ def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> Any:
     environment |= vendor_keys.pop("environment", {})
     volumes = [f"{_CACHE}:/root/.cache/huggingface", *vendor_keys.pop("volumes", [])]
     model = options.model
-    if model is not None and model.startswith("/"):  # a directory of the host
+    if model is not None and model.startswith("/"):  # a directory on the host
         volumes.append(f"{_escaped(model)}:{_escaped(model)}:ro")
     made = service(
         "vllm",
@@ -149,16 +149,16 @@ def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> Any:
 def _model_variable(options: DeploymentOptions) -> str:
     if options.model is None:
         return f"${{MODEL:?{options.wanted_checkpoint}}}"
-    if "}" in options.model:  # would end the variable
+    if "}" in options.model:  # would end the variable early
         return _escaped(options.model)
     return f"${{MODEL:-{_escaped(options.model)}}}"
 
 
 def health_check(python: str, port: int, start_period: str, path: str = "/health") -> Any:
-    """Asks a server for a path, with the Python of its own image."""
+    """Requests a path from a server, with the Python of its own image."""
     return service("healthcheck", python=python, port=port, path=path, start_period=start_period)
 
 
 def _escaped(text: str) -> str:
-    """Compose puts variables in the place of ``$NAME``; ``$$`` is a dollar sign."""
+    """Escape for compose, which substitutes ``$NAME``: ``$$`` is a dollar sign."""
     return text.replace("$", "$$")

@@ -2,15 +2,15 @@
 
     README.md            what was planned and how to start it
     plan.json            the plan as ``plan --json`` prints it, and the list of these files
-    gateway.yaml         for ``hetero-gateway serve``; profiles/ has what it names
-    start.sh             everything on this machine, where one machine has everything
+    gateway.yaml         for ``hetero-gateway serve``; profiles/ has the files it names
+    start.sh             everything on this machine, if one machine has everything
     commands/NAME.sh     the instances of one machine
-    compose.yaml         containers; gateway.compose.yaml and monitoring/ are its files
-    kubernetes/          manifests; following/ has those with numbers that follow the load
-    requests.csv         requests of the planned lengths, to load it with
+    compose.yaml         containers; gateway.compose.yaml and monitoring/ belong to it
+    kubernetes/          manifests; following/ has those that scale with the load
+    requests.csv         requests of the planned lengths, for load tests
 
-Texts are made first and written last. A new directory appears complete or not at all; with
-``force`` files are replaced one at a time, each at once, and those of an older plan are removed.
+All texts are made before any is written. A new directory appears complete or not at all; with
+``force`` files are replaced atomically, one at a time, and those of an older plan are removed.
 """
 
 import contextlib
@@ -54,7 +54,8 @@ def write_deployment(
         force: write into a directory that is not empty.
 
     Raises:
-        ConfigError: the directory is not empty or cannot be one, or a name or port cannot be used.
+        ConfigError: the directory is not empty or cannot be one, or a name or port cannot be
+            used.
         HeteroGatewayError: it cannot be written.
     """
     files = render_deployment(plan, options)
@@ -70,7 +71,7 @@ def write_deployment(
 
 
 def check_directory(directory: Path, *, force: bool) -> None:
-    """Raises ConfigError when a plan must not be written there; call it before a long search."""
+    """Raises ConfigError if a plan must not be written there; call it before a long search."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"-o: {directory} is a file; name a directory")
     with named(f"-o: {directory}", "read"):
@@ -80,7 +81,7 @@ def check_directory(directory: Path, *, force: bool) -> None:
 
 
 def write_beside(files: Mapping[str, str], directory: Path, *, force: bool = False) -> list[Path]:
-    """Write files into a directory that may have others; returns their paths, sorted.
+    """Write files into a directory that may contain others; returns their paths, sorted.
 
     Args:
         force: replace those that exist.
@@ -101,7 +102,7 @@ def write_beside(files: Mapping[str, str], directory: Path, *, force: bool = Fal
 
 
 def render_deployment(plan: Plan, options: DeploymentOptions) -> dict[str, str]:
-    """Relative path to text; the same for the same plan and options."""
+    """Relative path to text; deterministic for the same plan and options."""
     instances = deployed_instances(plan, options)
     serving = [i for i in instances if not i.rank]
     files = profile_files(serving, options)
@@ -202,7 +203,7 @@ def _kubernetes_files(
 def _document(
     instances: Sequence[DeployedInstance], options: DeploymentOptions, files: Sequence[str]
 ) -> str:
-    """plan.json: the plan, what is deployed of it, and which files were written."""
+    """plan.json: the plan, which part of it is deployed, and the list of written files."""
     deployed = [
         {
             "id": i.id,
@@ -226,13 +227,13 @@ def _document(
 
 
 def _create(directory: Path, files: Mapping[str, str]) -> None:
-    """A directory that is new, or empty: made beside it and renamed."""
+    """Create a new or empty directory: built next to it, then renamed."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         _write(made, files)
         made.chmod(0o755)
-        made.replace(directory)  # onto an empty directory is allowed
+        made.replace(directory)  # allowed onto an empty directory
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -247,7 +248,7 @@ def _replace(directory: Path, files: Mapping[str, str]) -> None:
 
 
 def _listed_files(directory: Path) -> list[str]:
-    """What an earlier plan wrote, by its own list; nothing that lies outside of the directory."""
+    """The files of an earlier plan, by its own list; none outside the directory."""
     try:
         listed = json.loads((directory / _DOCUMENT).read_text("utf-8"))["deployment"]["files"]
     except (OSError, ValueError, KeyError, TypeError):

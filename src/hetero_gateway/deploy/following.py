@@ -1,17 +1,17 @@
 """Manifests for instances that follow the load: kubernetes/following/.
 
     gateway.yaml              the gateway with ``following``; it finds the pods at the API server
-    instances.yaml            the StatefulSets without a number; pods drain before they go
-    keda/scaledobjects.yaml   KEDA sets the numbers, from Prometheus
-    hpa/hpa.yaml              or Kubernetes' own autoscaler does, by an external metric that
-    hpa/prometheus-adapter.yaml   prometheus-adapter makes (values of its chart)
+    instances.yaml            the StatefulSets without replicas; pods drain before they stop
+    keda/scaledobjects.yaml   KEDA sets the replicas, from Prometheus
+    hpa/hpa.yaml              or Kubernetes' own autoscaler does, by an external metric from
+    hpa/prometheus-adapter.yaml   prometheus-adapter (values of its chart)
 
 The gateway publishes a number for each type of instance. Each machine has StatefulSets of its own:
-the first machine of a type takes as many as it has room for, the next what is left (``clamp``).
-Both autoscalers are given the value with a target of 1 per replica: the value is the number.
+the first machine of a type takes as many as it has room for, the next the rest (``clamp``).
+Both autoscalers get the value with a target of 1 per replica: the value is the number of replicas.
 
-What runs is not cut: a pod that is to go is left out by the gateway as soon as the API server says
-so, and its preStop hook waits until the engine has nothing left, ``DRAIN_S`` at most.
+Running requests are not cut off: the gateway stops using a pod as soon as the API server reports
+its deletion, and its preStop hook waits until the engine is idle, at most ``DRAIN_S``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def following_files(
 
 
 def _type(instance: DeployedInstance) -> tuple[str, int]:
-    """As the gateway names it: by the profile."""
+    """The gateway's name of the type: from the profile."""
     return instance.type.profile.gpu, instance.tensor_parallel
 
 
@@ -110,7 +110,7 @@ def _source(instances: Sequence[DeployedInstance], options: DeploymentOptions) -
 
 
 def _section(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> dict[str, Any]:
-    """``following`` of the gateway's configuration."""
+    """The section ``following`` of the gateway's configuration."""
     by_type: dict[tuple[str, int], list[DeployedInstance]] = {}
     for instance in instances:
         by_type.setdefault(_type(instance), []).append(instance)
@@ -119,7 +119,7 @@ def _section(instances: Sequence[DeployedInstance], options: DeploymentOptions) 
     def price(instance: DeployedInstance) -> float:
         return (instance.machine.price_per_hour_usd or 0.0) * instance.tensor_parallel
 
-    # One instance is always there: of the type with the least of a price.
+    # One instance always runs: of the cheapest type.
     least = min(by_type, key=lambda t: price(by_type[t][0]) if priced else t[1])
     types = []
     for key, members in by_type.items():

@@ -12,17 +12,17 @@ from hetero_gateway.engines.vllm.kv_transfer import DEFAULT_LEASE_S
 from hetero_gateway.files import profile_file
 from hetero_gateway.planner.plan import InstanceType
 
-# The variables that hold its keys, where it has some.
+# The environment variables of its keys, if it has any.
 API_KEY_ENV, ADMIN_KEY_ENV = "HETERO_GATEWAY_API_KEY", "HETERO_GATEWAY_ADMIN_KEY"
 _SOURCE_KEYS = ("how", "date", "note", "engine", "quantization", "unidentified")
-# What a KV capacity was measured with: said only where the capacity is that one.
+# How a KV capacity was measured; stated only if the capacity is that one.
 _CAPACITY_KEYS = ("gpu_memory_utilization", "kv_cache_dtype")
 
 
 def profile_files(
     instances: Sequence[DeployedInstance], options: DeploymentOptions
 ) -> dict[str, str]:
-    """Path to text of every profile, one for each instance type."""
+    """Path to text of every profile, one per instance type."""
     files = {}
     for instance in {each.profile_file: each for each in instances}.values():
         files[instance.profile_file] = _profile_text(instance.type, 1.0)
@@ -33,7 +33,7 @@ def profile_files(
 
 
 def _profile_text(instance_type: InstanceType, speed: float) -> str:
-    """A profile file, of an instance that is this many times faster."""
+    """The text of a profile, for an instance that is this many times faster."""
     profile = instance_type.profile
     source = _source(instance_type, profile, speed)
     document = profile_file.profile_document(profile, source, speed=speed)
@@ -68,9 +68,9 @@ def gateway_text(
     more: Mapping[str, Any] | None = None,
     splits: bool = False,
 ) -> str:
-    """The gateway's configuration, for instances at the addresses that ``base_url`` says.
+    """The gateway's configuration, for instances at the addresses that ``base_url`` returns.
 
-    ``more``: further sections. ``splits``: requests are split where the plan says that it pays.
+    ``more``: further sections. ``splits``: split requests where the plan found a gain.
     """
     document: dict[str, Any] = {
         "server": {"host": "127.0.0.1", "port": options.gateway_port} | (server or {}),
@@ -90,7 +90,7 @@ def gateway_text(
         document["scheduler"] |= {"split_requests": "roles"}
         limits = {name: limit for name, limit in options.slo.items() if limit is not None}
         if limits:
-            # Roles are found by them; who is late is not refused for it, as in the plan.
+            # Roles are decided by these limits; as in the plan, late requests are not refused.
             document["scheduler"] |= {"slo": limits, "queue": {"shed_by_slo": False}}
     if options.priors is not None:
         prompt, output = options.priors
@@ -119,7 +119,7 @@ def _kv_transfer(instance: DeployedInstance, options: DeploymentOptions) -> dict
 
 
 def own_address(instance: DeployedInstance) -> str:
-    """Outside of containers."""
+    """The address outside of containers."""
     return f"http://{instance.host}:{instance.port}"
 
 
@@ -128,7 +128,7 @@ def commented(text: str) -> str:
 
 
 def dumped(document: Any) -> str:
-    """YAML in the order that it was written in, the same text for the same document."""
+    """YAML in the given order; deterministic for the same document."""
     text: str = yaml.dump(
         document, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True, width=100
     )

@@ -1,8 +1,8 @@
 """A plan's instances by name: which devices, which port, which profile file.
 
-Devices of one machine are given out in the layout's order, largest instance first, so that a group
-begins at a multiple of its size: neighbours share a link. Ids are DNS labels, as the files use them
-for containers and pods too. Nothing here writes.
+Devices of a machine are assigned in the layout's order, largest instance first, so that a group
+starts at a multiple of its size: neighbours share a link. Ids are DNS labels, as the files also use
+them for containers and pods. Nothing here writes.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from hetero_gateway.planner.plan import InstanceType, Key, Layout, Machine, Plan
 from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.planner.splitting import Transfers
 
-# What a name in a header, a label and a command may hold without surprise.
+# Names that are safe in a header, a label and a command.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 _LOOPBACK = "127.0.0.1"
@@ -29,33 +29,34 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class DeploymentOptions:
-    """What the files need to know beside the plan.
+    """What the files need besides the plan.
 
     Args:
-        model: what ``vllm serve`` is given: a directory, or a name of the Hugging Face hub; None:
-            nobody knows, the user must name it when starting.
-        served_model_name: what clients ask for.
+        model: the argument of ``vllm serve``: a directory, or a name of the Hugging Face hub;
+            None: unknown, the user must give it when starting.
+        served_model_name: the name that clients ask for.
         engine: as planned and simulated.
-        dtype, quantization: as of ``vllm serve``; None: not said.
-        quantise_on_loading: the checkpoint is wide; else it is stored like that, and says so.
-        first_port: of the instances of one machine; one more for each further instance.
-        shutdown_timeout_s: how long open requests go on after SIGTERM.
-        addresses: host name or address of a machine, by its id; default: its id, or loopback when
-            there is one machine.
-        accelerators: of the user's own, by name.
+        dtype, quantization: as for ``vllm serve``; None: not given.
+        quantise_on_loading: the checkpoint is unquantised; else it is stored quantised, and
+            says so.
+        first_port: of the instances of one machine; each further instance takes the next.
+        shutdown_timeout_s: how long open requests continue after SIGTERM.
+        addresses: host name or address of a machine, by its id; default: its id, or loopback
+            for a single machine.
+        accelerators: the user's own, by name.
         emulate: emulated instances in place of vLLM, all on this machine.
         time_scale: of emulated instances: how many times faster than the hardware.
-        priors: the gateway's expectations before it has seen requests: mean prompt and output
-            tokens; None: its own.
+        priors: the gateway's initial expectations: mean prompt and output tokens; None: its
+            defaults.
         ttft_p99_s, tpot_p99_s: the plan's latency goals; None: it has none.
-        slo: limits of each request, s, by ``scheduler.slo``'s keys; None: that one there is not.
+        slo: limits per request, s, by ``scheduler.slo``'s keys; None: no such limit.
         prefill_first: emulated instances keep prefill and decode steps apart, as vLLM V0 did.
-        workload: prompt and output tokens of requests to load the instances with, as planned.
-        document: the plan as JSON, written beside the files.
-        command: how the directory was made, for its README.
+        workload: prompt and output tokens of requests for load tests, as planned.
+        document: the plan as JSON, written next to the files.
+        command: the command that made the directory, for its README.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: an impossible value.
     """
 
     model: str | None
@@ -83,21 +84,22 @@ class DeploymentOptions:
     def __post_init__(self) -> None:
         if not _MODEL_NAME.fullmatch(self.served_model_name):
             raise ConfigError(
-                f"model: {self.served_model_name!r} cannot be the name that clients ask for; use "
+                f"model: {self.served_model_name!r} cannot be the name clients use; use "
                 "letters, digits and . _ : / @ + -"
             )
         model = self.model
         if model is not None and (not model or not model.isprintable() or model.startswith("-")):
-            raise ConfigError(f"model: {model!r} is no name or directory of a model")
+            raise ConfigError(f"model: {model!r} is neither a model's name nor its directory")
         for machine, address in self.addresses.items():
             if not _HOST.fullmatch(address):
-                raise ConfigError(f"machines: {machine}: {address!r} is no host name or address")
+                raise ConfigError(f"machines: {machine}: {address!r} is not a host name or address")
         if not 0 < self.time_scale < float("inf"):
             raise ConfigError("--time-scale: must be above 0")
 
     @property
     def wanted_checkpoint(self) -> str:
-        """What the user is to name where ``model`` is None; letters, digits and spaces only."""
+        """The placeholder for the user to replace if ``model`` is None; letters, digits, spaces
+        only."""
         stored = re.sub(r"[^A-Za-z0-9]+", " ", self.quantization or "this").strip()
         return f"name a checkpoint of the model that is stored as {stored}"
 
@@ -111,11 +113,11 @@ class DeployedInstance:
         machine: of the plan; ``machine_name`` is its name in files.
         replica: K, among the instances of its size on its machine.
         host, port: where the gateway reaches it outside of containers.
-        profile_file: relative to the directory; ``gateway_profile_file`` is the same in the time
-            that the gateway's clock shows, which differs for an emulated one at another speed.
-        rank: of the machines that it stretches over, which one this part is on; the first of them
-            answers, and the others listen to nobody. master: the first one's host.
-        kv_group: it hands prompts over within this group, over ``transfers``; None: it does not.
+        profile_file: relative to the directory; ``gateway_profile_file`` is the same in the
+            gateway's clock time, which differs for an emulated instance at another speed.
+        rank: position of this part's machine among those that the instance spans; the first
+            answers, the others listen to nobody. master: the first one's host.
+        kv_group: it hands prompts over within this group, via ``transfers``; None: it does not.
     """
 
     id: str
@@ -144,14 +146,14 @@ class DeployedInstance:
 
     @property
     def set_name(self) -> str:
-        """Of all instances of one size on one machine."""
+        """The name shared by all instances of one size on one machine."""
         return f"{self.machine_name}-tp{self.size}"
 
 
 def deployed_instances(plan: Plan, options: DeploymentOptions) -> tuple[DeployedInstance, ...]:
     """Every instance of the best candidate, in the order of the plan's machines.
 
-    One that stretches over machines has an entry on each, but where it is emulated.
+    One that spans machines has an entry on each, unless it is emulated.
 
     Raises:
         ConfigError: more instances than ports, or a layout that does not fit its machine.
@@ -164,7 +166,7 @@ def deployed_instances(plan: Plan, options: DeploymentOptions) -> tuple[Deployed
     used = [machine for machine in plan.machines if layouts.get(machine.id)]
     names = machine_names([machine.id for machine in plan.machines])
     result: list[DeployedInstance] = []
-    stretched, master = 0, ""  # parts that have their machines, host of the present one's first
+    stretched, master = 0, ""  # parts already placed, and the first part's host
     for machine in _neighbours(used, layouts):
         layout = layouts[machine.id]
         if sum(layout) > machine.count:
@@ -213,7 +215,7 @@ def deployed_instances(plan: Plan, options: DeploymentOptions) -> tuple[Deployed
 
 
 def _neighbours(machines: Sequence[Machine], layouts: Mapping[str, Layout]) -> list[Machine]:
-    """In their order, but those that share instances one after another."""
+    """In the same order, but machines that share instances are adjacent."""
     shared: dict[tuple[str, int, str], list[Machine]] = {}
     for machine in machines:
         layout = layouts[machine.id]
@@ -224,14 +226,14 @@ def _neighbours(machines: Sequence[Machine], layouts: Mapping[str, Layout]) -> l
 
 
 def profile_name(instance_type: InstanceType) -> str:
-    """A file name for an instance type, different for different types of one plan."""
+    """A file name for an instance type, distinct for distinct types of one plan."""
     text = f"{instance_type.accelerator}-{instance_type.profile.model}"
     folded = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
     return f"{folded}-tp{instance_type.size}"
 
 
 def on_one_host(instances: Sequence[DeployedInstance], options: DeploymentOptions) -> bool:
-    """Whether everything, the gateway included, runs on one machine."""
+    """Whether everything, including the gateway, runs on one machine."""
     return options.emulate or all(i.host == _LOOPBACK for i in instances)
 
 
@@ -246,7 +248,7 @@ def _host(machine_id: str, name: str, options: DeploymentOptions, *, alone: bool
 
 
 def _check_hosts(instances: Sequence[DeployedInstance]) -> None:
-    """Two machines at one address would have the same ports, and the same devices."""
+    """Two machines at one address would use the same ports and the same devices."""
     machines: dict[str, str] = {}
     for instance in instances:
         other = machines.setdefault(instance.host, instance.machine.id)

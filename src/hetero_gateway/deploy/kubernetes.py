@@ -1,11 +1,11 @@
 """Kubernetes manifests: the gateway, and one StatefulSet for each size of instance on each machine.
 
-Why no Deployment for the instances: behind a Deployment's Service, kube-proxy would choose the
-replica, and the gateway would see one instance where there are several. A StatefulSet with a
-headless Service gives every replica a name of its own, and the gateway chooses.
+Why the instances are not a Deployment: behind a Deployment's Service, kube-proxy would choose the
+replica, and the gateway would see one instance instead of several. A StatefulSet with a headless
+Service gives every replica its own name, and the gateway chooses.
 
-Which devices of its node a pod gets, the vendor's device plugin decides. What is secret is read
-from the Secret ``hetero-gateway-keys``, which the user makes; no value of it is written here.
+The vendor's device plugin decides which devices of its node a pod gets. Secrets are read from the
+Secret ``hetero-gateway-keys``, which the user creates; no value of it is written here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,14 @@ PORT = 8000
 _ETC = "/etc/hetero-gateway"
 _LISTEN = ("--host", "0.0.0.0", "--port", str(PORT))
 _GRACE_MARGIN_S = 20
-# What the gateway's ``server`` section says beside its defaults.
+# Settings of the gateway's ``server`` section besides its defaults.
 GATEWAY_SERVER = {
     "host": "0.0.0.0",
     "port": PORT,
     "api_key_env": API_KEY_ENV,
     "admin_key_env": ADMIN_KEY_ENV,
 }
-# How long a pod that is to go may wait until its engine has nothing left.
+# How long a pod that is being removed may wait until its engine is idle.
 DRAIN_S = 3600
 
 
@@ -38,7 +38,7 @@ _piece = partial(piece, "kubernetes.yaml")
 
 
 def kubernetes_address(instance: DeployedInstance) -> str:
-    """The pod's own name, in the namespace of the gateway."""
+    """The pod's own name, in the gateway's namespace."""
     return f"http://{instance.id}.{instance.set_name}:{PORT}"
 
 
@@ -61,8 +61,8 @@ def gateway_manifests(
 
     Args:
         configuration: gateway.yaml for pods.
-        profiles: path below the configuration's directory to text; the instances' are named there.
-        finds_pods: it asks the API server for them, and has an account that may.
+        profiles: path below the configuration's directory to text, as gateway.yaml names them.
+        finds_pods: it asks the API server for pods, and has an account with that right.
     """
     # A ConfigMap's keys have no slashes; the volume puts the files into their folder.
     named = {i.gateway_profile_file for i in instances}
@@ -91,9 +91,10 @@ def instance_manifests(
     *,
     following: bool = False,
 ) -> str:
-    """The instances' StatefulSets and Services, and who may talk to them.
+    """The instances' StatefulSets and Services, and who may reach them.
 
-    ``following``: an autoscaler says how many, and pods wait for what they have before they go.
+    ``following``: an autoscaler sets the number, and pods finish their requests before they
+        stop.
     """
     sets = stateful_sets(instances)
     manifests: list[dict[str, Any]] = []
@@ -109,7 +110,7 @@ def instance_manifests(
     for name, members in sets.items():
         values = of_pod(members[0], options)
         pod = _piece(kind, **values, grace_s=grace_s, lifecycle=lifecycle)
-        # Whoever applies the file again does not set the number back that an autoscaler has set.
+        # Reapplying the file must not reset the number that an autoscaler has set.
         replicas = None if following else len(members)
         manifests += _piece("instances", name=name, replicas=replicas, pod=pod)
     manifests.append(_piece("network_policy", names=[*sets]))
@@ -121,13 +122,13 @@ def instance_manifests(
 
 
 def _vllm(instance: DeployedInstance, options: DeploymentOptions) -> dict[str, Any]:
-    # A name that the hub does not have, where nobody knows the right one.
+    # A name that is not on the hub, as nobody knows the right one.
     model = options.model or "replace-me/model"
     is_directory = model.startswith("/")
     volume = {"name": "model", "hostPath": {"path": model, "type": "Directory"}}
     return {
         "image": instance.vendor.kubernetes_image,
-        # Kubernetes puts variables in the place of $(NAME); $$ is a dollar sign.
+        # Kubernetes substitutes variables for $(NAME); $$ is a dollar sign.
         "model": model.replace("$(", "$$("),
         "arguments": [*serve_arguments(instance, options), *_LISTEN],
         "limits": {instance.vendor.kubernetes_resource: len(instance.devices)},
@@ -144,7 +145,7 @@ def _emulated(instance: DeployedInstance, options: DeploymentOptions) -> dict[st
 
 
 class _Dumper(yaml.CSafeDumper):
-    """Writes a text of several lines as such, and repeats a mapping instead of pointing at it."""
+    """Writes multi-line text as blocks, and repeats a mapping instead of using an anchor."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

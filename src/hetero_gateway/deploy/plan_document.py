@@ -1,4 +1,4 @@
-"""What ``plan --json`` prints, and the plan's machines in words."""
+"""The document of ``plan --json``, and the plan's machines in words."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -145,7 +145,7 @@ def _machine(
 
 
 def size_document(size: int) -> dict[str, Any]:
-    """The parts of a size; those beyond tensor parallelism only where there are some."""
+    """The dimensions of a size; those beyond tensor parallelism only if used."""
     size = as_size(size)
     told: dict[str, Any] = {"tensor_parallel": size.tensor}
     if size.pipeline > 1:

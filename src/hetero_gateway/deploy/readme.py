@@ -1,4 +1,4 @@
-"""README.md of a written directory: what was planned, how it is known, how to start it."""
+"""README.md of a written directory: what was planned, where the figures are from, how to start."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ def readme_text(
 
 
 def _row(i: DeployedInstance) -> str:
-    """Of the table of instances."""
+    """One row of the table of instances."""
     devices = ",".join(str(d) for d in i.devices)
     profile, memory = i.type.profile, i.type.memory
     return (

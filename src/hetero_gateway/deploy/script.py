@@ -1,8 +1,8 @@
 """Shell scripts for bare machines: no systemd, nothing but bash, coreutils and util-linux.
 
 A script starts its programs, each in a session of its own with a log and a pid file, waits until
-all answer /health, and stops all of them when it is asked to end. bash's own /dev/tcp asks for
-/health, so that no curl is needed.
+all answer /health, and stops all of them when it is asked to end. It asks for /health by bash's own
+/dev/tcp, so no curl is needed.
 """
 
 import shlex
@@ -18,16 +18,16 @@ from hetero_gateway.deploy.command import (
 )
 from hetero_gateway.deploy.instances import DeployedInstance, DeploymentOptions
 
-# Beyond the programs' own time-outs, before they are killed.
+# Grace after the programs' own timeouts, before they are killed.
 _STOP_MARGIN_S = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One process: ``command`` is shell text, every word of it quoted where it has to be."""
+    """One process: ``command`` is shell text, with every word quoted as needed."""
 
     id: str
-    port: int  # 0: it answers nobody, and is up while it runs
+    port: int  # 0: it has no port, and counts as up while it runs
     command: str
 
 
@@ -64,7 +64,7 @@ def script_text(
 
     Args:
         title: one line: what it starts.
-        up: from the script's own directory to the one that the commands run in.
+        up: path from the script's directory to the one in which the commands run.
     """
     starts = "\n".join(f"start {shlex.quote(p.id)} {p.port} \\\n  {p.command}" for p in programs)
     needs = [] if options.emulate else ["vllm"]

@@ -1,12 +1,12 @@
-"""The files that somebody begins with who came by the package alone: what ``init`` writes.
+"""The starter files that ``init`` writes, for users who have only the package.
 
-    gateway.yaml     for ``hetero-gateway serve``, with what the instances said of themselves
+    gateway.yaml     for ``hetero-gateway serve``, with what the instances reported
     compose.yaml     the gateway, Prometheus and Grafana as containers, on the host's own network
-    Dockerfile       the gateway's image; wheels/ is for a wheel that no package index has
-    monitoring/      what Prometheus and Grafana read
-    profiles/        for what `profile` measures
+    Dockerfile       the gateway's image; wheels/ is for a wheel that is in no package index
+    monitoring/      the files of Prometheus and Grafana
+    profiles/        for the results of `profile`
 
-What servers said stands in comments, and only as printable text: it is shown and never parsed.
+What servers reported is put in comments, and only as printable text: it is shown and never parsed.
 """
 
 import json
@@ -35,10 +35,10 @@ _LONGEST_ID = 63
 
 @dataclass(frozen=True, slots=True)
 class ProbedServer:
-    """One server that is to be an instance, and what it said of itself.
+    """A server that will be an instance, and what it reported.
 
     Args:
-        problem: why it said nothing; "": it did.
+        problem: why it did not answer; "": it did.
         served: its models with their context windows in tokens.
     """
 
@@ -54,12 +54,12 @@ class ProbedServer:
 def starter_files(
     servers: Sequence[ProbedServer], profiles: Mapping[str, Profile], api_key_env: str | None = None
 ) -> dict[str, str]:
-    """Relative path to text; the same for the same arguments.
+    """Relative path to text; deterministic for the same arguments.
 
     Args:
-        servers: those that were asked; none: an example stands in their place.
+        servers: those that were asked; none: an example takes their place.
         profiles: the built-in ones, by name.
-        api_key_env: the environment variable with the key that the servers want.
+        api_key_env: the environment variable with the servers' key.
     """
     named = _named(servers)
     port = _free_port(servers)
@@ -84,7 +84,7 @@ def starter_files(
 
 
 def _named(servers: Sequence[ProbedServer]) -> dict[str, ProbedServer]:
-    """Each server by an id of its own; one address is one server."""
+    """Each server with an id of its own; one address is one server."""
     named: dict[str, ProbedServer] = {}
     distinct: dict[str, ProbedServer] = {}
     for server in servers:
@@ -108,7 +108,7 @@ def _is_loopback(server: ProbedServer) -> bool:
 
 
 def _free_port(servers: Iterable[ProbedServer]) -> int:
-    """The gateway's, beside servers of the same machine."""
+    """A port for the gateway that no server of the same machine has."""
     taken = {urlsplit(server.base_url).port for server in servers if _is_loopback(server)}
     return next((port for port in _PORTS if port not in taken), 0)
 
@@ -141,7 +141,7 @@ def _said(server: ProbedServer) -> str:
 def _profile_comment(
     name: str, server: ProbedServer, profiles: Mapping[str, Profile], api_key_env: str | None
 ) -> str:
-    """How to say what a request costs there."""
+    """A comment on how to give the cost of a request there."""
     key = "" if api_key_env is None else f" --api-key-env {api_key_env}"
     measured = f"profiles/{name}.yaml"
     text = (
@@ -155,7 +155,7 @@ def _profile_comment(
 
 
 def _nearest(server: ProbedServer, profiles: Mapping[str, Profile]) -> list[str]:
-    """Profiles of the served model, those with a KV cache of about its size first."""
+    """Profiles of the served model, those with a similar KV cache first."""
 
     def distance(profile: Profile) -> float:
         if server.kv_capacity_tokens is None:
@@ -171,7 +171,7 @@ def _nearest(server: ProbedServer, profiles: Mapping[str, Profile]) -> list[str]
 
 
 def _comment(text: str, indent: int = 2) -> str:
-    """Lines of a comment, each of them printable whatever a server said."""
+    """Comment lines, all printable, whatever a server reported."""
     lines = []
     for line in text.splitlines():
         printable = "".join(c if c.isprintable() else "?" for c in line)
@@ -213,6 +213,6 @@ def _compose_text(port: int, api_key_env: str | None) -> str:
 
 
 def _on_host(service: dict[str, Any], asked: str) -> dict[str, Any]:
-    """A service on the host's network, where the one that it asks has its name all the same."""
+    """A service on the host's network that still reaches its target by name."""
     del service["ports"]
     return service | {"network_mode": "host", "extra_hosts": [f"{asked}:{_LOOPBACK}"]}

@@ -1,8 +1,8 @@
-"""The texts of ``templates/``, with what is put into their ``{{places}}``.
+"""The texts of ``templates/``, with their ``{{places}}`` filled in.
 
-In a text, ``{{#name}} … {{/name}}`` around lines keeps them where the value is true, and
-``{{^name}}`` where it is not, as in Mustache. In YAML, a string that is nothing but a place becomes
-the value, whatever it is, and a key or an entry whose value is None is left out.
+In a text, ``{{#name}} … {{/name}}`` around lines keeps them if the value is true, and
+``{{^name}}`` if it is not, as in Mustache. In YAML, a string that is only a place becomes the value
+with its type, and a key or an entry whose value is None is left out.
 """
 
 import re
@@ -18,7 +18,7 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def text(name: str, values: Mapping[str, Any]) -> str:
-    """A file of ``templates/``, filled."""
+    """A file of ``templates/``, filled in."""
 
     def block(found: re.Match[str]) -> str:
         return kept(found[3]) if bool(values[found[2]]) == (found[1] == "#") else ""
@@ -30,24 +30,24 @@ def text(name: str, values: Mapping[str, Any]) -> str:
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """In one pass: what is put in is not searched again."""
+    """In one pass: inserted text is not searched again."""
     return _PLACE.sub(lambda place: str(values[place[1]]), template)
 
 
 def piece(file: str, name: str, /, **values: Any) -> Any:
-    """What a YAML file of ``templates/`` has by this name, filled; the caller's own."""
+    """The entry of this name in a YAML file of ``templates/``, filled in; a fresh copy."""
     return filled(pieces(file)[name], values)
 
 
 @cache
 def pieces(file: str) -> dict[str, Any]:
-    """All of them, with their places; not to be changed."""
+    """All entries, with their places; not to be changed."""
     found: dict[str, Any] = yaml.load(_file(file), yaml.CSafeLoader)
     return found
 
 
 def filled(template: Any, values: Mapping[str, Any]) -> Any:
-    """A piece, filled."""
+    """An entry, filled in."""
     if isinstance(template, dict):
         made = {key: filled(value, values) for key, value in template.items()}
         return {key: value for key, value in made.items() if value is not None}

@@ -1,6 +1,6 @@
-"""What each make of accelerator wants: how devices are named, shared out and given to a container.
+"""What each accelerator vendor needs: how devices are named, divided and given to a container.
 
-``templates/vendors.yaml`` has it.
+The data is in ``templates/vendors.yaml``.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from hetero_gateway.deploy.template import filled, pieces
 
 @dataclass(frozen=True, slots=True)
 class Vendor:
-    """One make.
+    """One vendor.
 
     Args:
         image_variable: overrides the image in the compose file.
         compose: keys of a compose service, with places for the devices.
-        prefix: of the names of its accelerators.
+        prefix: of its accelerators' names.
         visible_devices: environment variable that hides the other devices from a process.
-        kubernetes_resource: what its device plugin calls one device; None: none is needed.
-        image: of vLLM for it; None: there is no common one, the user has to name it.
+        kubernetes_resource: its device plugin's name for one device; None: none is needed.
+        image: its vLLM image; None: there is no common one, the user has to name it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Vendor:
         return self.image or f"replace-me/{self.image_variable.lower().replace('_', '-')}:latest"
 
     def compose_image(self) -> str:
-        """With its variable, which must be set where there is no common image."""
+        """With its variable, which is required if there is no common image."""
         if self.image is None:
             return f"${{{self.image_variable}:?name an image of vLLM for {self.name}}}"
         return f"${{{self.image_variable}:-{self.image}}}"
@@ -56,7 +56,7 @@ EMULATED = _VENDORS["emulated"]
 
 
 def vendor_of(accelerator: str) -> Vendor:
-    """Who makes an accelerator of the catalogue; by its name, NVIDIA where no other fits."""
+    """The vendor of a catalogue accelerator, by name; NVIDIA if no other matches."""
     folded = accelerator.casefold()
     made_by = (v for v in _VENDORS.values() if v.prefix and folded.startswith(v.prefix))
     return next(made_by, _VENDORS["NVIDIA"])

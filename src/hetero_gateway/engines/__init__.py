@@ -1,1 +1,1 @@
-"""What is an engine's own: one module per engine, read by every part that talks to one."""
+"""Everything specific to an engine: one module per engine, used by all that talk to one."""

@@ -1,1 +1,1 @@
-"""Readers and schemas of the files that people write, and the data that the package ships."""
+"""Readers and schemas of the files that people write, and the package's data files."""

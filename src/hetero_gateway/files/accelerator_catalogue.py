@@ -1,4 +1,4 @@
-"""The catalogue of accelerators: the rows of accelerators.csv, found by what people call them."""
+"""The catalogue of accelerators: the rows of accelerators.csv, found by common names."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -47,7 +47,7 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
 
 
 def _names(column: str) -> dict[str, str]:
-    """Rows by the names that a column has for them, folded."""
+    """Rows by the names in a column, folded."""
     return {
         folded(said): row["name"] for row in _ROWS if row[column] for said in row[column].split(";")
     }
@@ -55,7 +55,7 @@ def _names(column: str) -> dict[str, str]:
 
 ACCELERATORS: Final = {row["name"]: _accelerator(row) for row in _ROWS}
 _BY_NAME: Final = _names("aliases") | _names("name")
-# Names that several cards have, and the one that most people mean who say no more.
+# Names that several cards share, and the card most commonly meant.
 _USUAL: Final = _names("usual_for")
 
 
@@ -63,7 +63,7 @@ def accelerator(name: str, own: Mapping[str, Accelerator] | None = None) -> Acce
     """The accelerator of that name; case and dashes do not matter.
 
     Args:
-        own: the user's, which come first.
+        own: the user's, which take precedence.
 
     Raises:
         ConfigError: with the nearest names.
@@ -82,7 +82,7 @@ def accelerator(name: str, own: Mapping[str, Accelerator] | None = None) -> Acce
 
 
 def taken_for(name: str) -> str | None:
-    """What a name that several cards have is taken for, in words; None: it is of one card."""
+    """The interpretation of a name that several cards share, in words; None: it is unique."""
     usual = _USUAL.get(folded(name))
     if usual is None:
         return None

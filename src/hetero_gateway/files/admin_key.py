@@ -1,17 +1,17 @@
-"""The key of /admin that a gateway makes at its start, and the file in which commands find it.
+"""The key of /admin that a gateway creates at its start, and the file in which commands find it.
 
 A gateway on loopback whose configuration gives /admin neither a key (``server.admin_key_env``) nor
-a listener (``server.admin_listen``) makes a key at each start. So that commands of the same user on
-the same machine need no flag, the key lies in a file while the gateway runs:
+a listener (``server.admin_listen``) creates a key at each start. So that commands of the same user
+on the same machine need no flag, the key is in a file while the gateway runs:
 
-    where    $XDG_RUNTIME_DIR/hetero-gateway, or hetero-gateway-keys-UID in the temporary directory
-             where that is not to be had; of mode 0700
+    where    $XDG_RUNTIME_DIR/hetero-gateway, or if that is unavailable hetero-gateway-keys-UID in
+             the temporary directory; of mode 0700
     name     the address and the port that the gateway listens on
     mode     0600
 
-A key is sent to the very address that its file is named after. Either the gateway that made the key
-listens there, or no gateway takes that key any more; so a file that a killed process has left
-behind gives nothing away.
+A key is sent only to the address that its file is named after. Either the gateway that created the
+key listens there, or no gateway accepts that key any more; so a file left behind by a killed
+process reveals nothing.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FoundKey(NamedTuple):
-    """A key, and the URL of its gateway: by address, since a name may lead elsewhere, too."""
+    """A key, and the URL of its gateway: by address, since a name may also lead elsewhere."""
 
     key: str
     url: str
@@ -51,11 +51,11 @@ def is_loopback(host: str) -> bool:
 
 
 def made_admin_key(server: "ServerConfig", shared: str | None) -> str | None:
-    """A key of 256 bits; None where the configuration says otherwise who may use /admin.
+    """A key of 256 bits; None if the configuration controls access to /admin otherwise.
 
     Args:
-        shared: a secret of all processes of one gateway, which then make the same key; None: there
-            is one process.
+        shared: a secret of all processes of one gateway, which then derive the same key; None:
+            there is one process.
     """
     named = server.admin_key_env is not None or server.admin_listen is not None
     if named or not is_loopback(server.host):
@@ -69,11 +69,11 @@ def keep(key: str, url: str) -> Path:
     """Write a key where commands look for that of the gateway at ``url``; returns the file.
 
     Raises:
-        OSError: no directory is this user's alone, or the file cannot be written.
+        OSError: no directory belongs to this user alone, or the file cannot be written.
     """
     host, port = _place(url)
     problem = OSError("there is no directory for it")
-    # Twice: a gateway that ends at this moment removes a directory that it finds empty.
+    # Twice: a gateway that ends at this moment removes an empty directory.
     for directory in private_directories() * 2:
         try:
             return _write(directory, f"{host}-{port}", key)
@@ -94,7 +94,7 @@ def forget(key: str) -> None:
 
 
 def find(url: str) -> FoundKey | None:
-    """The key that the gateway at a loopback URL made, if it is this user's and runs here."""
+    """The key created by the gateway at a loopback URL, if it is this user's and runs here."""
     try:
         host, port = _place(url)
     except ValueError:
@@ -118,7 +118,7 @@ def _place(url: str) -> tuple[str, int]:
 
 
 def private_directories() -> list[Path]:
-    """Where what is this user's alone may lie: the first one that can be used has what is new."""
+    """Directories for this user's private files: the first usable one is used for new files."""
     temporary = Path(tempfile.gettempdir()) / f"hetero-gateway-keys-{os.geteuid()}"
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or ".")
     return [runtime / "hetero-gateway", temporary] if runtime.is_absolute() else [temporary]
@@ -126,7 +126,7 @@ def private_directories() -> list[Path]:
 
 @contextlib.contextmanager
 def opened_private(directory: Path) -> Iterator[int]:
-    """Its descriptor. Raises OSError where others may write into it, or read it."""
+    """Its descriptor. Raises OSError if others may write into it, or read it."""
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
     try:
         status = os.fstat(folder)
@@ -145,7 +145,7 @@ def _write(directory: Path, name: str, key: str) -> Path:
         handle = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
         try:
             with os.fdopen(handle, "w", encoding="ascii") as file:
-                os.fchmod(handle, 0o600)  # whatever the umask is
+                os.fchmod(handle, 0o600)  # regardless of the umask
                 file.write(f"{key}\n")
             os.rename(made, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
@@ -156,7 +156,7 @@ def _write(directory: Path, name: str, key: str) -> Path:
 
 
 def _newest(name: str) -> str | None:
-    """The key in the files of this name: one start may have had XDG_RUNTIME_DIR, and one not."""
+    """The key in the files of this name: starts may differ in having XDG_RUNTIME_DIR."""
     found = []
     for directory in private_directories():
         with contextlib.suppress(OSError), opened_private(directory) as folder:
@@ -166,9 +166,9 @@ def _newest(name: str) -> str | None:
 
 
 def _read(folder: int, name: str) -> tuple[int, str] | None:
-    """(when it was written, key) of a file; None where it is no key that only this user had."""
+    """(modification time, key) of a file; None if it is not a key readable by this user only."""
     try:
-        # Whatever else bears the name: opening it does not wait.
+        # If something else has the name, opening it must not block.
         handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=folder)
     except OSError:
         return None

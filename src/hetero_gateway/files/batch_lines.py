@@ -1,10 +1,10 @@
 """The lines of a file of requests, and of their answers: OpenAI's format and ``vllm run-batch``'s.
 
-One JSON object a line, by which the answer names it (``custom_id``), with a path and its body:
+One JSON object per line, with an id for its answer (``custom_id``), a path and a body:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
 
-and of an answer
+and for an answer
 
     {"id": "…", "custom_id": "a", "response": {"status_code": 200, "request_id": "…", "body": {…}},
      "error": null}
@@ -22,7 +22,7 @@ from hetero_gateway.engines.vllm.paths import (
     Work,
 )
 
-# A line may be sent to these: they make an engine do a step, and take JSON.
+# Accepted paths of a line: they cause engine steps, and take JSON.
 ENDPOINTS = tuple(
     path
     for path, work in WORK_BY_PATH.items()
@@ -45,7 +45,7 @@ class BatchLine(msgspec.Struct):
 
 
 class LineProblem(NamedTuple):
-    """What is wrong with a line. ``code`` and ``param`` as OpenAI's errors of batches have them."""
+    """A problem of a line. ``code`` and ``param`` as in OpenAI's errors of batches."""
 
     code: str
     message: str
@@ -59,12 +59,12 @@ def read_line(data: bytes, endpoint: str | None) -> BatchLine | LineProblem:
     """Read a line, without its end.
 
     Args:
-        endpoint: that all lines have to name; None: each may name its own.
+        endpoint: the one that all lines have to name; None: each may name its own.
     """
     try:
         line = _READER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # What is wrong and where, and nothing of what stands there.
+        # Describes the error and its position, but does not quote the line.
         text = str(error) if isinstance(error, msgspec.DecodeError) else "it is no text in UTF-8"
         return LineProblem("invalid_json_line", f"This line is not a request in JSON: {text}.")
     if not 1 <= len(line.custom_id) <= MOST_ID_CHARACTERS:
@@ -91,7 +91,7 @@ _BACKGROUND = msgspec.json.Decoder(_Background)
 
 
 def in_background(body: bytes) -> bool:
-    """Whether a body of /v1/responses asks for an answer that is to be fetched later."""
+    """Whether a body of /v1/responses asks for an answer to be fetched later."""
     return bool(_BACKGROUND.decode(body).background)
 
 
@@ -100,7 +100,7 @@ def _shown(text: str) -> str:
 
 
 def window_s(text: str) -> float | None:
-    """The seconds of ``24h``, ``1d12h``, ``90s``; None: it is no duration, or above a year."""
+    """The seconds of ``24h``, ``1d12h``, ``90s``; None: not a duration, or above a year."""
     parts = _PARTS.findall(text)
     if "".join(number + unit for number, unit in parts) != text:
         return None
@@ -111,7 +111,7 @@ def window_s(text: str) -> float | None:
 def answer_line(
     line_id: str, custom_id: str, status: int, request_id: str, body: bytes, *, repeated: bool
 ) -> bytes:
-    """The line of an answer, with its end. What is no JSON becomes a string."""
+    """The line of an answer, with its end. A body that is not JSON becomes a string."""
     content: Any = msgspec.Raw(body)
     try:
         msgspec.json.decode(body, type=msgspec.Raw)
@@ -124,7 +124,7 @@ def answer_line(
 
 
 def error_line(line_id: str, custom_id: str | None, code: str, message: str, **more: Any) -> bytes:
-    """The line of a request that has no answer, with its end."""
+    """The line of a request without an answer, with its end."""
     error = {"code": code, "message": message, **more}
     return _line(line_id, custom_id, None, error, False)
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hetero_gateway.files.yaml_file import StrictModel
 
-# What is refused is not quoted: it may hold a password.
+# Refused values are not quoted: they may contain a password.
 
 
 def _check_database(value: str) -> str:
@@ -52,31 +52,31 @@ class BatchesConfig(StrictModel):
     """/v1/files and /v1/batches; off without a directory or database. docs/guide/batches.md."""
 
     directory: Path | None = None
-    """A folder of the gateway's own for files and their database, on a local disk, made where it is
-    missing; relative to this file."""
+    """A folder for files and their database, used by this gateway only, on a local disk; created if
+        missing; relative to this file."""
     database: Annotated[str, AfterValidator(_check_database)] | None = None
-    """In place of a directory, for gateways that share the work: postgresql://USER@HOST/DATABASE."""
+    """Instead of a directory, for gateways that share the work: postgresql://USER@HOST/DATABASE."""
     password_env: str | None = None
     """Environment variable with the password of `database`; default: as libpq finds one."""
     storage: Annotated[str, AfterValidator(_check_storage)] | None = None
-    """Where the files are beside `database`: s3://BUCKET/PREFIX."""
+    """Where the files are if `database` is set: s3://BUCKET/PREFIX."""
     storage_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = None
-    """Address of an S3-compatible storage that is not AWS's."""
+    """Address of an S3-compatible storage other than AWS's."""
     slowdown: float = Field(1.1, gt=1, le=10)
-    """How many times as long other requests may take because of batches, on average and by the
-    profiles."""
+    """By what factor other requests may become slower because of batches, on average and by the
+        profiles."""
     max_file_bytes: int = Field(200 * 2**20, ge=1024)
     """Largest file; a larger one gets 413."""
     max_lines: int = Field(50_000, ge=1, le=10_000_000)
     """Most lines of one batch."""
     max_key_bytes: int = Field(10 * 2**30, ge=1024)
-    """Most bytes of all files of one key, answers included; uploads beyond it get 429."""
+    """Most bytes of all files of one key, including answers; uploads beyond it get 429."""
     max_key_lines: int = Field(1_000_000, ge=1)
-    """Most lines of a key's batches that are not over."""
+    """Most lines in a key's unfinished batches."""
     max_key_batches: int = Field(100, ge=1)
-    """Most batches of a key that are not over."""
+    """Most unfinished batches of a key."""
     keep_s: float = Field(30 * 86400.0, gt=0)
-    """How long files and batches that are over are kept, in seconds."""
+    """How long files and finished batches are kept, in seconds."""
 
     @property
     def on(self) -> bool:

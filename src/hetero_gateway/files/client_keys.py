@@ -1,15 +1,15 @@
-"""Clients' keys: the file that names them, what it keeps of each, and how one is made.
+"""Clients' keys: the file that names them, its entries, and how a key is made.
 
     groups:
       team-a: {tokens_per_minute: 200000, models: [llama-3-8b], classes: [interactive, batch]}
     keys:
       - {name: alice, hash: "sha256:3fc9…", group: team-a, requests_per_minute: 60}
 
-A key itself is kept nowhere. Made here it is 256 random bits, which nobody finds by trying, so one
-hash of it is enough, and a slow one (bcrypt, Argon2) would cost each request milliseconds. Two
-kinds are known: ``sha256``, which LiteLLM's table of keys has as well, and ``hmac-sha256``, under a
-secret of the environment (``clients.hash_key_env``): with the file alone, a key that a person made
-up cannot be tried out either.
+A key itself is stored nowhere. Made here it is 256 random bits, which nobody can guess, so one hash
+of it is enough, and a slow one (bcrypt, Argon2) would cost each request milliseconds. Two kinds are
+known: ``sha256``, which LiteLLM's table of keys has as well, and ``hmac-sha256``, with a secret
+from the environment (``clients.hash_key_env``): then even a key that a person made up cannot be
+guessed from the file alone.
 """
 
 import base64
@@ -32,12 +32,12 @@ from hetero_gateway.files.model_names import ModelName
 from hetero_gateway.files.whole_file import write_keys
 from hetero_gateway.files.yaml_file import StrictModel, parse_model, parse_yaml, read_yaml
 
-# What may stand in a metric's label without surprise.
+# Characters that are safe in a metric's label.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
 _HASH = re.compile(r"(sha256|hmac-sha256):([0-9a-f]{64})")
-# Longer ones are nobody's, and are not hashed.
+# Longer ones are unknown, and are not hashed.
 MOST_KEY_BYTES = 512
-# A shorter one could be found by trying.
+# A shorter one could be guessed.
 _LEAST_KEY_CHARACTERS = 20
 _KEY_BYTES = 32
 _MOST = 2**50
@@ -53,22 +53,22 @@ def _check_name(value: str) -> str:
 
 
 class ClientLimits(StrictModel):
-    """What a key, or all keys of a group together, may do."""
+    """The rights of a key, or of all keys of a group together."""
 
     models: list[ModelName] | None = None
-    """Names of the models that may be asked for; none: all."""
+    """Names of the models that may be used; none: all."""
     requests_per_minute: int | None = Field(None, ge=1, le=_MOST)
     """Most requests in any 60 s; none: no limit."""
     tokens_per_minute: int | None = Field(None, ge=1, le=_MOST)
     """Most tokens, prompts and outputs, in any 60 s."""
     concurrency: int | None = Field(None, ge=1, le=_MOST)
-    """Most requests at a time, waiting ones included."""
+    """Most requests at a time, including waiting ones."""
     request_class: str | None = Field(None, alias="class")
     """The class of its requests; none: interactive."""
     classes: list[str] | None = None
     """Classes that a request may name in x-hetero-gateway-class."""
     share: float | None = Field(None, gt=0, le=1e6)
-    """Weight in contention; none: 1."""
+    """Weight when clients compete; none: 1."""
 
     @property
     def limits(self) -> Limits:
@@ -79,14 +79,14 @@ class KeyConfig(ClientLimits):
     """One key."""
 
     name: str
-    """By which metrics and /admin call it."""
+    """Its name in metrics and /admin."""
     hash: str
-    """As `hetero-gateway key new` prints it."""
+    """As printed by `hetero-gateway key new`."""
     group: str | None = None
-    """Whose limits it shares; what it does not say of models, class, classes and share is the
-    group's."""
+    """The group whose limits it shares; models, class, classes and share default to the
+        group's."""
     expires: datetime | None = None
-    """From then on it is refused; a date, or a time (UTC where it has no zone)."""
+    """Refused from then on; a date, or a time (UTC if it has no zone)."""
 
     _named = field_validator("name")(_check_name)
 
@@ -146,7 +146,8 @@ def _off(value: Any) -> Any:
 
 
 class ClientsConfig(StrictModel):
-    """Who may ask, and how much: keys by name, in addition to ``server.api_key_env``'s."""
+    """Who may use the gateway, and how much: keys by name, in addition to
+    ``server.api_key_env``'s."""
 
     keys_file: Path | None = None
     """The file of keys and groups, read again with each reload."""
@@ -159,8 +160,8 @@ class ClientsConfig(StrictModel):
     most_labels: int = Field(200, ge=0, le=100_000)
     """Most clients with metrics of their own."""
     usage_file: Annotated[Literal["off"] | Path | None, BeforeValidator(_off)] = None
-    """SQLite file that keeps what clients use over restarts; none: in Redis where gateways share
-    one, else beside keys_file; off: nowhere."""
+    """SQLite file that keeps clients' usage over restarts; none: in Redis if gateways share one,
+        else next to keys_file; off: nowhere."""
 
     @property
     def wanted(self) -> bool:
@@ -168,7 +169,7 @@ class ClientsConfig(StrictModel):
         return self.keys_file is not None or self.keys_env is not None
 
     def usage_place(self, shared: bool) -> Path | Literal["redis"] | None:
-        """Where what clients use is kept; None: nowhere.
+        """Where clients' usage is kept; None: nowhere.
 
         Args:
             shared: gateways share a Redis.
@@ -229,10 +230,10 @@ def new_key() -> str:
 
 
 def hash_of(key: str, hash_key: str | None = None) -> str:
-    """What is kept of a key; with a secret, only who knows that can try keys out.
+    """The stored hash of a key; with a secret, keys can only be guessed by those who know that.
 
     Raises:
-        ConfigError: the key is too short, or could not stand in a header.
+        ConfigError: the key is too short, or invalid in a header.
     """
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError("a key must be of visible ASCII characters, without spaces")
@@ -242,17 +243,17 @@ def hash_of(key: str, hash_key: str | None = None) -> str:
 
 
 def digest_of(key: str, hash_key: str | None) -> str:
-    """The same of any key: one that is short may be found by trying, without a secret."""
+    """The same for any key: a short one may be guessed without a secret."""
     if hash_key is None:
         return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
     return "hmac-sha256:" + hmac.digest(hash_key.encode(), key.encode(), "sha256").hex()
 
 
 def add_key(path: Path, entry: Mapping[str, Any]) -> None:
-    """Write one more key into a file, which is made if need be; what stands there stays as it is.
+    """Append a key to a file, which is created if needed; existing content stays as it is.
 
     Raises:
-        ConfigError: the file is no file of keys, or the key cannot be added to its end.
+        ConfigError: it is not a file of keys, or the key cannot be added to its end.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # JSON is YAML, and safe to paste.
@@ -283,11 +284,11 @@ def add_key(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def add_group(path: Path, name: str, limits: Mapping[str, Any]) -> None:
-    """Write one more group into a file, which is made if need be; what stands there stays as it is.
+    """Append a group to a file, which is created if needed; existing content stays as it is.
 
     Raises:
-        ConfigError: the file is no file of keys, has that group, or has `groups` in another form
-            than one group a line.
+        ConfigError: it is not a file of keys, has that group, or has `groups` in another form
+            than one group per line.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     told: str = yaml.safe_dump(

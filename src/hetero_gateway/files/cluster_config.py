@@ -1,7 +1,7 @@
 """The cluster file of ``simulate``: its schema, its loader, and the conversion to values.
 
-As strict as the gateway's file, with the same reader and the same one-line errors. It says which
-instances there are, what the scheduler believes of them, what goes wrong, and what is sent;
+As strict as the gateway's file, with the same reader and the same one-line errors. It has the
+instances, the scheduler's beliefs about them, faults, and the workload;
 docs/reference/simulation-file.md lists every field, and a test compares the two.
 """
 
@@ -50,24 +50,24 @@ class ClusterInstanceConfig(StrictModel):
     max_num_seqs: int | None = Field(None, ge=1, le=2**16)
     """Most sequences in one step; default: the profile's."""
     believed_scale: float = Field(1.0, gt=0, le=1e3)
-    """The scheduler's constants are this many times the true ones: 2 means that it takes the
-    instance for half as fast as it is."""
+    """Factor of the scheduler's constants over the true ones: 2 means that it believes the instance
+        to be half as fast as it is."""
     profiled: bool = True
     """Whether the scheduler has any constants for it."""
     role: KvRole = "both"
-    """Where requests are split: `prefill`, it answers nothing that others have computed; `decode`,
-    it computes nothing for others."""
+    """If requests are split: `prefill`, it does not answer prompts that others have computed;
+        `decode`, it computes no prompts for others."""
 
 
 class TransferConfig(StrictModel):
-    """How fast two instances hand the KV cache of a prompt over."""
+    """How fast two instances hand over the KV cache of a prompt."""
 
     gbit_per_s: float = Field(gt=0, le=1e5)
-    """Of each instance's link, each way."""
+    """Of each instance's link, in each direction."""
     start_s: float = Field(0.002, ge=0, le=60)
     """Of a transfer, before its bytes."""
     kv_bytes_per_token: float | None = Field(None, ge=1, le=1e9)
-    """Of what is handed over; default: the model's."""
+    """Of the handed-over cache; default: the model's."""
 
     def to_core(self, kv_bytes_per_token: float) -> Transfers:
         """``kv_bytes_per_token``: the model's."""
@@ -76,15 +76,15 @@ class TransferConfig(StrictModel):
 
 
 class FaultConfig(StrictModel):
-    """Something that happens to one instance."""
+    """A fault of one instance."""
 
     instance: int | str
-    """Its id, or its position counted from 0."""
+    """Its id, or its index from 0."""
     kind: Literal["slow", "dead"]
     start_s: float = Field(0.0, ge=0)
     """From when."""
     end_s: float | None = Field(None, gt=0)
-    """Until when; default: for good."""
+    """Until when; default: forever."""
     factor: float = Field(1.0, gt=0, le=1e6)
     """Of kind slow: its steps take this many times longer."""
 
@@ -112,10 +112,10 @@ class LengthConfig(StrictModel):
 
 
 class SentConfig(StrictModel):
-    """Which requests are sent."""
+    """The requests to send."""
 
     requests: Path | None = None
-    """A trace; relative to this file. In place of prompt and output."""
+    """A trace; relative to this file. Instead of prompt and output."""
     prompt: LengthConfig | None = None
     """Default: a chat mix."""
     output: LengthConfig | None = None
@@ -137,7 +137,7 @@ class SentConfig(StrictModel):
 
 
 class WorkloadConfig(SentConfig):
-    """What is sent, unless the flags say otherwise."""
+    """The workload, unless flags say otherwise."""
 
     arrival_cv: float = Field(1.0, ge=0, le=20)
     """Coefficient of variation of the gaps; 1 is Poisson."""
@@ -162,7 +162,7 @@ class ClusterConfig(StrictModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cluster:
-    """A checked cluster file as the simulator wants it; ``trace`` is a path that can be opened."""
+    """A checked cluster file for the simulator; ``trace`` is a path that can be opened."""
 
     instances: tuple[SimulatedInstance, ...]
     faults: tuple[Fault, ...]
@@ -172,7 +172,7 @@ class Cluster:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read and check a cluster file, its profiles included; or a gateway's, whose instances have
+    """Read and check a cluster file, including its profiles; or a gateway's, whose instances have
     profiles.
 
     Raises:
@@ -215,7 +215,7 @@ def _is_gateways(data: Mapping[str, Any]) -> bool:
 
 
 def _gateways_cluster(data: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """What a gateway's file says of a cluster. Raises ConfigError: an instance has no profile."""
+    """The cluster in a gateway's file. Raises ConfigError: an instance has no profile."""
     rows = data.get("instances") or []
     if not rows:
         raise ConfigError(f"{source}: instances: there are none that could be simulated")
@@ -233,8 +233,8 @@ def _gateways_cluster(data: Mapping[str, Any], source: str) -> Mapping[str, Any]
 def is_cluster(data: Mapping[str, Any]) -> bool:
     """Whether a file's content is meant for ``simulate`` rather than for ``serve``.
 
-    A key that only one of the two has decides; then instances with profiles and no address are
-    a cluster's.
+    A key that only one of the two has decides; otherwise instances with profiles and no address
+    are a cluster's.
     """
     if has_gateway_keys(data):
         return False
@@ -296,7 +296,7 @@ def _instances(
 
 
 def _kv_bytes(profile: Profile) -> float:
-    """Of a token of its model; of another one's where that is not known."""
+    """Of a token of its model; of another model's if that is not known."""
     try:
         return model_card(profile.model).kv_token_bytes()
     except ConfigError:
@@ -304,7 +304,7 @@ def _kv_bytes(profile: Profile) -> float:
 
 
 def _generated_id(profile: Profile) -> str:
-    """From the accelerator's name, which a profile file may spell as it likes."""
+    """From the accelerator's name, which a profile file may spell in any way."""
     gpu = re.sub(r"[^A-Za-z0-9._-]+", "-", profile.gpu).strip("-._")[:48]
     return f"{gpu or 'instance'}-tp{profile.tensor_parallel}"
 

@@ -1,4 +1,4 @@
-"""The fields of configurations: all of one, how two differ, and a mixture of the two."""
+"""The fields of configurations: listing, comparing and mixing them."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def fields_of(model: BaseModel, key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every field with its key; of models inside, in a list or mapping too, their fields."""
+    """Every field with its key; for inner models, also in a list or mapping, their fields."""
     for name in type(model).model_fields:
         value = getattr(model, name)
         entries: Iterable[tuple[Any, Any]] = ()

@@ -1,4 +1,4 @@
-"""The configuration's section ``discovery``: where instances come from besides the file."""
+"""The configuration's section ``discovery``: sources of instances besides the file."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -11,7 +11,7 @@ from hetero_gateway.files.model_names import ModelName, ServedNames
 from hetero_gateway.files.server_config import check_certificate
 from hetero_gateway.files.yaml_file import StrictModel
 
-# Which fields a kind of source has beside those of all; the first ones it needs.
+# Which fields a kind of source has besides the common ones; the first ones are required.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "file": (("file",), ()),
     "dns": (("host",), ("record", "port", "nameserver")),
@@ -20,27 +20,27 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class ProfileRule(StrictModel):
-    """Which profile an instance gets that has these labels and serves this model."""
+    """The profile of instances that have these labels and serve this model."""
 
     profile: str
     """A built-in profile's name, or a profile file."""
     labels: dict[str, str] = Field(default_factory=dict)
     """All of them must be among the instance's."""
     model: ModelName | None = None
-    """What the engine says that it serves."""
+    """The model that the engine serves."""
 
 
 class SourceConfig(StrictModel):
-    """One source of instances. What it has named, no other source takes away."""
+    """One source of instances. An instance that it has named is not removed by other sources."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,23}$")
     """Unique name: 1 to 24 letters, digits and dashes."""
     kind: Literal["file", "dns", "kubernetes"]
-    """What is asked."""
+    """The kind of source."""
     file: Path | None = None
     """file: YAML with a list `instances`."""
     host: str | None = None
-    """dns: the name that is looked up."""
+    """dns: the name to look up."""
     record: Literal["address", "srv"] = "address"
     """dns: A and AAAA records, or SRV records with their ports."""
     nameserver: str | None = None
@@ -54,7 +54,7 @@ class SourceConfig(StrictModel):
     api_url: str | None = None
     """kubernetes: the API server; none: the cluster's own."""
     port: int | None = Field(None, ge=1, le=65535)
-    """Of instances whose record names none; none: 8000."""
+    """Of instances whose record names no port; none: 8000."""
     scheme: Literal["http", "https"] = "http"
     """Of the instances' base_url."""
     interval_s: float = Field(30.0, ge=0.1, le=3600)
@@ -63,9 +63,9 @@ class SourceConfig(StrictModel):
     model: ServedNames = None
     """As of an instance."""
     profile: str | None = None
-    """Where no rule fits; none: unprofiled."""
+    """If no rule matches; none: unprofiled."""
     profiles: list[ProfileRule] = Field(default_factory=list)
-    """The first rule that fits gives the profile."""
+    """The first matching rule gives the profile."""
     weight: float = Field(1.0, ge=1e-3, le=1e3)
     """As of an instance."""
     api_key_env: str | None = None

@@ -1,4 +1,4 @@
-"""What Envoy knows of clients' keys while no picker answers: one file, without a key in it.
+"""Envoy's data on clients' keys for the time when no picker answers: one file, without a key in it.
 
     # hetero-gateway: clients' keys, for docker/envoy/envoy.yaml
     key sha256 3fc9… never any
@@ -7,11 +7,11 @@
     instance-key VLLM_KEY
     end
 
-A line for each key: how it is hashed, its hash, the first second since 1970 in which it is
+One line per key: how it is hashed, its hash, the time (seconds since 1970) from which it is
 refused, and how many requests it may make in a minute. ``open``: no key is needed. ``hash-secret``
-and ``instance-key`` name variables of Envoy's environment: the secret of hashes under one, and the
-key that all instances ask for. A file that does not end in ``end``, or says anything else, lets
-nobody in: so does one that was cut off.
+and ``instance-key`` name variables of Envoy's environment: the secret of the hashes, and the key of
+all instances. A file that does not end in ``end``, or contains anything else, admits nobody: this
+includes one that was cut off.
 """
 
 import math
@@ -24,12 +24,12 @@ from hetero_gateway.files.client_keys import KeyConfig, KeysFile, digest_of, rea
 from hetero_gateway.files.gateway_config import GatewayConfig
 from hetero_gateway.files.secrets import secret
 
-# What the script in envoy.yaml reads.
+# The format that the script in envoy.yaml reads.
 _VARIABLE = re.compile(r"\w+", re.ASCII)
 
 
 class EnvoyKeys(NamedTuple):
-    """``text``: of the file. ``notes``: a line for each thing that Envoy will not do by it."""
+    """``text``: of the file. ``notes``: a line for each rule that Envoy will not apply."""
 
     text: str
     notes: tuple[str, ...]
@@ -39,7 +39,7 @@ def envoy_keys(config: GatewayConfig, base_dir: Path, *, any_model: bool) -> Env
     """The file for a gateway's configuration.
 
     Args:
-        any_model: also keys that may ask for some models only, which Envoy cannot tell apart.
+        any_model: include keys that may use only some models, which Envoy cannot enforce.
 
     Raises:
         ConfigError: a file or a variable that the configuration names cannot be used.
@@ -79,7 +79,7 @@ def envoy_keys(config: GatewayConfig, base_dir: Path, *, any_model: bool) -> Env
 
 
 def _is_bound(key: KeyConfig, keys: KeysFile) -> bool:
-    """Whether a key may ask for some models only."""
+    """Whether a key may use only some models."""
     of_group = None if key.group is None else keys.groups[key.group].models
     return key.models is not None or of_group is not None
 

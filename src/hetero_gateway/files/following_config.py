@@ -1,4 +1,4 @@
-"""The configuration's section ``following``: of which instances there may be more or fewer."""
+"""The configuration's section ``following``: instances whose number may change."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ from hetero_gateway.files.yaml_file import StrictModel
 
 
 class FollowedType(StrictModel):
-    """One kind of instance of a model: how many of it there may be."""
+    """One kind of instance of a model, and bounds of its number."""
 
     model: ModelName
     """A name that these instances serve."""
@@ -23,11 +23,11 @@ class FollowedType(StrictModel):
     """A built-in profile's name, or a profile file. Instances whose profile has the same
     accelerator and tensor parallelism are of this type."""
     min: int = Field(0, ge=0, le=10_000)
-    """So many at least."""
+    """At least this many."""
     max: int = Field(ge=1, le=10_000)
-    """So many at most."""
+    """At most this many."""
     price_per_hour_usd: float | None = Field(None, gt=0)
-    """Of one instance; of all types of the model or of none, then accelerators count."""
+    """Of one instance; for all types of the model or for none, then accelerators count."""
     data_parallel_ranks: int = Field(1, ge=1, le=MOST_RANKS)
     """Of one instance: engines behind its address, each with the profile."""
 
@@ -44,17 +44,17 @@ class FollowingConfig(StrictModel):
     types: list[FollowedType] = Field(default_factory=list, max_length=64)
     """Kinds of instances; none: it is off."""
     interval_s: float = Field(60.0, ge=10, le=3600)
-    """Between two answers; requests that wait ask sooner."""
+    """Between two answers; waiting requests trigger one sooner."""
     startup_s: float = Field(180.0, ge=0, le=7200)
     """From starting an instance until it serves."""
     hold_s: float = Field(600.0, ge=0, le=86400)
-    """Nothing goes that was needed within the last so many seconds."""
+    """No instance is removed that was needed within this many seconds."""
     utilisation: float = Field(0.8, gt=0, le=1)
-    """The share of what instances hold that the load may take."""
+    """The share of the instances' capacity that the load may take."""
     ttft_p99_s: float | None = Field(None, gt=0)
-    """What they are to hold it within: TTFT's 99th percentile, s;"""
+    """Goal for TTFT's 99th percentile, s;"""
     tpot_p99_s: float | None = Field(None, gt=0)
-    """TPOT's. Without both: 85 % of the most that they can do."""
+    """and TPOT's. Without both: 85 % of the instances' maximum."""
 
     @model_validator(mode="after")
     def _check_types(self) -> Self:
@@ -65,7 +65,7 @@ class FollowingConfig(StrictModel):
             if not number:
                 raise ValueError(
                     f"types: one type of {model!r} needs a min of 1 or more: without any instance, "
-                    "nobody knows the model"
+                    "the model is unknown"
                 )
             priced = {t.price_per_hour_usd is None for t in self.types if t.model == model}
             if len(priced) > 1:

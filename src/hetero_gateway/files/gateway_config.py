@@ -3,8 +3,7 @@
 Its larger sections have modules of their own (``server_config``, ``scheduler_config``,
 ``instance_config``, ...). The file is read by ``yaml_file``, which expands ``${NAME}`` and reports
 errors in one line; the environment is read there and in ``secrets`` alone. Precedence: flags over
-environment over file.
-docs/reference/configuration.md lists every field; a test compares the two.
+environment over file. docs/reference/configuration.md lists every field; a test compares the two.
 """
 
 from collections.abc import Mapping
@@ -43,10 +42,10 @@ RANKS_ARE_OURS = (
 
 
 class RetryConfig(StrictModel):
-    """What happens when an attempt fails before the first response byte."""
+    """Retries after an attempt failed before the first response byte."""
 
     max_attempts: int = Field(3, ge=1, le=16)
-    """Attempts per request, each on another instance; a refused connection is none."""
+    """Attempts per request, each on another instance; a refused connection does not count."""
     budget_ratio: float = Field(0.2, ge=0, le=1)
     """Retries allowed as a share of recent requests."""
     budget_min: int = Field(10, ge=0)
@@ -54,7 +53,7 @@ class RetryConfig(StrictModel):
 
 
 class EjectionConfig(StrictModel):
-    """When an instance whose requests fail gets none for a while; docs/design/reliability.md."""
+    """When an instance with failing requests gets none for a while; docs/design/reliability.md."""
 
     enabled: bool = True
     """Whether failed requests count against instances."""
@@ -76,7 +75,7 @@ class HealthConfig(StrictModel):
     probe_interval_s: float = Field(2.0, gt=0)
     """Between two GET /health."""
     probe_timeout_s: float = Field(2.0, gt=0)
-    """Time-out of one probe."""
+    """Timeout of one probe."""
     unhealthy_after: int = Field(2, ge=1)
     """Consecutive failed probes that mark it down."""
     scrape_interval_s: float = Field(5.0, gt=0)
@@ -98,15 +97,15 @@ class PickerConfig(StrictModel):
     key_file: Path | None = None
     """The certificate's private key (PEM)."""
     client_ca_file: Path | None = None
-    """CA certificates (PEM): whoever asks must show one of theirs; none: anybody who reaches the
-    port may ask."""
+    """CA certificates (PEM): clients of the port must show one of theirs; none: anybody who reaches
+        the port may ask."""
     resolve_interval_s: float = Field(5.0, gt=0, le=3600)
     """Between two look-ups of an instance's host name."""
     extend_timeouts: bool = True
     """Ask Envoy for more time (override_message_timeout) while a request waits."""
     prefill_header: Literal["x-prefiller-host-port"] | None = None
-    """Of a request that is split (`scheduler.split_requests`): the header that says who computes
-    its prompt, for llm-d's sidecar beside each instance; none: the picker splits no request."""
+    """For split requests (`scheduler.split_requests`): the header that says who computes the
+        prompt, for llm-d's sidecar next to each instance; none: the picker splits no request."""
     drain_s: float = Field(3.0, ge=0, le=600)
     """From turning unready on SIGTERM to taking no more streams."""
 
@@ -138,7 +137,8 @@ class GatewayConfig(StrictModel):
 
     @property
     def places(self) -> list[InstanceConfig]:
-        """What the scheduler places requests on: the instances, or each of their ranks."""
+        """The units that the scheduler places requests on: the instances, or each of their
+        ranks."""
         return [place for instance in self.instances for place in instance.places()]
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ class GatewayConfig(StrictModel):
             here = [f.model for f in each.fallbacks if f.base_url is None]
             for other in (*filter(None, [each.serve]), *each.split, *here):
                 if other in stands_for_others and not (other == name and other in each.split):
-                    raise ValueError(f"models.{name}: {other!r} stands for another one itself")
+                    raise ValueError(f"models.{name}: {other!r} is itself an alias")
             if each.serve is None and not each.split and name in here:
                 raise ValueError(f"models.{name}: it cannot be its own fallback")
             for fallback in each.fallbacks:
@@ -225,7 +225,7 @@ class GatewayConfig(StrictModel):
 
 
 def load_gateway_config(path: Path, overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
-    """Read and check a gateway configuration, with all that it names: profiles, keys, packages.
+    """Read and check a gateway configuration, with everything it names: profiles, keys, packages.
 
     Raises:
         ConfigError: one line with the file and the key.

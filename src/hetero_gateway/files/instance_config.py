@@ -1,4 +1,4 @@
-"""``instances`` and ``models`` of the gateway's configuration: who answers to which name."""
+"""``instances`` and ``models`` of the gateway's configuration: which names are served by whom."""
 
 import re
 from pathlib import Path
@@ -16,10 +16,10 @@ from hetero_gateway.files.server_config import check_certificate
 from hetero_gateway.files.yaml_file import StrictModel
 
 _LONGEST_URL = 2048
-# What may stand in a header and in a metric's label without surprise.
+# Characters that are safe in a header and in a metric's label.
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LONGEST_ID = 63
-# Of a place of an instance, what its id has in addition.
+# The part that the id of a place has in addition to its instance's.
 _PLACE = re.compile(r"\.dp\d{1,3}(?:\.\d+)?$")
 MOST_RANKS = 256
 
@@ -34,7 +34,7 @@ def _check_base_url(value: str) -> str:
         raise ValueError("must not carry a user name or password; use api_key_env")
     if parts.query or parts.fragment:
         raise ValueError("must not carry a query or a fragment")
-    # urlsplit drops line breaks without a word; a request's head must not get one.
+    # urlsplit silently drops line breaks; a request's head must not contain one.
     if any(not "!" <= character <= "~" for character in value):
         raise ValueError("must not contain spaces, control or non-ASCII characters")
     if parts.path.rstrip("/").endswith("/v1"):
@@ -45,10 +45,10 @@ def _check_base_url(value: str) -> str:
 
 
 def check_ranks(config: Any) -> Any:
-    """Of what may have ranks: raises ValueError where it cannot."""
+    """For configurations that may have ranks: raises ValueError if it cannot."""
     one = config.data_parallel_ranks == 1 and getattr(config, "data_parallel_rank", None) is None
     if not one and config.kv_transfer is not None:
-        # Of several ranks, who has computed a prompt would have to be told to the engine.
+        # With several ranks, the engine would have to be told which one has computed a prompt.
         raise ValueError("data_parallel_ranks: not with kv_transfer: leave out one of them")
     return config
 
@@ -61,13 +61,13 @@ class InstanceConfig(StrictModel):
     base_url: Annotated[str, AfterValidator(_check_base_url)]
     """Where it listens, without /v1."""
     model: ServedNames = None
-    """Name or names it serves; asked of its /v1/models when absent."""
+    """Name or names it serves; default: those of its /v1/models."""
     profile: str | None = None
     """Built-in profile name, or a profile file; absent: unprofiled."""
     weight: float = Field(1.0, ge=1e-3, le=1e3)
     """For weighted-round-robin, and for unprofiled instances; 0.001 to 1000."""
     api_key_env: str | None = None
-    """Environment variable with the key that this instance wants."""
+    """Environment variable with the key for this instance."""
     ca_file: Path | None = None
     """CA certificates for https; default: the system's."""
     certificate_file: Path | None = None
@@ -79,9 +79,9 @@ class InstanceConfig(StrictModel):
     data_parallel_ranks: int = Field(1, ge=1, le=MOST_RANKS)
     """Engines behind its address; each is a place of its own, `ID.dp0`, `ID.dp1`, …"""
     data_parallel_start_rank: int = Field(0, ge=0, le=65535)
-    """What the first one is called in `X-data-parallel-rank`."""
+    """The first one's number in `X-data-parallel-rank`."""
     data_parallel_rank: int | None = Field(None, ge=0, lt=MOST_RANKS)
-    """Of a place: the how-manyth it is of those behind its address, from 0."""
+    """For a place: its index among those behind its address, from 0."""
 
     _certified = model_validator(mode="after")(check_certificate)
 
@@ -106,7 +106,7 @@ class InstanceConfig(StrictModel):
         return self
 
     def places(self) -> list["InstanceConfig"]:
-        """What it is to the scheduler: itself, or a place for each of its ranks."""
+        """Its units for the scheduler: itself, or a place for each of its ranks."""
         if self.data_parallel_ranks == 1:
             return [self]
         return [
@@ -122,12 +122,12 @@ class InstanceConfig(StrictModel):
 
     @property
     def server(self) -> str:
-        """Of a place, the instance that it is a part of; else its own id."""
+        """For a place, the instance that it is a part of; else its own id."""
         return self.id if self.data_parallel_rank is None else _PLACE.sub("", self.id)
 
     @property
     def rank_header(self) -> int | None:
-        """What an engine is asked for, to have this place; None: nothing."""
+        """The header value that selects this place; None: none is needed."""
         rank = self.data_parallel_rank
         return None if rank is None else self.data_parallel_start_rank + rank
 
@@ -139,14 +139,14 @@ class InstanceConfig(StrictModel):
 
 
 class FallbackConfig(StrictModel):
-    """Who answers where no instance of a model can: another model here, or another service."""
+    """Who answers if no instance of a model can: another model here, or another service."""
 
     model: ModelName
     """Its name there; the body's `model` is rewritten."""
     base_url: Annotated[str, AfterValidator(_check_base_url)] | None = None
     """An OpenAI-compatible service elsewhere, without /v1; none: here."""
     api_key_env: str | None = None
-    """Environment variable with the key that this service wants."""
+    """Environment variable with the key for this service."""
     ca_file: Path | None = None
     """CA certificates for https; default: the system's."""
 
@@ -158,7 +158,7 @@ class FallbackConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """What becomes of requests for a name."""
+    """The handling of requests for a name."""
 
     serve: ModelName | None = None
     """The model that it stands for; the body's `model` is rewritten."""
@@ -167,9 +167,9 @@ class ModelConfig(StrictModel):
     )
     """Several models, each with its weight."""
     split_by: Literal["request", "client"] = "request"
-    """What decides: a hash of the request's id, or of the client's key."""
+    """How one is chosen: by a hash of the request's id, or of the client's key."""
     fallbacks: list[FallbackConfig] = Field(default_factory=list, max_length=8)
-    """Who is asked, in turn, if no instance can."""
+    """Alternatives, tried in order if no instance can answer."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -179,7 +179,7 @@ class ModelConfig(StrictModel):
 
 
 def check_reachable(base_url: str) -> None:
-    """Raises ValueError: no instance may be there, by its address or name."""
+    """Raises ValueError: no instance may have this address or name."""
     host = urlsplit(base_url).hostname or ""
     if is_link_local(host):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""``kv_transfer`` of an instance: whom it can hand a prompt's KV cache to, and how fast."""
+"""``kv_transfer`` of an instance: to whom it can hand over a prompt's KV cache, and how fast."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -47,10 +47,10 @@ class InstanceTransferConfig(StrictModel):
     group: Annotated[str, AfterValidator(_check_group)] = "default"
     """Instances of one group and connector can hand over to each other."""
     role: KvRole = "both"
-    """What it may do for others: both; `prefill`: only compute prompts for them; `decode`: only
-    answer what they have computed."""
+    """Its part for others: both; `prefill`: only compute prompts for them; `decode`: only answer
+        prompts that they have computed."""
     lease_s: float = Field(DEFAULT_LEASE_S, gt=0, le=3600)
-    """So long it keeps blocks that nobody fetches (`kv_lease_duration`)."""
+    """How long it keeps blocks that nobody fetches (`kv_lease_duration`)."""
     gbit_per_s: float | None = Field(None, gt=0, le=1e5)
     """Of its link, until transfers have been seen; none: not known."""
     start_s: float | None = Field(None, ge=0, le=60)
@@ -70,7 +70,7 @@ class InstanceTransferConfig(StrictModel):
 def can_hand_over(
     prefill: InstanceTransferConfig | None, decode: InstanceTransferConfig | None
 ) -> bool:
-    """Whether, by the configuration, the one may compute prompts that the other answers."""
+    """Whether, by the configuration, the first may compute prompts that the second answers."""
     if prefill is None or decode is None:
         return False
     same = (prefill.connector, prefill.group) == (decode.connector, decode.group)
@@ -80,7 +80,7 @@ def can_hand_over(
 def hand_over_to(
     id: str, instances: Iterable[tuple[str, InstanceTransferConfig | None]]
 ) -> list[str]:
-    """Whom an instance can hand over to, in their order."""
+    """The instances that one can hand over to, in order."""
     every = dict(instances)
     return [other for other in every if other != id and can_hand_over(every[id], every[other])]
 
@@ -93,10 +93,10 @@ def transfer_warnings(
     workers: int = 1,
     prefill_header: str | None = None,
 ) -> list[SetupWarning]:
-    """What is allowed in these and yet hardly meant.
+    """Settings that are allowed but probably mistakes.
 
     Args:
-        picks: the configuration is for the picker, too.
+        picks: the configuration is also for the picker.
         splits: requests are to be split.
         workers: of the gateway.
         prefill_header: of the picker.

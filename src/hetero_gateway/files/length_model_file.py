@@ -1,6 +1,6 @@
 """Trained length models on disk: JSON, versioned, strict.
 
-``core.length_model`` says what is in them.
+``core.length_model`` explains their contents.
 """
 
 import json
@@ -13,7 +13,7 @@ from hetero_gateway.files.whole_file import read_json, write_document
 
 
 def read_length_model(path: Path) -> LengthModel:
-    """What ``hetero-gateway predictor fit`` wrote. Raises ConfigError: what is wrong in it."""
+    """The model written by ``hetero-gateway predictor fit``. Raises ConfigError: its error."""
     document = read_json(path)
     try:
         return from_document(document)
@@ -25,7 +25,7 @@ def write_length_model(path: Path, model: LengthModel, about: dict[str, Any]) ->
     """Write a model. Raises ConfigError: it cannot be written.
 
     Args:
-        about: for people: from what, when, with which error. Not read again.
+        about: for people: its source, date and error. Not read again.
     """
     document = to_document(model) | {"about": about}
     write_document(path, json.dumps(document, indent=1, sort_keys=True) + "\n")

@@ -1,7 +1,7 @@
 """Addresses that no instance should have: link-local ones, where clouds keep their metadata.
 
-Whoever may name instances could otherwise have the gateway read the machine's credentials there.
-Names are not looked up here: what they lead to is looked at once a connection is made.
+Otherwise, anybody who may name instances could have the gateway read the machine's credentials
+there. Names are not looked up here: their addresses are checked once a connection is made.
 """
 
 import ipaddress
@@ -38,7 +38,7 @@ def _address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
     except ValueError:
         pass
     try:
-        # 0xa9fea9fe, 2852039166, 169.254.43518: what the C library takes for an address.
+        # 0xa9fea9fe, 2852039166, 169.254.43518: spellings that the C library accepts as an address.
         return ipaddress.IPv4Address(socket.inet_aton(name))
     except OSError:
         return None

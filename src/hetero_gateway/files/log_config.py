@@ -1,4 +1,4 @@
-"""``log``, ``metrics`` and ``traces`` of the gateway's configuration: what is said of requests."""
+"""``log``, ``metrics`` and ``traces`` of the gateway's configuration: records of requests."""
 
 from typing import Literal
 
@@ -17,21 +17,21 @@ class LogConfig(StrictModel):
 
 
 class MetricsConfig(StrictModel):
-    """What /metrics shows."""
+    """The series of /metrics."""
 
     per_backend: Literal["full", "basic"] = "full"
-    """Series of each instance: all, or `basic`, for hundreds of them: whether it is up, what it
-    has, how fast it is; of requests and failures the sums over all, with an empty label backend."""
+    """Series of each instance: all, or `basic`, for hundreds of them: its state, load and speed; of
+        requests and failures only the sums over all, with an empty label backend."""
 
 
 class TracesConfig(StrictModel):
     """Spans of requests, by OpenTelemetry; needs the extra ``otel``."""
 
     endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
-    """OTLP over HTTP: the whole URL, as http://collector:4318/v1/traces; none: no traces, and a
-    client's traceparent goes on as it came."""
+    """OTLP over HTTP: the whole URL, such as http://collector:4318/v1/traces; none: no traces, and
+        a client's traceparent is passed on unchanged."""
     share: float = Field(1.0, ge=0, le=1)
-    """Of the requests whose client sent no traceparent, how many are traced; for the others the
-    client decides."""
+    """The share of requests without a client's traceparent that are traced; for the others the
+        client decides."""
     service_name: str = Field("hetero-gateway", min_length=1, max_length=200)
     """The spans' service.name."""

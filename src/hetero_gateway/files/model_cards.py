@@ -1,4 +1,4 @@
-"""Models by name: model_cards.csv and model_configs.json hold what their own config.json says."""
+"""Models by name: model_cards.csv and model_configs.json have the data of their config.json."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from hetero_gateway.files.checkpoints.shape import dtype_name, model_from_config
 from hetero_gateway.files.package_data import document, table
 from hetero_gateway.planner.model_shape import ModelShape
 
-# Of models whose layers differ, the config.json; a name stands for the one of that name.
+# For models whose layers differ, the config.json; a name refers to the one of that name.
 _CONFIGS: Final[dict[str, Any]] = document("model_configs.json")
 MODEL_CARDS: Final[dict[str, ModelShape]] = {
     row["name"]: ModelShape(
@@ -30,7 +30,7 @@ _STORED: Final[dict[str, str]] = TABLES["suffixes"]
 
 
 def says_storage(name: str) -> bool:
-    """Whether a checkpoint's name ends with how it is stored: "…-AWQ", "…-FP8-dynamic"."""
+    """Whether a checkpoint's name ends with its storage: "…-AWQ", "…-FP8-dynamic"."""
     return any(part in _STORED for part in name.rsplit("/", 1)[-1].casefold().split("-"))
 
 
@@ -41,11 +41,11 @@ def model_card(
 
     Args:
         name: "Qwen/Qwen2.5-72B-Instruct-AWQ" is Qwen2.5-72B, stored as AWQ.
-        dtype, quantization: as of ``model_from_config``; None: bfloat16, and what the name says,
-            else what the publisher stores it in (gpt-oss: mxfp4, DeepSeek-V3: fp8).
+        dtype, quantization: as of ``model_from_config``; None: bfloat16, and the name's
+            storage, else the publisher's (gpt-oss: mxfp4, DeepSeek-V3: fp8).
 
     Raises:
-        ConfigError: with the nearest names, or for a dtype or method that is not known.
+        ConfigError: with the nearest names, or for an unknown dtype or method.
     """
     short = name.rsplit("/", 1)[-1]
     parts = short.casefold().split("-")
@@ -71,7 +71,7 @@ def model_card(
     found = quantization_of(quantization)
     own = card.quantization
     if own is not None and found is not None and own.method == found.method:
-        return card  # the publisher's own, with its blocks and what it leaves wide
+        return card  # the publisher's own, with its blocks and wide parts
     padded = "gptq" in parts or (found is not None and found.method in _PADDED)
     if padded and known in TABLES["padded"]:
         card = dataclasses.replace(card, intermediate=TABLES["padded"][known])

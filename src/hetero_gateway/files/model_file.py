@@ -1,4 +1,4 @@
-"""A model as people name it: a built-in card, or a config.json with what lies beside it."""
+"""A model as people name it: a built-in card, or a config.json with its checkpoint."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ from hetero_gateway.planner.support import SIZES
 
 
 class PlanModelConfig(StrictModel):
-    """A model that has no built-in card, or is stored otherwise than it."""
+    """A model that has no built-in card, or is stored otherwise."""
 
     config: Path | None = None
     """A Hugging Face config.json, relative to this file."""
     name: str | None = Field(None, min_length=1)
-    """A built-in card's name, or what to call the config.json."""
+    """A built-in card's name, or a name for the config.json."""
     dtype: str | None = None
     """Of the weights: float16, bfloat16, …."""
     quantization: str | None = None
@@ -41,7 +41,7 @@ class PlanModelConfig(StrictModel):
 
 
 def model_config(text: str, dtype: str | None, quantization: str | None) -> PlanModelConfig:
-    """A model as it is named on a command line: a path where there is one, else a card."""
+    """A model as named on a command line: a path if there is one, else a card."""
     path = Path(text)
     if path.exists() or path.suffix == ".json":
         return PlanModelConfig(config=path, name=None, dtype=dtype, quantization=quantization)
@@ -49,11 +49,11 @@ def model_config(text: str, dtype: str | None, quantization: str | None) -> Plan
 
 
 def read_model(value: str | PlanModelConfig, source: str, base_dir: Path) -> tuple[ModelShape, str]:
-    """The model, and what vLLM is started with to serve it.
+    """The model, and the argument of vLLM to serve it.
 
     Args:
         source: the file that names it, for messages.
-        base_dir: what its path is relative to.
+        base_dir: its path is relative to this.
 
     Raises:
         ConfigError: one line with the source.
@@ -73,7 +73,7 @@ def read_model(value: str | PlanModelConfig, source: str, base_dir: Path) -> tup
 
 
 def _checkpoint(path: Path, name: str, asked: PlanModelConfig) -> ModelShape:
-    """By its config.json, and by its tensors where they, or their index, lie beside it."""
+    """By its config.json, and by its tensors if they, or their index, are next to it."""
     data = read_json(path)
     stored = _modelopt_file(path, data)
     read = functools.partial(
@@ -100,7 +100,7 @@ def _checkpoint(path: Path, name: str, asked: PlanModelConfig) -> ModelShape:
 
 
 def _modelopt_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """NVIDIA's checkpoints may say only in a file beside config.json how they are stored."""
+    """NVIDIA's checkpoints may state their storage only in a file next to config.json."""
     beside = path.with_name("hf_quant_config.json")
     if config.get("quantization_config") is not None or not beside.is_file():
         return None
@@ -116,7 +116,7 @@ def model_directory(value: str | PlanModelConfig, base_dir: Path) -> Path | None
 
 
 def stored_bytes(directory: Path) -> float | None:
-    """Of the weights, by the index that lies beside them, or by the files; None: there are none."""
+    """Of the weights, by the index next to them, or by the files; None: there are none."""
     index = directory / INDEX
     if index.is_file():
         said = read_json(index).get("metadata")
@@ -127,13 +127,14 @@ def stored_bytes(directory: Path) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of a model that is not modelled.
+    """Bounds of a model that is not modelled.
 
     Args:
         reason: why it is not.
         kv_token_bytes: the most that a token can take; the least is 0.
         weight_bytes: of the files, as stored; None: not known.
-        holding: the fewest of an accelerator whose memory holds the weights; 0: more than asked.
+        holding: the fewest of an accelerator whose memory holds the weights; 0: more than
+            asked.
     """
 
     name: str
@@ -152,7 +153,7 @@ def bounds_of(
     accelerators: Sequence[Accelerator],
     utilisation: float,
 ) -> Bounds:
-    """What the file of a family that is not modelled leaves no doubt about.
+    """The bounds that follow from the file of a family that is not modelled.
 
     Attention in every layer that keeps every token is the most that a KV cache can take.
 

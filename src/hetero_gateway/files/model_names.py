@@ -1,6 +1,6 @@
-"""Names of models, in files and in what /admin is sent: printable and short.
+"""Names of models, in files and in requests to /admin: printable and short.
 
-They become labels, headers, lines of logs and rows of tables.
+They become labels, headers, log lines and table rows.
 """
 
 from collections.abc import Collection
@@ -29,5 +29,5 @@ def _check_all(value: str | list[str] | None) -> str | list[str] | None:
 
 
 ModelName = Annotated[str, AfterValidator(_check)]
-# Of an instance; none: it is asked.
+# Of an instance; none: ask the instance.
 ServedNames = Annotated[str | list[str] | None, AfterValidator(_check_all)]

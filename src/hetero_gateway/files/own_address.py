@@ -1,7 +1,7 @@
-"""Whether a base_url leads to where the gateway itself listens.
+"""Whether a base_url leads to the gateway's own listener.
 
-Names are looked up, but only where the port is the gateway's own: call it where that may take a
-while. What a proxy or a port map leads back is not seen here; ``http/hops`` finds it.
+Names are looked up, but only if the port is the gateway's own: the caller must be able to wait.
+Loops through a proxy or a port map are not found here; ``http/hops`` finds them.
 """
 
 import ipaddress
@@ -40,19 +40,19 @@ def _leads_to(base_url: str, host: str, port: int) -> bool:
 
 
 def _reaches(target: _Address, own: _Address) -> bool:
-    """Whether a connection to ``target`` is taken by who listens at ``own``."""
+    """Whether a connection to ``target`` reaches the listener at ``own``."""
     if target.is_unspecified:
         # The kernel takes it for its loopback address.
         loopback = "127.0.0.1" if target.version == 4 else "::1"
         target = ipaddress.ip_address(loopback)
     if not own.is_unspecified:
         return target == own
-    # On ``::`` both families are served, on 0.0.0.0 its own.
+    # ``::`` serves both families, 0.0.0.0 only its own.
     return (own.version == 6 or target.version == 4) and _is_local(target)
 
 
 def _is_local(address: _Address) -> bool:
-    """Whether it is one of this machine's: only those can be bound."""
+    """Whether it is one of this machine's addresses: only those can be bound."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -63,7 +63,7 @@ def _is_local(address: _Address) -> bool:
 
 
 def _addresses(host: str) -> set[_Address]:
-    """Of an address in any spelling, or of a name; none where it has none."""
+    """Of an address in any spelling, or of a name; empty if it has none."""
     name = host.strip("[]").rstrip(".").lower()
     if name in ("", "*"):
         name = "::"

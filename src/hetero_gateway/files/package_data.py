@@ -1,4 +1,4 @@
-"""The data files that ship beside these modules: tables as CSV, documents as JSON."""
+"""The data files next to these modules: tables as CSV, documents as JSON."""
 
 import csv
 import json
@@ -12,10 +12,10 @@ def _text(name: str) -> str:
 
 
 def table(name: str) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file by its columns' names; lines that begin with # are comments."""
+    """The rows of a CSV file by column name; lines that begin with # are comments."""
     return csv.DictReader(line for line in _text(name).splitlines() if not line.startswith("#"))
 
 
 def document(name: str) -> Any:
-    """What a JSON file holds."""
+    """The content of a JSON file."""
     return json.loads(_text(name))

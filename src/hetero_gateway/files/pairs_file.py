@@ -1,4 +1,4 @@
-"""The file of ``profile --pairs``, which ``scheduler.pairs_file`` names: transfers as measured."""
+"""The file of ``profile --pairs``, which ``scheduler.pairs_file`` names: measured transfers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _MOST_PAIRS = 10_000
 
 
 class PairRow(StrictModel):
-    """One computes a prompt, and the other one answers it."""
+    """One instance computes a prompt, and another one answers it."""
 
     prefill: str = Field(min_length=1, max_length=2048)
     """Who computes it: an instance's base_url, or its id."""
@@ -25,11 +25,11 @@ class PairRow(StrictModel):
     start_s: float | None = Field(None, ge=0, le=60)
     """Of a transfer, before its tokens."""
     tokens_per_s: float | None = Field(None, gt=0, le=1e12)
-    """Whose KV is moved in a second."""
+    """Tokens whose KV is moved per second."""
     gbit_per_s: float | None = Field(None, gt=0, le=1e6)
     """The same by the bytes that the engine counted; for people."""
     refused: str | None = None
-    """Why they cannot; they are no pair."""
+    """Why they cannot hand over; they are not a pair."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -48,7 +48,7 @@ class PairsFile(StrictModel):
 
 
 class MeasuredPairs:
-    """What a file says of pairs, by their addresses or ids."""
+    """A file's data on pairs, by their addresses or ids."""
 
     def __init__(self, rows: Sequence[PairRow] = ()) -> None:
         self.rows = tuple(rows)

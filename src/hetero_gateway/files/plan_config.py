@@ -1,8 +1,8 @@
 """The file of ``plan``: its schema and its reader.
 
-As strict as the gateway's file, with the same reader and the same one-line errors. Flags win over
-the file. docs/reference/plan-file.md lists every field, and a test compares the two. What the
-planner is asked with it is ``plan_request``'s.
+As strict as the gateway's file, with the same reader and the same one-line errors. Flags override
+the file. docs/reference/plan-file.md lists every field, and a test compares the two.
+``plan_request`` turns it into the planner's question.
 """
 
 import dataclasses
@@ -26,21 +26,21 @@ from hetero_gateway.planner.goals import DEFAULT_SHARE, GoalName
 from hetero_gateway.planner.memory import EngineOptions
 from hetero_gateway.sim.engine import Scheduling
 
-# Far more than one plan is for; a typing error in ``copies`` ends here.
+# Far more than one plan needs; a typing error in ``copies`` ends here.
 MAX_MACHINES = 10_000
-# Of one kind that is offered: the frontier of what they make together grows with it.
+# Of one kind on offer: the search space of combinations grows with it.
 MAX_OFFERED = 256
 # Accelerators of one machine: a rack that is one NVLink domain has 72.
 MAX_ACCELERATORS = 72
 
 
 class AcceleratorConfig(StrictModel):
-    """An accelerator that the catalogue does not have, or has otherwise: its data sheet."""
+    """An accelerator that is not in the catalogue, or has other figures: its data sheet."""
 
     memory_bytes: float = Field(gt=0)
-    """What its name says: 24e9 or 25769803776."""
+    """Nominal memory: 24e9 or 25769803776."""
     usable_memory_bytes: float | None = Field(None, gt=0)
-    """What a process finds; default: 98.5 % of it."""
+    """Available to a process; default: 98.5 % of it."""
     memory_bytes_per_s: float = Field(gt=0)
     """Bandwidth of its memory."""
     flop_per_s: float = Field(gt=0)
@@ -75,7 +75,7 @@ class MachineConfig(StrictModel):
     copies: int = Field(1, ge=1, le=MAX_MACHINES)
     """How many machines like this one."""
     price_per_hour_usd: float | None = Field(None, ge=0)
-    """Of one accelerator; wins over prices."""
+    """Of one accelerator; overrides prices."""
     address: str | None = Field(
         None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$|^\[[0-9A-Fa-f:.]+\]$"
     )
@@ -89,7 +89,7 @@ class MachineConfig(StrictModel):
 
 
 class NetworkConfig(StrictModel):
-    """Between the machines: with it, an instance may stretch over several equal ones."""
+    """Between the machines: with it, an instance may span several equal ones."""
 
     bandwidth_bytes_per_s: float | None = Field(None, gt=0)
     """Of one machine's connection, one direction. Or gbps."""
@@ -118,9 +118,9 @@ class OfferConfig(StrictModel):
     count: int = Field(ge=1, le=MAX_ACCELERATORS)
     """Accelerators in one machine."""
     price_per_hour_usd: float = Field(gt=0)
-    """Of the whole machine, as offers are."""
+    """Of the whole machine, as usual for offers."""
     at_most: int = Field(16, ge=1, le=MAX_OFFERED)
-    """How many can be had."""
+    """How many are available."""
 
     def to_machines(self) -> MachineConfig:
         name = re.sub(r"[^A-Za-z0-9.-]+", "-", self.accelerator).strip("-.").lower()
@@ -134,7 +134,7 @@ class OfferConfig(StrictModel):
 
 
 class EngineConfig(StrictModel):
-    """The options that vLLM is started with."""
+    """vLLM's start options."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """vLLM's flag."""
@@ -147,22 +147,22 @@ class EngineConfig(StrictModel):
     enforce_eager: bool = False
     """vLLM's flag: no CUDA graphs."""
     vllm_version: str | None = None
-    """Whose memory is modelled; newest known."""
+    """The version whose memory use is modelled; default: the newest known."""
     scheduling: Scheduling = "chunked"
     """chunked, as vLLM V1; or prefill-first, as V0."""
 
 
 class PlanWorkloadConfig(SentConfig):
-    """What is sent."""
+    """The workload."""
 
     rate_per_s: float | None = Field(None, gt=0)
     """Requests per second to hold."""
     prefix_cache: bool = True
-    """Hits in prefix caches count, where a trace says what begins alike."""
+    """Whether hits in prefix caches count, if a trace says which prompts begin alike."""
 
 
 class GoalsConfig(StrictModel):
-    """What the plan is to be good at."""
+    """The goals of the plan."""
 
     goal: GoalName = "throughput"
     """throughput, goodput, cost or fewest."""
@@ -180,7 +180,7 @@ class PlanSloConfig(StrictModel):
     tpot_s: float | None = Field(None, gt=0)
     """Limit of a request's TPOT, s/token."""
     share: float = Field(DEFAULT_SHARE, gt=0, le=1)
-    """Of the requests that are to be within both."""
+    """The share of requests that must be within both."""
 
     @model_validator(mode="after")
     def _some_limit(self) -> Self:
@@ -198,15 +198,15 @@ class PlanConfig(StrictModel):
     model: str | PlanModelConfig
     """A built-in card's name, or a config.json."""
     checkpoints: list[str | PlanModelConfig] = Field(default_factory=list, max_length=8)
-    """The same model, stored otherwise: the plan takes what serves the goal best."""
+    """Other storages of the same model: the plan takes the best for the goal."""
     max_model_len: int | None = Field(None, ge=2, le=2**24)
     """Context; default: from the longest request."""
     machines: list[MachineConfig] = Field(default_factory=list)
-    """What there is: at least one, or else offers."""
+    """The available machines: at least one, or else offers."""
     offers: list[OfferConfig] = Field(default_factory=list)
-    """What could be bought or rented, in place of machines."""
+    """Machines that could be bought or rented, instead of machines."""
     accelerators: dict[str, AcceleratorConfig] = Field(default_factory=dict)
-    """Your own, by name; they come before the catalogue's."""
+    """Your own, by name; they take precedence over the catalogue's."""
     network: NetworkConfig | None = None
     """Between the machines; without it, an instance stays on one."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -215,19 +215,19 @@ class PlanConfig(StrictModel):
     slo: PlanSloConfig | None = None
     """Limits of each request; none."""
     transfer: TransferConfig | None = None
-    """With it, the plan says what splitting requests over two instances would bring."""
+    """With it, the plan reports the gain of splitting requests over two instances."""
     prices: dict[str, float] = Field(default_factory=dict)
     """USD per accelerator-hour, by accelerator."""
     profiles: list[str] = Field(default_factory=list)
     """Measured profiles: files, relative to this one."""
     policy: PolicyName = "finish-time"
-    """Of the gateway in front of it all."""
+    """Policy of the gateway in front."""
     memory: Literal["fitted", "paper"] = "fitted"
-    """How KV memory is reckoned: fitted to vLLM's logs, or Eq. (1)."""
+    """How KV memory is estimated: fitted to vLLM's logs, or Eq. (1)."""
     estimator: Literal["unpadded", "paper"] = "unpadded"
-    """Algorithm 1, which prunes: mended, or as printed."""
+    """Algorithm 1, which prunes: corrected, or as printed."""
     seed: int = Field(0, ge=0)
-    """Of everything that is drawn."""
+    """Of everything random."""
 
     @field_validator("machines")
     @classmethod
@@ -248,7 +248,7 @@ class PlanConfig(StrictModel):
 
     @property
     def goal(self) -> GoalName:
-        """What is there is used as well as it can be; what is bought is to cost little."""
+        """Existing machines should be used as well as possible; bought ones should cost little."""
         if self.offers and "goal" not in self.goals.model_fields_set:
             return "cost"
         return self.goals.goal
@@ -268,12 +268,12 @@ class PlanConfig(StrictModel):
 
 
 def load_plan_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PlanConfig:
-    """The file's keys with those of the command line over them. Raises ConfigError."""
+    """The file's keys, overridden by those of the command line. Raises ConfigError."""
     return parse_model(PlanConfig, read_yaml(path, overrides), str(path))
 
 
 def engine_options(engine: EngineConfig, context: int | None, source: str) -> EngineOptions:
-    """The options that vLLM is started with. Raises ConfigError."""
+    """vLLM's start options. Raises ConfigError."""
     version = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
     with named_place(f"{source}: engine"):
         told = EngineOptions(
@@ -287,5 +287,5 @@ def engine_options(engine: EngineConfig, context: int | None, source: str) -> En
         )
         if told.max_num_batched_tokens is not None:
             return told
-        # One figure for the memory, the simulation and the command, whatever vLLM's default is.
+        # One value for the memory, the simulation and the command, whatever vLLM's default is.
         return dataclasses.replace(told, max_num_batched_tokens=told.step_tokens)

@@ -1,4 +1,4 @@
-"""What the planner is asked: a checked file with its flags, and all that it names."""
+"""The planner's question: from a checked file with its flags, and everything it names."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,25 +31,25 @@ from hetero_gateway.sim.alone import Engines, Mix
 from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.workload import Lengths, LogNormalLengths, TraceLengths
 
-# Where the file has no max_model_len, the longest request is rounded up to a multiple of this.
+# If the file has no max_model_len, the longest request is rounded up to a multiple of this.
 _CONTEXT_STEP = 1024
-# That of the default workload.
+# Limit of the default workload.
 DEFAULT_CONTEXT = CHAT_MIX.prompt.maximum + CHAT_MIX.output.maximum
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A checked file with its flags: what the planner is asked, and what a deployment needs.
+    """A checked file with its flags: the planner's question, and what a deployment needs.
 
     Args:
-        model_name: what vLLM is started with as model, as the file names it.
-        options: what vLLM is started with; ``max_model_len`` is set.
+        model_name: vLLM's model argument, as the file names it.
+        options: vLLM's start options; ``max_model_len`` is set.
         trace: the trace's path, if there is one.
         model_directory: where the config.json is, if the file names one.
-        stored_in_config: how the weights are stored is what the checkpoint's own files say.
-        addresses: of machines by id, where the file has them.
+        stored_in_config: the checkpoint's own files state how the weights are stored.
+        addresses: of machines by id, if the file has them.
         accelerators: the file's own, by name.
-        served_name: what clients ask for; None: the model's name.
+        served_name: the name that clients use; None: the model's name.
     """
 
     source: str
@@ -78,12 +78,12 @@ def load_requests(
     requests: Path | None = None,
     profiles: Sequence[str] = (),
 ) -> list[PlanRequest]:
-    """Read and check a plan's file, with all that it names: its model, then its checkpoints.
+    """Read and check a plan's file, with everything it names: its model, then its checkpoints.
 
     Args:
         overrides: from the command line, by dotted key; None values are ignored.
-        requests: a trace, in place of the file's.
-        profiles: names or files of measured profiles, which come before the file's.
+        requests: a trace, instead of the file's.
+        profiles: names or files of measured profiles, which take precedence over the file's.
 
     Raises:
         ConfigError: one line with the file and the key.
@@ -118,13 +118,13 @@ def plan_request(
     trace: Path | None = None,
     measured: Sequence[Profile] = (),
 ) -> PlanRequest:
-    """What the planner is asked, from a checked file.
+    """The planner's question, from a checked file.
 
     Args:
         source: the file, for messages.
-        base_dir: what the model's path is relative to.
+        base_dir: the model's path is relative to this.
         rows: of the trace, which ``trace`` names; None: the file's length distributions.
-        measured: profiles that come before the built-in ones.
+        measured: profiles that take precedence over the built-in ones.
 
     Raises:
         ConfigError: one line with the file and the key.
@@ -204,7 +204,7 @@ def _transfer(
 
 
 def _notes(config: PlanConfig, model: ModelShape, own: Mapping[str, Accelerator]) -> list[str]:
-    """What to know of the model and of the accelerators that were asked for."""
+    """Notes on the model and the requested accelerators."""
     notes = [
         f"{model.name}: {doubt.what} is not modelled: its KV memory is uncertain by "
         f"{doubt.kv_error:.0%} more"
@@ -261,7 +261,7 @@ def _machines(
     return tuple(result)
 
 
-# How long the requests are, and how much context they need
+# The requests' lengths, and the context they need
 
 
 def _trace_lengths(
@@ -304,11 +304,12 @@ def _ordered_trace(rows: Sequence[TraceRequest]) -> OrderedTrace:
 
 
 def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Lengths, int]:
-    """The file's distributions, or ours cut to the context; and the longest request of them."""
+    """The file's distributions, or the default ones cut to the context; and their longest
+    request."""
     context, asked = config.max_model_len, config.workload
     prompt, output = asked.lengths.prompt, asked.lengths.output
     if context is not None and prompt.maximum + output.maximum > context:
-        # What is ours may be cut: the output to a quarter, the prompt to what is left.
+        # The default workload may be cut: the output to a quarter, the prompt to the rest.
         if not asked.output:
             room = context - prompt.maximum if asked.prompt else context // 4
             output = dataclasses.replace(output, maximum=min(output.maximum, max(1, room)))
@@ -325,7 +326,7 @@ def _mix_lengths(config: PlanConfig, source: str, notes: list[str]) -> tuple[Len
 
 
 def _context_tokens(config: PlanConfig, model: ModelShape, longest: int, source: str) -> int:
-    """max_model_len, at most what the model is made for."""
+    """max_model_len, at most the model's own maximum."""
     most = model.max_position
     if config.max_model_len is not None:
         if most and config.max_model_len > most:

@@ -1,4 +1,4 @@
-"""Policies and predictors that installed packages bring, loaded when they are asked for."""
+"""Policies and predictors of installed packages, loaded on request."""
 
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -16,10 +16,10 @@ def installed_policy(name: str, options: dict[str, Any]) -> Policy:
 
     Args:
         name: of its entry point.
-        options: what it is made with (``scheduler.policy_options``).
+        options: its arguments (``scheduler.policy_options``).
 
     Raises:
-        ConfigError: there is none of this name, it cannot be made, or is no policy.
+        ConfigError: there is none of this name, it cannot be made, or is not a policy.
     """
     point = installed(POLICY_GROUP).get(name)
     if point is None:
@@ -37,7 +37,7 @@ def installed_policy(name: str, options: dict[str, Any]) -> Policy:
 
 
 def made_by(point: EntryPoint, options: dict[str, Any], where: str) -> Any:
-    """What a package makes of its options. Raises ConfigError, however it fails."""
+    """The object that a package makes from its options. Raises ConfigError, however it fails."""
     try:
         return point.load()(dict(options))
     except Exception as error:

@@ -12,8 +12,8 @@ Line 1 is a header, each other line one request, in the order of arrival:
     s, k           session, and turn in it from 1; absent: a session of its own
     b              ids of the request's blocks in order, each an id or a run [first, count]
 
-Block i covers the tokens from i·block_tokens on. Equal ids mean equal text, and equal text in front
-of it. Only full blocks count; a last one that is not full is ignored, and so are further fields.
+Block i covers the tokens from i·block_tokens on. Equal ids mean equal text up to the block's end.
+Only full blocks count; a last one that is not full is ignored, and so are further fields.
 """
 
 import gzip
@@ -34,10 +34,10 @@ _MOST_LINE_BYTES = 1 << 22
 
 
 class TracedText(NamedTuple):
-    """What a trace says of one request's text.
+    """The known part of one request's text.
 
-    ``session``, ``turn``: whose it is, and which turn of it, from 1. ``runs``: (first id, count) of
-    its full blocks, of ``block_tokens`` each.
+    ``session``, ``turn``: its session, and its turn in it, from 1. ``runs``: (first id, count)
+    of its full blocks, of ``block_tokens`` each.
     """
 
     session: int
@@ -56,7 +56,7 @@ class TracedRequest(NamedTuple):
 
 
 def is_prefix_trace(path: Path) -> bool:
-    """Whether a file is one by its name: JSON lines, gzipped or not."""
+    """Whether a file is one, by its name: JSON lines, gzipped or not."""
     return path.name.endswith((".jsonl", ".jsonl.gz"))
 
 
@@ -64,7 +64,7 @@ def read_prefix_trace(path: Path, limit: int | None = None) -> list[TracedReques
     """Read a trace, at most its first ``limit`` requests.
 
     Raises:
-        ConfigError: one line with the file and, where it is a line's fault, the line.
+        ConfigError: one line with the file and, if a line is wrong, its number.
     """
     try:
         with named(path, "read"), path.open("rb") as plain:
@@ -96,7 +96,7 @@ def _requests(lines: Iterator[bytes], path: Path, limit: int | None) -> Iterator
         latest_s = arrival_s
         prompt, output = (_whole(row, name, 1, _MOST_TOKENS, where) for name in ("in", "out"))
         full = (prompt + output if output_blocks else prompt) // block_tokens
-        # A session of its own has a number that no other has.
+        # A session of its own gets a unique number.
         session = _whole(row, "s", 0, _MOST_ID, where) if "s" in row else -number
         turn = _whole(row, "k", 1, _MOST_TOKENS, where) if "k" in row else 1
         runs = _runs(row.get("b", []), full, where)

@@ -1,8 +1,8 @@
-"""What a configuration needs besides itself: the files that it names, and optional packages.
+"""A configuration's prerequisites: the files that it names, and optional packages.
 
 ``load_gateway_config`` checks both, so that ``validate``, ``serve`` and a reload report the same.
-Whether a file holds what it should is checked by whoever uses it. The section ``picker`` is left
-out, as ``serve`` ignores it.
+The contents of a file are checked by its user. The section ``picker`` is skipped, as ``serve``
+ignores it.
 """
 
 import importlib.util
@@ -16,12 +16,12 @@ from hetero_gateway.files.problems import Key, Problems
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.whole_file import named
 
-# Those that must be there when the gateway starts; keys and trained models are read by themselves.
+# Files that must exist when the gateway starts; keys and trained models are read separately.
 _FILES = frozenset(("ca_file", "certificate_file", "client_ca_file", "key_file", "tokenizer_file"))
 
 
 def report_missing(config: BaseModel, base_dir: Path, problems: Problems) -> None:
-    """Report what is not there, by the key that asks; files are relative to ``base_dir``."""
+    """Report missing files and packages, by their key; files are relative to ``base_dir``."""
     asked = [(k, v) for k, v in fields_of(config) if v is not None and k[0] != "picker"]
     for key, value in asked:
         module, extra = _package(key, value)
@@ -32,13 +32,13 @@ def report_missing(config: BaseModel, base_dir: Path, problems: Problems) -> Non
             with problems.at(key), named(value, "read"):
                 (base_dir / value).open("rb").close()
     for key, value in asked:
-        if key[-1] == "profile" and key[0] != "following":  # those are compared, too
+        if key[-1] == "profile" and key[0] != "following":  # those are also compared
             with problems.at(key):
                 load_profile(value, base_dir)
 
 
 def _package(key: Key, value: Any) -> tuple[str, str]:
-    """What is imported because of a setting: (module, our extra that has it); ("", ""): nothing."""
+    """The package that a setting imports: (module, our extra that has it); ("", ""): none."""
     if key == ("traces", "endpoint"):
         return "opentelemetry.exporter.otlp.proto.http", "otel"
     if key[-1] == "tokenizer_file":
@@ -49,5 +49,5 @@ def _package(key: Key, value: Any) -> tuple[str, str]:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is what it is in
+    except ModuleNotFoundError:  # nor is its parent package
         return False

@@ -1,7 +1,7 @@
-"""What is wrong in a file that a person wrote: all of it, each in one line.
+"""Errors in a file that a person wrote: all of them, each in one line.
 
-A line reads ``FILE:LINE: key: what is wrong``, in the words of whoever wrote the file rather than
-in those of the library that checked it.
+A line reads ``FILE:LINE: key: what is wrong``, in the terms of the file's author rather than those
+of the validation library.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from hetero_gateway.errors import ConfigError
 
 Key = tuple[str | int, ...]
 
-# The rest of a file with a hundred errors is reported once these are mended.
+# The rest of a file with a hundred errors is reported once these are fixed.
 _MOST = 20
-_LONGEST_SHOWN = 200  # characters of what a file calls something
+_LONGEST_SHOWN = 200  # characters of a quoted name
 
 _WORDS: Mapping[str, str] = {
     "missing": "required, but missing",
@@ -47,14 +47,14 @@ _KINDS: Mapping[str, str] = {
 
 
 class Document(dict[str, Any]):
-    """A mapping as it was read; knows the lines that its keys stand on."""
+    """A mapping as it was read, with the line numbers of its keys."""
 
     def __init__(self, data: Mapping[str, Any], root: yaml.Node) -> None:
         super().__init__(data)
         self._root = root
 
     def line(self, key: Key) -> int | None:
-        """The line (from 1) of a key, or of what it is missing from; None: not of the file."""
+        """The line (from 1) of a key, or of the mapping that lacks it; None: not from the file."""
         node, line = self._root, self._root.start_mark.line
         for part in key:
             found = _child(node, part)
@@ -76,13 +76,13 @@ def _child(node: yaml.Node, part: str | int) -> tuple[yaml.Node, int] | None:
 
 
 def shown(text: str) -> str:
-    """What stood in a file, for one line of a message: printable, and not long."""
+    """A quote from a file, for one line of a message: printable, and not long."""
     text = "".join(c if c.isprintable() else "?" for c in text[: _LONGEST_SHOWN + 1])
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 class Misfits(ValueError):
-    """What does not fit together in a model, for a validator to raise: all of it, by key."""
+    """All inconsistencies in a model, by key, for a validator to raise."""
 
     def __init__(self, found: Sequence[tuple[Key, str]]) -> None:
         super().__init__("; ".join(f"{'.'.join(map(str, key))}: {text}" for key, text in found))
@@ -90,10 +90,10 @@ class Misfits(ValueError):
 
 
 class Problems:
-    """Collects what is wrong, and raises it as one ``ConfigError``.
+    """Collects errors, and raises them as one ``ConfigError``.
 
     Args:
-        source: the file's name, or what else was read.
+        source: the file's name, or another source.
         data: what was read.
     """
 
@@ -113,7 +113,7 @@ class Problems:
 
     @contextlib.contextmanager
     def at(self, key: Key, known: str = "") -> Iterator[None]:
-        """Report what is raised inside, without the beginning that ``key`` says already."""
+        """Report an inner exception, without the prefix that ``key`` already has."""
         try:
             yield
         except (ConfigError, ValueError) as error:
@@ -131,7 +131,7 @@ class Problems:
                 continue
             by_key.setdefault(key, []).append(_words(model, key, each))
         for key, texts in by_key.items():
-            # Where either of several kinds would do, there is an error for each of them.
+            # If any of several kinds is allowed, there is an error for each of them.
             first, *others = dict.fromkeys(texts)
             self.add(key, " or ".join([first, *(text.removeprefix("must be ") for text in others)]))
 
@@ -145,7 +145,7 @@ class Problems:
 
 
 def _key_of(loc: Sequence[str | int], data: Any, *, missing: bool) -> Key:
-    """An error's place, without the names that pydantic gives to the kinds of a union in it."""
+    """An error's place, without pydantic's names for the kinds of a union in it."""
     key: list[str | int] = []
     for number, part in enumerate(loc):
         if isinstance(data, Mapping) and (part in data or (missing and number == len(loc) - 1)):
@@ -177,7 +177,7 @@ def _words(model: type[BaseModel], key: Key, error: ErrorDetails) -> str:
 
 
 def _names_at(model: type[BaseModel], key: Key) -> list[str]:
-    """The keys that may stand where ``key`` does."""
+    """The keys that are allowed where ``key`` is."""
     models = [model]
     for part in key[:-1]:
         if isinstance(part, str):
@@ -187,7 +187,7 @@ def _names_at(model: type[BaseModel], key: Key) -> list[str]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a field may hold, itself or in a list."""
+    """The models that a field may contain, itself or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [inner for argument in get_args(annotation) for inner in _models(argument)]

@@ -21,7 +21,7 @@ from hetero_gateway.files.yaml_file import StrictModel, parse_model, read_yaml
 
 
 class PartSourceModel(StrictModel):
-    """How well one equation fits, on batches that the fit had not seen."""
+    """How well one equation fits, on batches not used for the fit."""
 
     r2: float | None = None
     median_error: float | None = Field(None, ge=0)
@@ -88,7 +88,7 @@ def load_profile(name_or_file: str, base_dir: Path | None = None) -> Profile:
     """A built-in profile by name, or a profile file (relative to ``base_dir``).
 
     Raises:
-        ConfigError: unknown name (with the nearest ones), or what is wrong in the file.
+        ConfigError: unknown name (with the nearest ones), or the file's error.
     """
     if name_or_file.endswith((".yaml", ".yml")):
         path = (base_dir or Path()) / name_or_file
@@ -143,9 +143,9 @@ def write_profile_file(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _without_references(value: Any) -> Any:
-    """``${NAME}`` would be replaced from the environment of whoever loads the file.
+    """Escape ``${NAME}``, which would be replaced from the environment of whoever loads the file.
 
-    A model's name and an engine's version are what the engine says they are.
+    A model's name and an engine's version are the engine's own statements.
     """
     if isinstance(value, Mapping):
         return {key: _without_references(inner) for key, inner in value.items()}
@@ -156,7 +156,7 @@ def _without_references(value: Any) -> Any:
 
 @cache
 def builtin_profiles() -> Mapping[str, Profile]:
-    """The profiles that ship with the package, by name (``GPU/MODEL/tpN``).
+    """The built-in profiles, by name (``GPU/MODEL/tpN``).
 
     Their constants are rooflines or derived from public measurements, as ``source`` says.
     """

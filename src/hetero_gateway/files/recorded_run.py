@@ -1,8 +1,8 @@
-"""Recorded runs: what ``serve --record`` writes, and ``simulate --against`` reads. JSON lines.
+"""Recorded runs: written by ``serve --record``, and read by ``simulate --against``. JSON lines.
 
-Line 1 is a header. Each instance is described in a line of its own before its first request;
-each request is a line when it is over. A process that went on after another has a header of its
-own. Nothing of a prompt, an answer, a client or an id of a request is in it.
+Line 1 is a header. Each instance is described in a line of its own before its first request; each
+request is a line when it has ended. A process that continued after another has its own header. The
+file contains nothing of a prompt, an answer, a client or a request's id.
 
     {"record": 1, "policy": "finish-time", "started_s": 8123.5, "unix_s": 1790000000.0}
     {"instance": "a100", "profile": {...}, "weight": 1.0}
@@ -30,7 +30,7 @@ _MOST_SEQUENCES = 2**16
 
 
 class Header(msgspec.Struct, omit_defaults=True):
-    """Of a process that records. ``started_s``: monotonic; ``unix_s``: the same moment."""
+    """Of a recording process. ``started_s``: monotonic; ``unix_s``: the same moment."""
 
     record: int
     policy: str
@@ -39,7 +39,7 @@ class Header(msgspec.Struct, omit_defaults=True):
 
 
 class InstanceLine(msgspec.Struct, omit_defaults=True):
-    """An instance as the scheduler has it. ``profile`` None: it has no constants for it."""
+    """An instance in the scheduler's view. ``profile`` None: it has no constants for it."""
 
     instance: str
     weight: float
@@ -47,21 +47,21 @@ class InstanceLine(msgspec.Struct, omit_defaults=True):
 
 
 class RequestLine(msgspec.Struct, omit_defaults=True, rename={"prompt": "in"}):
-    """A request that is over.
+    """A request that has ended.
 
     Args:
-        at: its arrival; ``placed``, ``first``, ``end``: when it was sent to its instance, when its
-            first byte came, and when it was over. None: it was not.
-        model: the name that it asked for.
-        prompt, out: tokens of the prompt of one sequence, and of all that was answered, as the
+        at: its arrival; ``placed``, ``first``, ``end``: when it was sent to its instance, when
+            its first byte came, and when it ended. None: it did not.
+        model: the requested name.
+        prompt, out: tokens of the prompt of one sequence, and of the whole answer, as the
             engine reported them, or else as estimated and counted.
         predicted: output tokens of one sequence, as placed.
         n: sequences.
         limit: the client's limit of output tokens.
-        instance: where it went last; "": nowhere.
+        instance: its last instance; "": none.
         outcome: as in the metrics.
         stream: whether its tokens came one by one.
-        cached: tokens of its prompts that the engine says it had in its prefix cache.
+        cached: tokens of its prompts that the engine found in its prefix cache.
     """
 
     at: float
@@ -81,7 +81,7 @@ class RequestLine(msgspec.Struct, omit_defaults=True, rename={"prompt": "in"}):
 
 
 class LeftOut(msgspec.Struct):
-    """The last line: requests that are missing above it, and why."""
+    """The last line: requests missing above it, and why."""
 
     left_out: int
     why: str
@@ -91,7 +91,7 @@ Line = Header | InstanceLine | RequestLine | LeftOut
 
 
 def profile_as_dict(profile: Profile) -> dict[str, Any]:
-    """What a line keeps of a profile."""
+    """A profile as stored in a line."""
     kept = dataclasses.asdict(profile) | {"constants": dataclasses.astuple(profile.constants)}
     del kept["source"]
     return kept
@@ -99,7 +99,7 @@ def profile_as_dict(profile: Profile) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedInstance:
-    """As the scheduler had it; ``profile`` None: it had no constants for it."""
+    """In the scheduler's view; ``profile`` None: it had no constants for it."""
 
     instance_id: str
     profile: Profile | None
@@ -108,11 +108,11 @@ class RecordedInstance:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What a gateway recorded.
+    """A gateway's record.
 
-    ``instances``: by id, in the order in which they were first sent a request, as last described.
-    ``requests``: in the order of their arrival; times count from the first one's. ``left_out``:
-    those that the gateway could not keep.
+    ``instances``: by id, in the order of their first requests, as last described. ``requests``:
+    in the order of their arrival; times count from the first one's. ``left_out``: those that the
+    gateway could not keep.
     """
 
     policy: str
@@ -170,7 +170,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Line]]:
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
                 if not text.endswith(b"\n"):
-                    return  # the process was killed while it wrote
+                    return  # the process was killed while writing
                 decoder = next((d for begin, d in kinds if text.startswith(begin)), None)
                 if decoder is None:
                     raise ConfigError(f"{path}: line {number}: it is no line of a record")

@@ -1,4 +1,4 @@
-"""``scheduler`` of the gateway's configuration: what is chosen by, and who waits how."""
+"""``scheduler`` of the gateway's configuration: how instances are chosen, and who waits how."""
 
 import re
 from importlib import metadata
@@ -60,13 +60,13 @@ class PredictorConfig(StrictModel):
     file: Path | None = None
     """trained: what `hetero-gateway predictor fit` wrote."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What an installed predictor is made with."""
+    """Arguments of an installed predictor."""
     mean_tokens: float = Field(256.0, gt=0)
     """The prior, the constant, or the mean."""
     sd_tokens: float = Field(200.0, ge=0)
     """Standard deviation of `normal`, in tokens."""
     prior_requests: float = Field(8.0, gt=0)
-    """How many finished requests the prior weighs as much as."""
+    """The prior's weight, in finished requests."""
 
     @field_validator("kind")
     @classmethod
@@ -106,12 +106,12 @@ class TokensConfig(StrictModel):
 
 
 class QueueClassConfig(StrictModel):
-    """What a class of requests gets."""
+    """The rights of a class of requests."""
 
     share: float = Field(gt=0, le=1e6)
-    """Of the machines' time, beside the others'."""
+    """Of the machines' time, relative to the others'."""
     max_wait_s: float | None = Field(None, gt=0, le=86400)
-    """Who has waited so long goes ahead of every class."""
+    """A request that has waited this long goes ahead of every class."""
     most_wait_s: float | None = Field(None, gt=0, le=86400)
     """Longest predicted wait; none: the queue's."""
 
@@ -120,18 +120,18 @@ class QueueConfig(StrictModel):
     """The queue of ``finish-time``; other policies have none."""
 
     discipline: DisciplineName = DEFAULT_DISCIPLINE
-    """Who is next of those that wait."""
+    """The order of waiting requests."""
     patience_s: float = Field(DEFAULT_PATIENCE_S, gt=0, le=86400)
-    """shortest: who comes so much later than another does not go ahead of it."""
+    """shortest: a request never goes ahead of one that came this much earlier."""
     classes: dict[str, QueueClassConfig] = Field(default_factory=dict, max_length=64)
     """classes: name to share and max_wait_s; default: interactive 9, batch 1."""
     reserve: float = Field(DEFAULT_RESERVE, ge=0, le=0.9)
     """clients: share of each instance's seats and memory that a client with more than its part
-    leaves free while others have asked lately."""
+        leaves free while others have asked recently."""
     most_wait_s: float | None = Field(None, gt=0, le=86400)
-    """Longest predicted wait: else 429 at once. Of batch, half of it; none: any."""
+    """Longest predicted wait: else 429 at once. For batch, half of it; none: any."""
     shed_by_slo: bool = True
-    """Without most_wait_s: 429 at once for who would wait beyond slo's ttft_s."""
+    """Without most_wait_s: 429 at once for requests that would wait beyond slo's ttft_s."""
     max_requests: int = Field(10_000, ge=1)
     """Most requests that wait at once; one more gets 429."""
     timeout_s: float = Field(600.0, gt=0, le=86400)
@@ -139,7 +139,7 @@ class QueueConfig(StrictModel):
 
 
 def _check_shared(value: str) -> str:
-    # What is refused is not quoted: it may hold a password.
+    # Refused values are not quoted: they may contain a password.
     try:
         parts = urlsplit(value)
         port = parts.port
@@ -169,13 +169,13 @@ class SharingConfig(StrictModel):
     interval_s: float = Field(0.05, ge=0.005, le=5)
     """Between two exchanges, in seconds."""
     news_s: float = Field(0.005, ge=0.001, le=5)
-    """Others learn at once where a request went, then not again for this long."""
+    """Others learn of a placement at once, then not again for this long."""
     ttl_s: float = Field(3.0, ge=0.2, le=60)
-    """A gateway that has been silent for this long is gone; seconds."""
+    """A gateway that has been silent for this long counts as gone; seconds."""
     timeout_s: float = Field(0.05, ge=0.005, le=5)
-    """Time-out of one exchange, in seconds; nothing waits."""
+    """Timeout of one exchange, in seconds; nothing waits."""
     placements: bool = True
-    """Hashes of the beginnings of prompts that each has sent where are shared, too."""
+    """Also share where prompts were sent, as hashes of their beginnings."""
     password_env: str | None = None
     """Environment variable with the password of `shared`."""
     ca_file: Path | None = None
@@ -189,7 +189,7 @@ class SharingConfig(StrictModel):
 
 
 class SloLimits(StrictModel):
-    """What requests should be within."""
+    """Limits for requests."""
 
     ttft_s: float | None = Field(None, gt=0, le=86400)
     """Until the first token, in seconds; default: no limit."""
@@ -201,34 +201,35 @@ class SloConfig(SloLimits):
     """Limits that ``finish-time`` keeps as many requests within as it can."""
 
     models: dict[ModelName, SloLimits] = Field(default_factory=dict, max_length=256)
-    """By model, in place of those above."""
+    """By model, replacing those above."""
     classes: dict[str, SloLimits] = Field(default_factory=dict, max_length=64)
-    """By class of requests, in place of the model's."""
+    """By class of requests, replacing the model's."""
 
 
 class SchedulerConfig(StrictModel):
-    """Which policy chooses, and its constants."""
+    """The policy, and its constants."""
 
     policy: Annotated[str, AfterValidator(_check_policy)] = "finish-time"
-    """The policy that chooses the instance: one of ``PolicyName``'s, or an installed one."""
+    """The policy that chooses the instance: a built-in one, or an installed one."""
     policy_options: dict[str, Any] = Field(default_factory=dict)
-    """What an installed policy is made with."""
+    """Arguments of an installed policy."""
     objective: Literal["latency", "makespan"] = "latency"
     """finish-time: keep latencies low, or the end of a batch early."""
     prefill_depth: int = Field(8, ge=1, le=4096)
     """finish-time: most sequences without a first token sent to one instance."""
     prefix_cache: bool = True
-    """Keep in mind which beginnings of prompts each instance has cached, by hashes."""
+    """Remember which beginnings of prompts each instance has cached, by hashes."""
     kv_events: bool = True
-    """Listen to what engines tell of their caches, where they do; needs the extra `kv-events`."""
+    """Listen to engines' reports on their caches, if they send them; needs the extra
+    `kv-events`."""
     first_token_weight: float = Field(2.0, ge=0, le=100)
-    """finish-time: what a second until the first token counts beside a second of latency, for
-    prompts of which something is cached."""
+    """finish-time: weight of a second until the first token, relative to a second of latency, for
+        partly cached prompts."""
     slo: SloConfig | None = None
     """finish-time: limits that requests should be within; default: none."""
     prefix_key_env: str | None = None
     """Environment variable with the secret that hashes of prompts begin with; default: a random
-    one, so that nothing outlives the process."""
+        one, so that nothing outlives the process."""
     isolate_clients: bool = False
     """Each client key has prefix caches of its own: a cache_salt is added to its requests' bodies.
     """
@@ -247,23 +248,23 @@ class SchedulerConfig(StrictModel):
     recalibrate: bool = False
     """Let constants follow the traffic, within a factor of 4 of the profile's."""
     continue_streams: Literal["off", "text-safe", "all"] = "text-safe"
-    """Streams that are continued elsewhere when their instance breaks off: none; those of plain
-    text, where each token is drawn as it would have been; or all of which one stream can be made,
-    though a seed begins anew and penalties forget what was said."""
+    """Streams that are continued elsewhere when their instance breaks off: none; plain text in
+        which each token is drawn as it would have been; or all that can be joined into one stream,
+        though a seed starts again and penalties forget earlier text."""
     split_requests: Literal["never", "each", "roles"] = "never"
-    """finish-time: a request may be computed by one instance and answered by another, where both
-    can (`instances[].kv_transfer`): each by its own cost; or with roles besides, found by
-    simulating the recent mix, of which none splits nothing. In one process alone."""
+    """finish-time: one instance may compute a request's prompt and another answer it, if both can
+        (`instances[].kv_transfer`): by each request's own cost; or also by roles, found by
+        simulating the recent mix, which may be no splitting. Only in a single process."""
     pairs_file: Path | None = None
-    """What `profile --pairs` measured of transfers between instances, relative to this file; none:
-    what `kv_transfer` says of each."""
+    """Transfers measured by `profile --pairs`, relative to this file; none: as each instance's
+        `kv_transfer` says."""
     wake_on_demand: bool = False
     """Wake an instance that sleeps (level 1) for a request that no other can take."""
     engine_priorities: dict[str, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = Field(
         default_factory=dict, max_length=64
     )
     """For engines with --scheduling-policy priority: class of requests to the priority that is
-    written into theirs; lower is sooner, 0 where it is not named."""
+        written into theirs; lower is sooner, 0 if it is not named."""
     shared: Annotated[str, AfterValidator(_check_shared)] | None = None
     """Redis or Valkey through which several gateways see each other's load."""
     sharing: SharingConfig = Field(default_factory=SharingConfig)
@@ -279,5 +280,5 @@ class SchedulerConfig(StrictModel):
 
 
 def installed(group: str) -> dict[str, metadata.EntryPoint]:
-    """What installed packages bring, by name; none of it is imported."""
+    """The entries of installed packages, by name; none of them is imported."""
     return {point.name: point for point in metadata.entry_points(group=group)}

@@ -1,4 +1,4 @@
-"""Keys and passwords, which configurations only name: they stand in the environment."""
+"""Keys and passwords, which configurations only name: they are in the environment."""
 
 import os
 
@@ -9,7 +9,7 @@ def secret(env_name: str | None, key: str) -> str | None:
     """The value of the environment variable that holds a key, as ``password``.
 
     Raises:
-        ConfigError: also where it could not stand in a header.
+        ConfigError: also if it is invalid in a header.
     """
     value = password(env_name, key)
     if value is not None and (not (value.isascii() and value.isprintable()) or " " in value):

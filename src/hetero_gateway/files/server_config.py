@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from hetero_gateway.engines.vllm import GUARDED_FIELDS, GUARDED_HEADERS, is_guarded_header
 from hetero_gateway.files.yaml_file import StrictModel
 
-# Who may ask for a path: everybody, who has a client's key, who may use /admin, nobody.
+# Who may use a path: everybody, holders of a client's key, users of /admin, nobody.
 Exposure = Annotated[
     Literal["open", "clients", "admin", "off"],
     # YAML takes a plain ``off`` for false.
@@ -29,10 +29,10 @@ def _check_listen(value: str) -> str:
 
 
 class ExposeConfig(StrictModel):
-    """Who may ask for the paths that are no engine's and not /admin's."""
+    """Who may use the non-engine paths other than /admin's."""
 
     metrics: Exposure | None = None
-    """/metrics; default: open, or admin where clients have names."""
+    """/metrics; default: open, or admin if clients have names."""
     docs: Exposure = "open"
     """/docs."""
     openapi: Exposure = "open"
@@ -77,7 +77,7 @@ def _check_engine_header(value: str) -> str:
 
 
 def check_certificate(config: Any) -> Any:
-    """Of what has a certificate: raises ValueError where a file lacks the one that it needs."""
+    """For settings with a certificate: raises ValueError if a required file is missing."""
     if (config.certificate_file is None) != (config.key_file is None):
         raise ValueError("certificate_file and key_file: one needs the other")
     if getattr(config, "client_ca_file", None) is not None and config.certificate_file is None:
@@ -86,28 +86,28 @@ def check_certificate(config: Any) -> Any:
 
 
 class ServerConfig(StrictModel):
-    """Where the gateway listens, and what it accepts."""
+    """Where the gateway listens, and its limits."""
 
     host: str = "127.0.0.1"
     """Address to listen on; loopback unless changed."""
     port: int = Field(8000, ge=0, le=65535)
     """TCP port; 0 takes a free one."""
     client_socket: Path | None = None
-    """Unix socket on which clients are served as well, by one process; its owner's and group's."""
+    """Unix socket on which one process also serves clients; of mode 0660."""
     workers: int = Field(1, ge=1, le=256)
     """Processes that serve clients, with one scheduler process between them; 1: one process does
-    all."""
+        everything."""
     worker_timeout_s: float = Field(30.0, ge=5, le=3600)
-    """With several processes: one that gives no sign of life for so long is killed and started
-    again. One that is stopped by a signal is after two seconds."""
+    """With several processes: one that is silent for so long is killed and restarted. One that is
+        stopped by a signal is after two seconds."""
     max_body_bytes: int = Field(64 * 2**20, ge=1024)
     """Largest request body; a larger one gets 413."""
     max_buffered_bytes: int = Field(256 * 2**20, ge=1024)
     """Most bytes of request bodies above 64 KiB that are held at a time, over all requests; one
-    more gets 503."""
+        more gets 503."""
     max_kept_bytes: int = Field(256 * 1024, ge=0)
     """Most bytes of an answer that are kept while it streams, so that it can be continued
-    elsewhere; a longer one ends with its instance. 0: none is kept."""
+        elsewhere; a longer one ends with its instance. 0: none is kept."""
     max_connections: int | None = Field(None, ge=1)
     """Most connections of clients; one more gets 503. Default: half of the descriptors that the
     process may open, at most 100 000."""
@@ -115,38 +115,39 @@ class ServerConfig(StrictModel):
     """Environment variable with the key that clients must send; none: open."""
     admin_key_env: str | None = None
     """Environment variable with the key of /admin; none, and no admin_listen: on loopback one is
-    made at each start, elsewhere /admin is off."""
+        created at each start, elsewhere /admin is off."""
     admin_listen: Annotated[str, AfterValidator(_check_listen)] | None = None
-    """A listener for /admin alone: unix:PATH or HOST:PORT."""
+    """A listener for /admin only: unix:PATH or HOST:PORT."""
     allow_engine_fields: list[Annotated[str, AfterValidator(_check_engine_field)]] = Field(
         default_factory=list, max_length=16
     )
-    """Fields for an engine's machinery that clients may set in bodies all the same: of
-    ``GUARDED_FIELDS``."""
+    """Fields for an engine's machinery that clients may set in bodies nevertheless: of
+        ``GUARDED_FIELDS``."""
     allow_engine_headers: list[Annotated[str, AfterValidator(_check_engine_header)]] = Field(
         default_factory=list, max_length=16
     )
-    """Headers for an engine's machinery that are passed on all the same, by name."""
+    """Headers for an engine's machinery that are passed on nevertheless, by name."""
     expose: ExposeConfig = Field(default_factory=ExposeConfig)
     cors: CorsConfig = Field(default_factory=CorsConfig)
     link_local_instances: bool = False
-    """Allow instances at link-local addresses, metadata services included."""
+    """Allow instances at link-local addresses, including metadata services."""
     certificate_file: Path | None = None
-    """Certificate chain (PEM): clients are served by TLS; none: without."""
+    """Certificate chain (PEM) for clients; none: no TLS."""
     key_file: Path | None = None
     """The certificate's private key (PEM)."""
     client_ca_file: Path | None = None
-    """CA certificates (PEM): clients must show one of theirs; none: any may."""
+    """CA certificates (PEM): clients must show one of theirs; none: not required."""
     watch_files_s: float | None = Field(None, ge=0.1, le=3600)
-    """How often to look whether this file, or one it names, has changed, and to reload then; none:
-    only when asked."""
+    """How often to check whether this file, or one it names, has changed, and then reload; none:
+        only when asked."""
     takeover_socket: Path | None = None
-    """Unix socket at which `serve --takeover` asks the gateway that runs for its sockets; in a
-    directory that is its user's alone. Default: beside the key of /admin, by host and port."""
+    """Unix socket at which `serve --takeover` asks the running gateway for its sockets; in a
+        directory that belongs to its user alone. Default: next to the key of /admin, by host and
+        port."""
     drain_s: float = Field(0.0, ge=0, le=600)
     """From turning unready on SIGTERM to taking no more connections, in seconds."""
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """How long open requests may go on after SIGTERM, in seconds."""
+    """How long open requests may continue after SIGTERM, in seconds."""
 
     @property
     def lets_clients_choose_ranks(self) -> bool:
@@ -173,14 +174,14 @@ class TimeoutsConfig(StrictModel):
     idle_s: float = Field(300.0, gt=0, le=86400)
     """Between two reads of a response that has begun."""
     total_s: float = Field(3600.0, gt=0, le=86400)
-    """The whole exchange, retries and all."""
+    """The whole exchange, including retries."""
     header_s: float = Field(30.0, gt=0, le=3600)
     """A client's request line and headers, from their start."""
     body_s: float = Field(30.0, gt=0, le=3600)
-    """Between two reads of a request's body, and the whole of it with a second more for every 500
-    bytes."""
+    """Between two reads of a request's body; and for the whole body, plus a second for every 500
+        bytes."""
     write_s: float = Field(60.0, gt=0, le=3600)
-    """How long a client may read nothing of what was written."""
+    """How long a client may leave written data unread."""
     keep_alive_s: float = Field(75.0, gt=0, le=3600)
     """How long a client's connection may be idle."""
 

@@ -1,6 +1,7 @@
-"""What is allowed in a set-up and yet hardly meant: it is served, with a warning.
+"""Settings that are allowed but probably mistakes: they are served, with a warning.
 
-``validate`` warns of what a file says, ``serve`` and ``status`` of what the instances say, too.
+``validate`` warns by the file alone, ``serve`` and ``status`` also by the instances' own
+statements.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,13 +19,13 @@ _MOST_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of one instance.
+    """The known properties of one instance.
 
     Args:
-        models: what requests reach it by; empty: not known (yet).
-        listed: what its engine lists; empty: not known (yet).
+        models: the names that requests reach it by; empty: not known (yet).
+        listed: the models that its engine lists; empty: not known (yet).
         profile_model: the model that its profile was made for; None: it has no profile.
-        roots: where its engine has the weights from, as it says: names or paths.
+        roots: source of its engine's weights, by its own statement: names or paths.
     """
 
     instance_id: str
@@ -49,7 +50,7 @@ class SetupWarning:
 
 
 def access_warnings(server: ServerConfig, *, named: bool) -> list[SetupWarning]:
-    """What clients' keys have locked, and nobody's key opens.
+    """Paths that clients' keys have locked, and no key opens.
 
     Args:
         named: clients have keys of their own, and so names.
@@ -78,7 +79,7 @@ def access_warnings(server: ServerConfig, *, named: bool) -> list[SetupWarning]:
 
 
 def setup_warnings(instances: Sequence[Seen]) -> list[SetupWarning]:
-    """What is odd about these instances, in their order."""
+    """Problems of these instances, in order."""
     if not instances:
         return [SetupWarning("there are no instances: every request gets an error")]
     warnings = []
@@ -99,7 +100,7 @@ def _of_models(each: Seen) -> Iterable[SetupWarning]:
     if each.profile_model is None:
         return
     served = each.listed or each.models
-    # A served name may be an alias that says nothing: then the checkpoint's says.
+    # A served name may be an alias without meaning: then use the checkpoint's.
     for names in (served, each.roots):
         said = {same_model(each.profile_model, name) for name in names} - {None}
         if said:
@@ -110,7 +111,7 @@ def _of_models(each: Seen) -> Iterable[SetupWarning]:
 
 
 def same_address(base_url: str) -> str:
-    """A URL in the one spelling that all of its spellings have."""
+    """A URL in its one canonical spelling."""
     parts = urlsplit(base_url)
     host = (parts.hostname or "").removesuffix(".")
     host = "127.0.0.1" if host in ("localhost", "::1") else host

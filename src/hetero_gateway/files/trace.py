@@ -1,9 +1,9 @@
-"""What to send and when: traces from a file or made up, and their arrival times.
+"""What to send and when: traces from a file or synthetic, and their arrival times.
 
 A trace is a CSV file with the header ``arrival_s,input_tokens,output_tokens``; ``arrival_s`` may be
-absent. ``model`` and ``max_tokens`` are read where they are there, as in the gateway's own
-/admin/requests; further columns are ignored. A file of JSON lines is one whose prompts' texts are
-known (``prefix_trace``). Nothing here knows about HTTP.
+absent. ``model`` and ``max_tokens`` are read if present, as in the gateway's own /admin/requests;
+further columns are ignored. A file of JSON lines is one with known texts of its prompts
+(``prefix_trace``). Nothing here knows about HTTP.
 """
 
 import csv
@@ -27,10 +27,10 @@ _REQUIRED = ("input_tokens", "output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One row: lengths in tokens, at least 1; ``arrival_s`` is None where the trace has none.
+    """One row: lengths in tokens, at least 1; ``arrival_s`` is None if the trace has none.
 
-    ``model`` is "" and ``max_tokens``, the client's limit, None where the trace does not tell;
-    ``text`` is None but in a trace with prefixes.
+    ``model`` is "" and ``max_tokens``, the client's limit, None if the trace does not say;
+    ``text`` is None except in a trace with prefixes.
     """
 
     arrival_s: float | None
@@ -60,7 +60,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """Read a trace file, at most its first ``limit`` requests.
 
     Raises:
-        ConfigError: one line with the file and, where it is a row's fault, the row (the header is
+        ConfigError: one line with the file and, if a row is wrong, its number (the header is
             row 1).
     """
     if is_prefix_trace(path):
@@ -71,7 +71,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
 
 
 def parse_trace(text: str, source: str) -> list[TraceRequest]:
-    """Read a trace that came over the wire; ``source`` names it in errors (ConfigError)."""
+    """Read a trace received over the network; ``source`` names it in errors (ConfigError)."""
     with named(source, "read"):
         return _parse_trace(io.StringIO(text, newline=""), source, None)
 
@@ -85,7 +85,7 @@ def token_counts(rows: Sequence[TraceRequest]) -> tuple[Integers, Integers]:
 
 
 def known_texts(rows: Sequence[TraceRequest]) -> tuple[KnownText, ...]:
-    """What a trace with prefixes says of its texts."""
+    """The texts of a trace with prefixes."""
     texts = [row.text for row in rows if row.text is not None]
     return tuple(KnownText(tuple(Run(*run) for run in text.runs)) for text in texts)
 
@@ -114,7 +114,7 @@ def schedule(
     elif not math.isfinite(rate_per_s):
         due_s = [0.0] * len(trace)
     elif all(request.text is not None for request in trace):
-        # What arrives, and when, belongs together.
+        # Requests and their times belong together.
         first_s, last_s = trace[0].arrival_s or 0.0, trace[-1].arrival_s or 0.0
         stretch = (len(trace) - 1) / rate_per_s / (last_s - first_s) if last_s > first_s else 0.0
         due_s = [((r.arrival_s or 0.0) - first_s) * stretch for r in trace]

@@ -1,6 +1,6 @@
-"""Whole files: JSON objects that are read, and files that are written in one step.
+"""Whole files: reading JSON objects, and writing files atomically.
 
-Whoever reads what is being written finds the old file or the new one.
+Readers find the old file or the new one.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def named(path: Path | str, done: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from error
-    except (OSError, ValueError) as error:  # a path may have a zero byte in it
+    except (OSError, ValueError) as error:  # a path may contain a zero byte
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be {done}: {reason}") from error
     except csv.Error as error:
@@ -43,10 +43,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write beside the file, and then rename; whatever fails leaves nothing behind.
+    """Write a file next to the target, and then rename it; a failure leaves nothing behind.
 
     Args:
-        mode: of the new file. ``mkstemp``'s are their owner's alone, and nothing here is a secret.
+        mode: of the new file. ``mkstemp``'s are private, and nothing here is a secret.
 
     Raises:
         OSError: it cannot be written.
@@ -70,7 +70,7 @@ def write_document(path: Path, text: str) -> None:
 
 
 def write_keys(path: Path, text: str) -> None:
-    """``write_whole``, for its owner alone unless it is there already. Raises ConfigError."""
+    """``write_whole``; a new file is readable by its owner only. Raises ConfigError."""
     with named(path, "written"):
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
         write_whole(path, text, mode=mode)

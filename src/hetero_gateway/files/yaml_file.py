@@ -1,8 +1,8 @@
 """YAML files that people write: read strictly, and checked against a schema.
 
-An unknown key is an error that names it, and so is one that is written twice. ``${NAME}`` in any
-text is replaced from the environment. Every error is a ``ConfigError``: file, line, key, what is
-wrong (``files/problems.py``).
+An unknown or repeated key is an error that names it. ``${NAME}`` in any text is replaced from the
+environment. Every error is a ``ConfigError``: file, line, key, what is wrong
+(``files/problems.py``).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from hetero_gateway.files.whole_file import named
 _MOST_BYTES = 1 << 25
 # Values of a file, each as often as an alias repeats it: ten lines of aliases are a billion.
 _MOST_VALUES = 1_000_000
-# What PyYAML raises beside its own errors, for a tag whose value does not fit (``!!bool maybe``).
+# PyYAML's exceptions besides its own errors, for a tag whose value does not fit (``!!bool maybe``).
 _UNFIT = (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError)
 _ENV_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -38,7 +38,7 @@ class StrictModel(BaseModel):
 
 
 class _KeysOnce(SafeConstructor):
-    """Refuses a key that is written twice: the first one would be dropped without a word."""
+    """Refuses a repeated key: otherwise the first one would be dropped silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -53,16 +53,16 @@ class _KeysOnce(SafeConstructor):
 
 
 class _Loader(_KeysOnce, yaml.SafeLoader):
-    """Its errors say more than libyaml's, and on the right line."""
+    """Its errors are more precise than libyaml's, with the right line."""
 
 
 _IN_C: list[type[Any]] = []
-with contextlib.suppress(ImportError):  # where PyYAML was built without libyaml
+with contextlib.suppress(ImportError):  # if PyYAML was built without libyaml
     from yaml import cyaml
 
     class _LoaderInC(Composer, cyaml.CParser, _KeysOnce, Resolver):  # type: ignore[name-defined, misc]
-        """Scanned and parsed by libyaml, six times as fast. PyYAML's own ``CSafeLoader`` composes
-        nodes in C, too, where what is nested deeply crashes the process.
+        """Scanned and parsed by libyaml, six times as fast. PyYAML's own ``CSafeLoader`` also
+        composes nodes in C, where deep nesting crashes the process.
         """
 
         def __init__(self, text: str) -> None:
@@ -74,7 +74,7 @@ with contextlib.suppress(ImportError):  # where PyYAML was built without libyaml
 
 
 def _built(text: str) -> tuple[yaml.Node | None, Any]:
-    """The document's root and what is built of it. Raises what PyYAML does."""
+    """The document's root and the object built from it. Raises PyYAML's exceptions."""
     for kind in _IN_C:
         with contextlib.suppress(yaml.YAMLError, *_UNFIT):
             return _built_by(kind, text)
@@ -122,7 +122,7 @@ def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = T
     """The YAML mapping in a text. Raises ConfigError, which quotes nothing unless it may.
 
     Args:
-        source: the file's name, or what else was read.
+        source: the file's name, or another source.
         expands: ``${NAME}`` is replaced from the environment.
     """
     try:
@@ -143,7 +143,7 @@ def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = T
         raise ConfigError(
             f"{source}:{where} {shown(problem if quotes else 'broken YAML')}"
         ) from error
-    except _UNFIT as error:  # a date or number that PyYAML takes for one and cannot build
+    except _UNFIT as error:  # looks like a date or number, but is invalid
         told = quotes and isinstance(error, ValueError)
         what = shown(str(error)) if told else "a value does not fit its tag"
         raise ConfigError(f"{source}: {what}") from error
@@ -154,7 +154,7 @@ def parse_yaml(text: str, source: str, *, expands: bool = True, quotes: bool = T
 
 
 def _problem(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
-    """The line where a mistake is, from 1, and what it is, in words of whoever writes files."""
+    """The line of an error, from 1, and its description for the file's author."""
     mark, begun = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or "broken YAML"
     context = getattr(error, "context", None) or ""
@@ -173,7 +173,7 @@ def _indent(text: str, line: int) -> str:
 
 
 class _Values:
-    """Copies what was read, with its references to the environment replaced."""
+    """Copies the data, with its references to the environment replaced."""
 
     def __init__(self, problems: Problems, *, expands: bool) -> None:
         self._problems = problems

@@ -1,12 +1,13 @@
-"""What of a configuration can change while serving, and how: all of it, or nothing.
+"""Changes of the configuration while serving: all of them, or none.
 
-A part of the gateway that uses settings says which, and how it takes them up, in two steps:
+A part of the gateway registers the settings that it uses, and applies a change in two steps:
 
     prepare   everything that may fail (a file, a key, a name), in a thread; changes nothing
-    apply     what cannot fail, on the event loop, and soon done
+    apply     what cannot fail, on the event loop, and quickly
 
-A configuration is taken up once every part has prepared it. What no part takes up needs a restart:
-the running configuration keeps it as it was, so that each later look says so again.
+A configuration is applied once every part has prepared it. Settings that no part has registered
+need a restart: the running configuration keeps their old values, so that each later check reports
+them.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from hetero_gateway.files.gateway_config import GatewayConfig
 
 
 class Prepared(NamedTuple):
-    """What a part is ready to do.
+    """A prepared change of a part.
 
     Args:
-        apply: does it.
-        changed: what changes that is no field of the configuration: files that a field names.
+        apply: applies it.
+        changed: changes that are not fields of the configuration: of files that a field names.
     """
 
     apply: Callable[[], None]
     changed: Sequence[str] = ()
 
 
-# Called in a thread, with the configuration as it is to be. None: there is nothing to do. Raises
-# ConfigError: it cannot be taken up.
+# Called in a thread, with the future configuration. None: nothing to do. Raises ConfigError: it
+# cannot be applied.
 Prepare: TypeAlias = Callable[[GatewayConfig], Prepared | None]
 
 
 class SettingsChange(NamedTuple):
-    """A configuration that can be taken up.
+    """A configuration that can be applied.
 
     Args:
         config: as it will be in effect.
         settings: names of what changes.
-        needs_restart: names of what differs and does not.
+        needs_restart: names of what differs but does not change.
     """
 
     config: GatewayConfig
@@ -52,7 +53,7 @@ class SettingsChange(NamedTuple):
 
 
 class Settings:
-    """The configuration in effect, and the parts that take up another one."""
+    """The configuration in effect, and the parts that apply another one."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -62,18 +63,18 @@ class Settings:
         self._parts: list[tuple[tuple[str, ...], bool, Prepare]] = []
 
     def add(self, fields: Sequence[str], prepare: Prepare, *, always: bool = False) -> None:
-        """A part that takes up these fields, or sections of fields (dotted names).
+        """Register a part for these fields, or sections of fields (dotted names).
 
-        ``always``: ask it also when none of them differs: files that it reads may.
+        ``always``: ask it even if none of them differs: files that it reads may.
         """
         self._fields.update(fields)
         self._parts.append((tuple(fields), always, prepare))
 
     def prepare(self, fresh: GatewayConfig) -> SettingsChange:
-        """Make ready for another configuration. May take a while, and touches nothing that runs.
+        """Prepare another configuration. May take a while, and changes nothing.
 
         Raises:
-            ConfigError: a part cannot take it up.
+            ConfigError: a part cannot apply it.
         """
         names = [name for name in differences(self.config, fresh) if name != "instances"]
         settings = [name for name in names if covers(self._fields, name)]
@@ -90,7 +91,7 @@ class Settings:
         )
 
     def apply(self, change: SettingsChange) -> None:
-        """Take it up."""
+        """Apply it."""
         self.config = change.config
         for step in change.steps:
             step()

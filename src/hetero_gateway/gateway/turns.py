@@ -1,4 +1,4 @@
-"""Long work on the event loop, done a little at a time: requests have their turns in between."""
+"""Long work on the event loop, done a little at a time: requests have turns in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# Something that is worked out step by step, so that its driver can pause: it returns the result.
+# A computation in steps, so that its driver can pause: it returns the result.
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
 
@@ -24,7 +24,7 @@ def finish(steps: Steps[Result]) -> Result:
 
 
 def advance(steps: Steps[Result], for_s: float) -> Result | None:
-    """Take steps for so long, in seconds; None: there are more."""
+    """Take steps for this long, in seconds; None: there are more."""
     until_s = time.perf_counter() + for_s
     try:
         next(steps)
@@ -37,16 +37,16 @@ def advance(steps: Steps[Result], for_s: float) -> Result | None:
 
 
 def batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """Lists of so many items; the last one may be shorter."""
+    """Lists of this many items; the last one may be shorter."""
     remaining = iter(items)
     while batch := list(itertools.islice(remaining, size)):
         yield batch
 
 
 async def in_turns(items: Iterable[_T], at_once: int) -> AsyncIterator[list[_T]]:
-    """Lists of so many items, with a turn of the event loop after each.
+    """Lists of this many items, with a turn of the event loop after each.
 
-    Meanwhile anything may change: pass a copy of what does (``tuple`` of 100 000 takes 2 ms).
+    Anything may change meanwhile: pass a copy of what does (``tuple`` of 100 000 takes 2 ms).
     """
     for batch in batches(items, at_once):
         yield batch

@@ -1,4 +1,4 @@
-"""Where an instance's host name leads, which may change while connections are open."""
+"""Resolves an instance's host name, whose address may change while connections are open."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import ipaddress
 import socket
 
-# A name may have more addresses than one answer tells.
+# A name may have more addresses than one answer lists.
 LOOK_UPS = 3
 
 
 class Addresses:
-    """A host's addresses, as far as it is a name and they were looked up."""
+    """A host's addresses, if it is a name and was looked up."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -21,10 +21,10 @@ class Addresses:
         except ValueError:
             self.is_name = True
         self.look_ups = 0
-        self._seen: dict[str, int] = {}  # the last look-up that told each
+        self._seen: dict[str, int] = {}  # the last look-up that listed each
 
     async def look_up(self) -> None:
-        """Ask where the name leads now. That nobody can say so means nothing."""
+        """Look the name up again. A failed look-up has no effect."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM
@@ -36,9 +36,9 @@ class Addresses:
         self._seen.update((str(address[0]), self.look_ups) for *_, address in found)
 
     def has_left(self, address: str, since: int) -> bool:
-        """Whether the name has led elsewhere for a while.
+        """Whether the name has resolved elsewhere for a while.
 
         Args:
-            since: how many look-ups there had been when it led there for sure.
+            since: the number of look-ups when it certainly resolved there.
         """
         return self.look_ups - max(since, self._seen.get(address, 0)) >= LOOK_UPS

@@ -1,20 +1,20 @@
-"""Bodies while they come in: kept once, and bounded, each by itself and all of them together.
+"""Request bodies on their way in: kept once, and bounded, individually and together.
 
-A body that fits in ``SMALL_BYTES`` costs nothing but its parts. What is longer is written into one
-buffer, so that there is never a second copy of it, and counted against a budget of all requests:
-when that is spent, the next gets 503 and a Retry-After, at its head already if that says how long
-it is. Pausing would be worse: clients that send slowly, or never finish, could fill the budget with
-halves of bodies, and none of them would ever end. Small requests are never refused for the others'
-long ones; connections, which are bounded, bound what they can have together.
+A body that fits in ``SMALL_BYTES`` costs nothing but its parts. A longer one is written into one
+buffer, so that there is never a second copy of it, and counted against a budget of all requests.
+When that is spent, the next request gets 503 and a Retry-After, already at its head if that states
+its length. Pausing would be worse: clients that send slowly, or never finish, could fill the budget
+with incomplete bodies, and none of them would ever end. Small requests are never refused because of
+long ones; the limit on connections bounds their total.
 
-What counts is what is here, not what was announced: an announcement costs a client nothing.
+Bytes count when they arrive, not when they are announced: an announcement costs a client nothing.
 """
 
 import io
 
 from hetero_gateway.errors import Refusal
 
-# Nearly all prompts are shorter. A read of a socket has as much.
+# Nearly all prompts are shorter. One read of a socket returns this much.
 SMALL_BYTES = 1 << 16
 _RETRY_AFTER_S = 2
 # This many pieces are kept as they came.
@@ -22,7 +22,7 @@ _FEW = 16
 
 
 class BodyLimits:
-    """The limits of one body and of all that are buffered.
+    """The limits of one body and of all buffered ones.
 
     Args:
         max_body_bytes: of one.
@@ -37,14 +37,14 @@ class BodyLimits:
         self.buffered_bytes = 0
 
     def set(self, max_body_bytes: int, max_buffered_bytes: int) -> None:
-        """Other limits from now on."""
+        """Apply other limits from now on."""
         self.max_body_bytes = max_body_bytes
-        # One body that may come must have room at least when it is alone.
+        # One body of the maximum size must have room, at least when it is alone.
         self.max_buffered_bytes = max(max_buffered_bytes, max_body_bytes)
         self.small_bytes = min(SMALL_BYTES, max_body_bytes)
 
     def check(self, size_bytes: int) -> None:
-        """Raises Refusal: 413, or 503 where there is no room for this many bytes now."""
+        """Raises Refusal: 413, or 503 if there is no room for this many bytes now."""
         if size_bytes <= self.small_bytes:
             return
         self.check_size(size_bytes)
@@ -62,14 +62,14 @@ class BodyLimits:
             raise Refusal(
                 503,
                 "too_many_bytes_buffered",
-                "The gateway holds as many bytes of long requests as it may.",
+                "The gateway already buffers as many bytes of requests as it may.",
                 kind="server_error",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
 
 class BodyBuffer:
-    """One body. ``size_bytes``: of what came."""
+    """One body. ``size_bytes``: received so far."""
 
     __slots__ = ("_held_bytes", "_limits", "_long", "_parts", "size_bytes")
 
@@ -89,7 +89,7 @@ class BodyBuffer:
         if size > self._limits.small_bytes:
             self._count(size - self._held_bytes)
         if self._long is None:
-            # In many pieces as well: each would be an object of its own.
+            # Also if it comes in many pieces: each would be an object of its own.
             self._long = io.BytesIO()
             self._long.writelines(self._parts)
             self._parts = []
@@ -121,7 +121,7 @@ class BodyBuffer:
         return self._held_bytes > 0
 
     def release(self) -> None:
-        """Nobody needs it any more."""
+        """Release it: it is no longer needed."""
         self._limits.buffered_bytes -= self._held_bytes
         self._held_bytes = 0
         self._long = None

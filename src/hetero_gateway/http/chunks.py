@@ -1,12 +1,12 @@
-"""The body of a chunked request: its chunks taken apart, extensions and trailers dropped.
+"""Decodes the body of a chunked request: drops extensions and trailers.
 
 A chunk of one byte takes six on the wire and a microsecond here, so a step takes a bounded number
-of chunks, and what comes behind them waits for the next.
+of chunks, and what follows waits for the next step.
 
     state     next is                          then
     --------  -------------------------------  -----------------------------------
     size      a line with a chunk's size       data; trailer after a size of 0
-    data      this many bytes of it              line end
+    data      this many bytes of it            line end
     line end  CR LF                            size
     trailer   a field, or an empty line        trailer; complete at the empty line
 """
@@ -18,16 +18,17 @@ from hetero_gateway.http.heads import MAX_FIELDS, bad_request, read_field
 
 # A size and its extensions, which nobody uses; and a trailer field.
 _MAX_LINE_BYTES = 4096
-# Of all framing, beyond a line of 16 bytes and twice the data for each chunk: extensions may not be
-# what a body is made of (Go's net/http has the same rule).
+# Limit of all framing, beyond a line of 16 bytes and twice the data for each chunk: a body may not
+# consist of extensions (Go's net/http has the same rule).
 _MAX_EXCESS_BYTES = 16384
 _MAX_TRAILER_BYTES = 16384
 _CHUNKS_PER_STEP = 512
 _OTHERS_PER_STEP = 128
 
-# What ``int`` takes for hexadecimal and HTTP does not (0x1, 1_0, +1) is no size.
+# ``int`` accepts hexadecimal forms that HTTP does not (0x1, 1_0, +1).
 _HEX_DIGITS = b"0123456789abcdefABCDEF"
-# Extensions begin with a semicolon, after whitespace that RFC 9112 (7.1.1) calls bad: refused.
+# Extensions begin with a semicolon; whitespace before it, which RFC 9112 (7.1.1) calls bad, is
+# refused.
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~\x80-\xff]*)?\r\n")
 
 
@@ -40,14 +41,14 @@ class _State(enum.Enum):
 
 
 class ChunkDecoder:
-    """Takes the framing off one body."""
+    """Removes the framing of one body."""
 
     __slots__ = ("_excess", "_left", "_part", "_state", "_trailer_bytes", "_trailers")
 
     def __init__(self) -> None:
         self._state = _State.SIZE
         self._left = 0  # of the chunk's data
-        self._part = b""  # of a line that isn't whole
+        self._part = b""  # of an incomplete line
         self._excess = 0
         self._trailers = 0
         self._trailer_bytes = 0
@@ -57,7 +58,7 @@ class ChunkDecoder:
         return self._state is _State.COMPLETE
 
     def feed(self, data: bytes) -> tuple[bytes, bytes]:
-        """(body bytes, what is left of ``data``): what comes behind the body, or for the next step.
+        """(body bytes, the rest of ``data``): what follows the body, or is left for the next step.
 
         Raises:
             Refusal: 400 or 431; nothing after it can be read.
@@ -66,7 +67,7 @@ class ChunkDecoder:
             data, self._part = self._part + data, b""
         parts: list[bytes] = []
         at = self._take_whole(data, parts)
-        # What that met: a chunk in parts, with extensions, or the last one.
+        # The exceptions: a chunk in parts, with extensions, or the last one.
         for _ in range(_OTHERS_PER_STEP if len(parts) < _CHUNKS_PER_STEP else 0):
             if self._state is _State.SIZE:
                 line = self._line(data, at)
@@ -103,10 +104,10 @@ class ChunkDecoder:
         return b"".join(parts), data[at:]
 
     def _take_whole(self, data: bytes, parts: list[bytes]) -> int:
-        """Take chunks that are wholly here and say no more than their size; returns where it ends.
+        """Take complete chunks without extensions; returns where they end.
 
-        A shorter way for them: a microsecond for each and not six. Behind extensions it is not
-        taken: what they exceed is reckoned with each chunk.
+        A shorter way for them: a microsecond each instead of six. It is not taken after extensions,
+        whose excess is computed with each chunk.
         """
         at = 0
         if self._state is not _State.SIZE or self._excess:
@@ -124,7 +125,7 @@ class ChunkDecoder:
         return at
 
     def _line(self, data: bytes, at: int) -> bytes:
-        """The line at ``at``, end and all; empty while it isn't whole."""
+        """The line at ``at``, including its end; empty while it is incomplete."""
         end = data.find(b"\n", at, at + _MAX_LINE_BYTES)
         if end >= 0:
             return data[at : end + 1]

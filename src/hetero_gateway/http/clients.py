@@ -1,12 +1,12 @@
-"""How long clients may take, and how many there may be.
+"""Time limits for clients, and the limit on their number.
 
-One timer looks after all connections: each is looked at once in a period, an eighth of them at a
-time, so that ten thousand idle ones cost half a millisecond now and then. Nothing is armed or
-cancelled per request; a connection counts its turns and its bytes, and what doesn't move between
-two looks is what a time-out is about. A time-out is late by up to two periods of 2 s at most.
+One timer watches all connections: each is examined once in a period, an eighth of them at a time,
+so that ten thousand idle ones cost half a millisecond now and then. Nothing is armed or cancelled
+per request; a connection counts its turns and its bytes, and one that has not moved between two
+looks may have timed out. A time-out is late by up to two periods of 2 s at most.
 
-Whether a client reads is asked of the kernel: how many bytes it has acknowledged. The size of what
-waits to be written says little, since an answer that grows hides one that is being read.
+Whether a client reads is asked of the kernel: how many bytes it has acknowledged. The amount still
+to be written says little, since a growing answer hides one that is being read.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ _log = logging.getLogger(__name__)
 
 _PARTS = 8
 _MAX_PERIOD_S = 2.0
-# Of a connection that is given up: how long what still comes is read and dropped. Closed at once it
+# How long a connection that is given up is still read and drained. If it were closed at once, it
 # would be reset, and its client might never see the answer.
 LINGER_S = 5.0
-# A body may take its time-out and a second more for this many bytes of it (Apache's MinRate).
+# A body may take its time-out, plus a second for this many bytes of it (Apache's MinRate).
 _LEAST_BODY_BYTES_PER_S = 500
-# From this share of the connections on, idle ones are closed sooner.
+# Above this share of the connections, idle ones are closed sooner.
 _CROWDED = 0.9
 _CROWDED_IDLE_S = 5.0
-# Of a WebSocket. Audio in base64; vLLM takes no more than 25 MB of it.
+# Limit of a WebSocket message. Audio in base64; vLLM takes no more than 25 MB of it.
 MOST_MESSAGE_BYTES = 1 << 24
-# Descriptors that are neither clients' nor instances': the loop's, files, probes, refusals.
+# Descriptors used for neither clients nor instances: the loop's, files, probes, refusals.
 _OWN_DESCRIPTORS = 128
 _MOST_CONNECTIONS = 100_000
-# Clients above the limit to whom 503 is being said; more are closed without a word.
+# Clients above the limit that are being answered 503; further ones are closed without an answer.
 _MOST_TURNED_AWAY = 32
 
 # tcpi_bytes_acked of Linux's struct tcp_info (RFC 4898): a u64 behind eight u8, 24 u32, two u64.
@@ -49,7 +49,7 @@ _BYTES_ACKED_AT = 120
 
 
 class Phase(enum.Enum):
-    """What a connection waits for."""
+    """What a connection is waiting for."""
 
     IDLE = "idle"  # a request
     HEAD = "head"  # the rest of a head
@@ -59,7 +59,7 @@ class Phase(enum.Enum):
 
 
 class Watched:
-    """A connection, as its watch sees it: in these slots it notes what it has seen."""
+    """A connection as its watch sees it: these slots record what it has seen."""
 
     __slots__ = (
         "acked_bytes", "admitted", "moved_s", "part", "seen_bytes", "seen_turn", "since_s",
@@ -84,7 +84,7 @@ class Watched:
 
     @property
     def turn(self) -> int:
-        """Grows with each phase that is not the last one."""
+        """Changes with each phase."""
         raise NotImplementedError
 
     @property
@@ -92,35 +92,35 @@ class Watched:
         raise NotImplementedError
 
     def expire(self) -> None:
-        """What it waits for did not come in time."""
+        """Time out: what it waits for did not come in time."""
         self.transport.abort()
 
 
 class ConnectionLimits(NamedTuple):
-    """How long each may take, and how many there may be."""
+    """Time limits of each connection, and the limit on their number."""
 
     timeouts: TimeoutsConfig
     max_connections: int
 
 
 def client_limits(config: GatewayConfig) -> ConnectionLimits:
-    """What a gateway's configuration says, with the descriptors that the process may open."""
+    """The configured limits, given the descriptors that the process may open."""
     most = config.server.max_connections
     return ConnectionLimits(config.timeouts, default_max_connections() if most is None else most)
 
 
 def raise_descriptor_limit() -> None:
-    """Let the process open as many descriptors as it may."""
+    """Raise the process's descriptor limit as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError):
-            pass  # an unlimited one is not allowed everywhere; what there is must do
+            pass  # an infinite limit is not allowed everywhere; the present one must do
 
 
 def check_descriptor_limit() -> None:
-    """Raises ConfigError: the process may open too few files to serve anybody."""
+    """Raises ConfigError: the process may open too few files to serve anyone."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if 0 <= hard < _OWN_DESCRIPTORS:
         raise ConfigError(
@@ -131,10 +131,10 @@ def check_descriptor_limit() -> None:
 
 
 def default_max_connections(descriptors: int | None = None) -> int:
-    """Half of the descriptors: whoever is served has another one open to an instance.
+    """Half of the descriptors: each client served has another one open to an instance.
 
     Args:
-        descriptors: how many the process may open; None: what it may by now.
+        descriptors: how many the process may open; None: its present limit.
     """
     if descriptors is None:
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -144,14 +144,14 @@ def default_max_connections(descriptors: int | None = None) -> int:
 
 
 class Watch:
-    """Looks after the connections of one server.
+    """Watches the connections of one server.
 
     Args:
-        limits: that hold for them.
-        timeouts: counts those that ended by one, by what was waited for; ``write`` among them.
-        refused: counts what was refused for its head, its framing or its number, by status.
+        limits: their limits.
+        timeouts: counts those that timed out, by what was waited for; ``write`` among them.
+        refused: counts refusals for a head, its framing, or the number of connections, by status.
 
-    ``ending``: the server ends; each connection's present request is its last one.
+    ``ending``: the server is shutting down; each connection's present request is its last one.
     """
 
     def __init__(
@@ -171,18 +171,18 @@ class Watch:
         self._timer: asyncio.TimerHandle | None = None
 
     def set_limits(self, limits: ConnectionLimits) -> None:
-        """Other limits from now on, for those that are connected as well."""
+        """Apply other limits from now on, to existing connections as well."""
         self.limits = limits
         each = limits.timeouts
         shortest_s = min(each.header_s, each.body_s, each.write_s, each.keep_alive_s)
         self._tick_s = min(_MAX_PERIOD_S, max(0.08, shortest_s / 8)) / _PARTS
 
     def __len__(self) -> int:
-        """Connections that are served; not those to whom 503 is being said."""
+        """The number of connections served, without those that are being refused."""
         return self._served
 
     def add(self, connection: Watched) -> bool:
-        """Look after a connection; returns whether it may be served, or is one too many."""
+        """Watch a connection; returns whether it may be served, or is one too many."""
         may = connection.admitted = self._served < self.limits.max_connections
         if may:
             self._served += 1
@@ -198,7 +198,7 @@ class Watch:
 
     @property
     def may_answer(self) -> bool:
-        """Whether one too many gets an answer, or nothing."""
+        """Whether a connection above the limit gets an answer, or none."""
         return self._count - self._served <= _MOST_TURNED_AWAY
 
     def discard(self, connection: Watched) -> None:
@@ -217,8 +217,8 @@ class Watch:
             try:
                 self._look_at(connection, now_s)
             except Exception:
-                # The boundary of a connection: the others are looked after all the same.
-                _log.exception("a connection cannot be looked after")
+                # The boundary of a connection: the others are watched all the same.
+                _log.exception("a connection cannot be checked")
                 connection.transport.abort()
 
     def _look_at(self, connection: Watched, now_s: float) -> None:
@@ -243,7 +243,7 @@ class Watch:
         if phase is Phase.IDLE:
             if self._served < _CROWDED * self.limits.max_connections:
                 return taken_s >= limits.keep_alive_s
-            # Idle ones make room, so that they can't keep everyone else out (nginx does so too).
+            # Idle connections make room, so that they cannot keep everyone else out (as in nginx).
             return taken_s >= min(limits.keep_alive_s, _CROWDED_IDLE_S)
         if phase is Phase.HEAD:
             return taken_s >= limits.header_s
@@ -251,7 +251,7 @@ class Watch:
             return taken_s >= min(LINGER_S, limits.body_s)
         count = connection.body_bytes
         if connection.reading_paused:
-            # It is we who keep the client waiting.
+            # The client is waiting for us.
             connection.since_s = connection.moved_s = now_s
             return False
         if count != connection.seen_bytes:
@@ -271,7 +271,8 @@ class Watch:
 
 
 def acknowledged_bytes(transport: asyncio.Transport) -> int:
-    """Bytes that the peer's kernel has taken; where that can't be asked, less what waits here."""
+    """Bytes that the peer's kernel has acknowledged; if unknown, those written minus those
+    waiting."""
     connection: socket.socket | None = transport.get_extra_info("socket")
     try:
         assert connection is not None

@@ -1,7 +1,7 @@
 """CORS: which web pages a browser lets use the gateway. Off unless origins are configured.
 
-No cookie is ever meant, so credentials in the sense of CORS are not allowed; keys are fields that a
-page sends itself. What an engine says of it is dropped.
+Cookies are never used, so credentials in the sense of CORS are not allowed; keys are fields that a
+page sends itself. CORS fields of an engine are dropped.
 """
 
 import re
@@ -22,7 +22,7 @@ _VARY = (b"vary", b"origin")
 
 
 class Cors:
-    """Which origins may, and what they are told."""
+    """The allowed origins, and the fields of their answers."""
 
     def __init__(self, config: CorsConfig) -> None:
         self._origins = frozenset(origin.encode() for origin in config.origins)
@@ -30,7 +30,7 @@ class Cors:
         self._max_age = b"%d" % config.max_age_s
 
     def headers(self, sent: Headers) -> Headers:
-        """What the answer to a request with these fields has in addition."""
+        """Additional fields of the answer to a request with these fields."""
         origin = _field(sent, b"origin")
         if origin is None or not self.allows(origin):
             return [] if self._any else [_VARY]
@@ -39,7 +39,7 @@ class Cors:
         return [allowed, exposed] if self._any else [allowed, exposed, _VARY]
 
     def preflight(self, sent: Headers) -> Headers | None:
-        """The fields that answer a browser's question; None: this is none, or it may not."""
+        """The fields that answer a preflight request; None: it is none, or not allowed."""
         origin, method = _field(sent, b"origin"), _field(sent, b"access-control-request-method")
         if origin is None or method is None or not self.allows(origin):
             return None
@@ -54,12 +54,12 @@ class Cors:
         return answer
 
     def allows(self, origin: bytes) -> bool:
-        """Whether pages of an origin may."""
+        """Whether pages of an origin may use the gateway."""
         return self._any or origin.lower() in self._origins
 
 
 def cors_of(config: CorsConfig) -> Cors | None:
-    """None: no page may."""
+    """The configured CORS; None: no page is allowed."""
     return Cors(config) if config.origins else None
 
 

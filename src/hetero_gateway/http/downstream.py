@@ -1,7 +1,7 @@
 """The client's side of a relay: how response bytes reach the client's connection.
 
-A relay is driven by callbacks, so it writes without waiting; what happens on the client's side
-(it left, or has caught up with what was written) comes to the ``Listener``.
+A relay is driven by callbacks, so it writes without waiting; events on the client's side (it left,
+or has caught up with what was written) go to the ``Listener``.
 
 ``protocol.EngineCycle`` writes to the transport itself. ``AsgiDownstream`` does the same through
 ``send`` and ``receive``, for any other ASGI server and for HTTP/1.0: it keeps what is written, and
@@ -41,11 +41,11 @@ class Downstream(Protocol):
 
     @property
     def write(self) -> Callable[[bytes], None]:
-        """Takes body bytes: with their framing if ``passes_framing``, else decoded."""
+        """Write body bytes: with their framing if ``passes_framing``, else decoded."""
 
     @property
     def gone(self) -> bool:
-        """The client has left."""
+        """Whether the client has left."""
 
     @property
     def started(self) -> bool:
@@ -53,39 +53,39 @@ class Downstream(Protocol):
 
     @property
     def passes_framing(self) -> bool:
-        """Whether chunk framing can be written as it is (else bodies are passed decoded)."""
+        """Whether chunk framing can be written unchanged (otherwise bodies are passed decoded)."""
 
     def start(self, status: int, fields: bytes, *, chunked: bool) -> bytes:
-        """Begin the response; returns bytes to write ahead of the body, in one write with it.
+        """Begin the response; returns bytes to write before the body, in one write with it.
 
-        ``fields``: of its head, as ``lines_of`` writes them; ``chunked``: there is no length in it.
+        ``fields``: of its head, as ``lines_of`` writes them; ``chunked``: it states no length.
         """
 
     def finish(self) -> None:
-        """The response is complete; the connection may serve the next request."""
+        """Complete the response; the connection may serve the next request."""
 
     def cut(self) -> None:
         """Close the connection after what was written: the client sees a broken response."""
 
 
 class Listener(Protocol):
-    """Who serves a request, as seen from its client's side. Nothing here raises."""
+    """The server of a request, as its client's side sees it. Nothing here raises."""
 
     @property
     def over(self) -> bool:
-        """It has been answered, or there is nobody left to answer."""
+        """Whether it has been answered, or its client has left."""
 
     def begin(self, body: bytes) -> None:
-        """The whole body is here. Called once at most, and not when it is ``over``."""
+        """Start: the whole body is here. Called at most once, and not when it is ``over``."""
 
     def refuse(self, refusal: Refusal) -> None:
-        """The body is larger than it may be, or than there is room for: answer now."""
+        """Answer with a refusal now: the body is too large, or there is no room for it."""
 
     def caught_up(self) -> None:
         """The client has read what was written."""
 
     def client_gone(self) -> None:
-        """Nobody reads any more."""
+        """The client no longer reads."""
 
 
 class AsgiDownstream:
@@ -126,7 +126,7 @@ class AsgiDownstream:
         self._queue({"type": "http.response.body", "body": b"", "more_body": False})
 
     def cut(self) -> None:
-        # ASGI has no way to break a response off but to return without completing it.
+        # ASGI cannot break a response off except by returning without completing it.
         self._ended = True
         self._event.set()
 
@@ -155,7 +155,7 @@ class AsgiDownstream:
             listener.begin(body.take())
 
     async def relay(self, listener: Listener) -> None:
-        """Send what is written, and listen for the client's end of it, until the response's end."""
+        """Send what is written, and wait for the client to leave, until the end of the response."""
         watcher = asyncio.ensure_future(self._watch())
         try:
             while not self.gone:

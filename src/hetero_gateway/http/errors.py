@@ -1,4 +1,4 @@
-"""The bodies of the errors that the gateway makes itself."""
+"""The bodies of the gateway's own errors."""
 
 import msgspec
 

@@ -1,8 +1,8 @@
-"""How an attempt on an instance can fail, and what follows from each way.
+"""The ways in which an attempt on an instance can fail, and the consequences of each.
 
-A member's value is its label in metrics, so the list is bounded. What follows is stated once, here:
-the relay raises or notes an ``InstanceError``, and whoever answers the client, tries again, settles
-or informs the health monitor asks its ``failure``.
+A member's value is its label in metrics, so the list is bounded. The consequences are stated once,
+here: the relay raises or notes an ``InstanceError``, and the code that answers the client, retries,
+settles or informs the health monitor asks its ``failure``.
 """
 
 import enum
@@ -13,32 +13,32 @@ from hetero_gateway.errors import HeteroGatewayError
 
 
 class Suspicion(enum.Enum):
-    """What a failure says of its instance."""
+    """What a failure suggests about its instance."""
 
     NONE = enum.auto()
     PROBE = enum.auto()  # it may be down: probe it now
-    DOWN = enum.auto()  # nobody answers there
+    DOWN = enum.auto()  # nothing answers there
 
 
 class Blame(enum.Enum):
-    """What a failure counts as among its instance's outcomes (core/instances/outcomes.py)."""
+    """How a failure counts among its instance's outcomes (core/instances/outcomes.py)."""
 
-    NONE = enum.auto()  # nothing: it is no fault of the instance
+    NONE = enum.auto()  # nothing: not the instance's fault
     FAULT = enum.auto()
-    SILENCE = enum.auto()  # a fault, if nothing good was heard of it meanwhile
-    BUSY = enum.auto()  # its engine is full, which is no fault: it is spared for a while
+    SILENCE = enum.auto()  # a fault, unless something good was heard from it meanwhile
+    BUSY = enum.auto()  # its engine is full, which is no fault: it gets a pause
 
 
 class Failure(enum.Enum):
     """One way in which an attempt fails.
 
     Attributes:
-        status, code: for the client, when nothing of the response was passed on.
+        status, code: for the client, if nothing of the response was passed on.
         outcome: the dispatch's.
-        retryable: whether another attempt may succeed where no byte has reached the client. A
-            time-out is not: the client has waited, and a second engine would do the work again.
-        suspicion: what it says of the instance.
-        blame: what it counts as among the instance's outcomes.
+        retryable: whether another attempt may succeed if no byte has reached the client. A time-out
+            is not: the client has waited, and a second engine would do the work again.
+        suspicion: what it suggests about the instance.
+        blame: how it counts among the instance's outcomes.
     """
 
     CONNECT = "connect", 503, "no_healthy_instance", True, Suspicion.DOWN, Blame.FAULT
@@ -49,7 +49,7 @@ class Failure(enum.Enum):
     LOOP = "loop", 508, "loop_detected", False, Suspicion.PROBE, Blame.FAULT
     # All of the gateway's connections to the instance are in use.
     POOL = "pool", 503, "no_free_connection", True, Suspicion.NONE, Blame.NONE
-    # The gateway's own: it has no descriptor, port or memory left for a connection.
+    # The gateway's own lack of a descriptor, port or memory for a connection.
     LOCAL = "local", 503, "gateway_exhausted", True, Suspicion.NONE, Blame.NONE
     FIRST_BYTE_TIMEOUT = (
         "first_byte_timeout", 504, "upstream_timeout", False, Suspicion.PROBE, Blame.SILENCE
@@ -57,20 +57,20 @@ class Failure(enum.Enum):
     IDLE_TIMEOUT = (
         "idle_timeout", 504, "upstream_timeout", False, Suspicion.NONE, Blame.SILENCE
     )  # fmt: skip
-    # Nothing is heard of the instance, which is ejected for that already.
+    # Nothing is heard from the instance, which is already ejected for that.
     SILENT = "silent", 502, "upstream_error", True, Suspicion.NONE, Blame.NONE
     TOTAL_TIMEOUT = "total_timeout", 504, "upstream_timeout", False, Suspicion.NONE, Blame.NONE
-    # The response ended well in HTTP, but it says that the engine broke off.
+    # The response ended well in HTTP, but reports that the engine broke off.
     ENGINE = "engine", 502, "upstream_error", False, Suspicion.PROBE, Blame.FAULT
-    # Or there is nothing in it.
+    # Or it is empty.
     EMPTY = "empty", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
-    # The engine answers with an error of its own, which its client gets where nobody else answers.
+    # The engine answers with its own error, which the client gets if no other instance answers.
     SERVER_ERROR = "server_error", 502, "upstream_error", True, Suspicion.PROBE, Blame.FAULT
-    # Its instance drains, and what has not ended by a deadline leaves it.
+    # Its instance is draining, and requests unfinished at a deadline leave it.
     MOVED = "moved", 503, "upstream_error", True, Suspicion.NONE, Blame.NONE
-    # The KV cache of a prompt that another instance computed did not arrive: the pair's fault.
+    # The KV cache of a prompt computed by another instance did not arrive: the pair's fault.
     HANDOVER = "handover", 502, "upstream_error", True, Suspicion.NONE, Blame.NONE
-    # A stream that broke off elsewhere: its engine does not take the rest for a request.
+    # A stream that broke off elsewhere: its engine does not accept the rest as a request.
     NOT_CONTINUED = "not_continued", 502, "upstream_error", False, Suspicion.NONE, Blame.NONE
     # Its engine does not have the model (any more) that it was believed to have.
     MODEL_GONE = "model_gone", 404, "model_not_found", True, Suspicion.NONE, Blame.NONE
@@ -95,8 +95,8 @@ class Failure(enum.Enum):
 class InstanceError(HeteroGatewayError):
     """An attempt on an instance failed: connect, time-out, broken stream, an engine's own error.
 
-    ``retry_after_s``: when it is to be tried again, if an engine that is busy said so. ``refused``:
-    nobody listens there, as was told at once, and nothing was sent.
+    ``retry_after_s``: when to try again, if a busy engine said so. ``refused``: the connection was
+    refused at once, and nothing was sent.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def fields_in(lines: bytes) -> Headers:
-    """What ``lines_of`` has written."""
+    """The fields that ``lines_of`` has written."""
     pairs = (line.partition(b": ") for line in lines.split(b"\r\n")[:-1])
     return [(name, value) for name, _, value in pairs]
 
@@ -35,14 +35,14 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-# What a client proves itself with: never an instance's business where the gateway has a key of its
-# own or one for the instance.
+# A client's credentials: never passed to an instance if the gateway has a key of its own, or one
+# for the instance.
 CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
 # The ids of the gateways that a request has come through (``hops``).
 HOPS = b"x-hetero-gateway-via"
-# Besides: written anew, answered by the gateway itself (expect), with a browser's key in it
-# (sec-websocket-protocol), or, as a compressed answer would hide its usage, not wanted
-# (accept-encoding).
+# Also withheld: fields written anew, answered by the gateway itself (expect), that contain a
+# browser's key (sec-websocket-protocol), or unwanted because a compressed answer would hide its
+# usage (accept-encoding).
 NOT_TO_INSTANCES = _HOP_BY_HOP | {
     HOPS,
     b"accept-encoding",
@@ -52,20 +52,20 @@ NOT_TO_INSTANCES = _HOP_BY_HOP | {
     b"sec-websocket-protocol",
     b"x-request-id",
 }
-# Names that were looked at are remembered: clients have a few dozen, and a hostile one no more.
+# Examined names are remembered: clients use a few dozen, and a hostile one gets no more.
 _MOST_REMEMBERED = 1024
 _LONGEST_REMEMBERED = 64
 
 
 class Withheld(dict[bytes, bool]):
-    """Whether a request's field of a name, in lower case, does not go to an instance.
+    """Whether a request's field of a name, in lower case, is withheld from instances.
 
-    Those that are for an engine's machinery are known by their beginnings, of which there may be
-    any number of names: a name is looked at once, and then costs a look-up.
+    Fields for an engine's machinery are recognised by their prefixes, so there may be any number of
+    names: each is examined once, and then costs a look-up.
 
     Args:
-        names: those that never do.
-        allowed: those for an engine's machinery that do.
+        names: always withheld.
+        allowed: names for an engine's machinery that are passed on.
     """
 
     __slots__ = ("_allowed", "_names")
@@ -88,19 +88,19 @@ class RequestFields:
     """The rules for a request's fields toward instances.
 
     Args:
-        allowed: names for an engine's machinery that clients may send all the same.
+        allowed: names for an engine's machinery that clients may send nevertheless.
     """
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:
         names = [name.encode() for name in allowed]
         self.withheld = Withheld(NOT_TO_INSTANCES, names)
-        # For an engine's machinery alone: what a data plane that is not ours has to take out.
+        # For an engine's machinery only: what another data plane has to remove.
         self.guarded = Withheld((), names)
-        # Where what clients prove themselves with is not the instance's business.
+        # If the client's credentials do not concern the instance.
         self.withheld_with_credentials = Withheld(NOT_TO_INSTANCES | CREDENTIALS, names)
 
 
-# Besides: replaced by the gateway's own, or its business alone: vLLM allows every page.
+# Also: replaced by the gateway's own, or its own concern: vLLM allows every page.
 NOT_TO_CLIENTS = _HOP_BY_HOP | {
     b"access-control-allow-credentials",
     b"access-control-allow-headers",
@@ -125,7 +125,7 @@ def named_by_connection(headers: Headers) -> frozenset[bytes]:
 
 
 def takes_gzip(accept_encoding: str) -> bool:
-    """Whether a client with this Accept-Encoding takes an answer in gzip (RFC 9110, 12.5.3)."""
+    """Whether a client with this Accept-Encoding accepts gzip (RFC 9110, 12.5.3)."""
     for part in accept_encoding.lower().split(","):
         name, _, weight = part.replace(" ", "").partition(";")
         if name in ("gzip", "x-gzip", "*"):

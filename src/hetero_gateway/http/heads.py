@@ -1,17 +1,17 @@
-"""A request's head, read as RFC 9112 has it and no other way.
+"""Reads a request's head strictly as RFC 9112 defines it.
 
-What its grammar doesn't have is refused and never guessed at, so that nothing in front of the
-gateway or behind it can have read the same bytes otherwise. Refused are, among others: a line that
-ends in a bare LF or CR, a folded line, whitespace in front of a colon, control characters, more
-than one Content-Length, Host, Content-Type or credential of a kind, a Content-Length beside a
+Anything outside its grammar is refused and never guessed at, so that no hop before or after the
+gateway can have read the same bytes differently. Refused are, among others: a line that ends in a
+bare LF or CR, a folded line, whitespace before a colon, control characters, more than one
+Content-Length, Host, Content-Type or credential of a kind, a Content-Length beside a
 Transfer-Encoding, any coding but ``chunked``.
 
 An offer to upgrade is ignored, as RFC 9110 (7.8) allows: the request is answered over HTTP/1.1, and
 its body is a body.
 
-A head is read once, when the whole of it is here. A client's lines are nearly the same in all of
-its requests, so what a line says is remembered: that takes half the time of a parser in C that
-calls back for each field.
+A head is read once, when all of it is here. A client's lines are nearly the same in all of its
+requests, so the meaning of a line is remembered: that takes half the time of a C parser that calls
+back for each field.
 """
 
 import re
@@ -29,18 +29,18 @@ from hetero_gateway.http.headers import HOPS, Headers
 MAX_HEAD_BYTES = 65536
 MAX_FIELDS = 128
 HEAD_END = b"\r\n\r\n"
-# Lines that are remembered, and the largest head whose lines are: 4 MB at the very most.
+# Lines that are remembered, and the largest head whose lines are: 4 MB at most.
 _REMEMBERED = 1024
 _REMEMBERED_HEAD_BYTES = 4096
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
-# A value's trailing whitespace is taken off afterwards: a lazy match would be quadratic in it.
+# A value's trailing whitespace is removed afterwards: a lazy match would be quadratic in it.
 _FIELD = re.compile(rb"(%b++):[\t ]*+([\t -~\x80-\xff]*+)" % _TOKEN)
-# Of a target: no fragment (RFC 9112, 3.2), since who differs on it differs on the path.
+# A target has no fragment (RFC 9112, 3.2): parsers that treat it differently see different paths.
 _REQUEST_LINE = re.compile(rb"(%b{1,32}) ([!\"$-~]++) HTTP/([0-9])\.([0-9])" % _TOKEN)
 _METHOD_BYTES = 32
-# As much of a request line as there may be of one, or of an empty line in front of it: anything
-# else will never become HTTP.
+# The possible beginning of a request line, or of an empty line before it: anything else will never
+# become HTTP.
 _BEGUN = re.compile(rb"\r|%b{0,32}+(?: [!-~]*+(?: [!-~]{0,8}+\r?)?)?" % _TOKEN)
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\x00")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
@@ -50,8 +50,8 @@ _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)(/[^?]*)?(\?.*)?")
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"))
 # The fields that say how the message is framed and whom it is for.
 _DECISIVE = frozenset((b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"))
-# The fields that say how its body is to be read and who sent it: of two, the gateway would believe
-# one and the engine the other; and one that ``Connection`` names would not reach the engine.
+# The fields that say how its body is to be read and who sent it: of two, the gateway would use one
+# and the engine the other; and one named by ``Connection`` would not reach the engine.
 _SINGLE = {
     b"authorization": "Authorization",
     b"content-encoding": "Content-Encoding",
@@ -59,12 +59,12 @@ _SINGLE = {
     b"x-api-key": "X-Api-Key",
 }
 _TO_THE_ENGINE = frozenset((b"content-encoding", b"content-type"))
-# What Connection may name without adding to what is known to be hop-by-hop.
+# What Connection may name without adding to the known hop-by-hop fields.
 _USUAL_OPTIONS = frozenset((b"close", b"keep-alive", b"upgrade", b"te", b""))
 
 
 def bad_request(message: str) -> Refusal:
-    """For what isn't HTTP as it should be."""
+    """A refusal for malformed HTTP."""
     return Refusal(400, "bad_request", message)
 
 
@@ -73,18 +73,18 @@ def _too_large(message: str) -> Refusal:
 
 
 class RequestHead(msgspec.Struct, eq=False):
-    """What the head of a request says.
+    """The contents of a request's head.
 
     Attributes:
-        method: one of the known; others are refused.
-        target: path and query as they came, or ``*``.
-        headers: names in lower case, values without the whitespace around them.
+        method: a known one; others are refused.
+        target: path and query as received, or ``*``.
+        headers: names in lower case, values without surrounding whitespace.
         http_10: the client speaks HTTP/1.0 and knows no chunks.
-        keep_alive: what the client wants of the connection.
-        length: of the body, in bytes; None where it is chunked, 0 where there is none.
+        keep_alive: whether the client wants to keep the connection.
+        length: of the body, in bytes; None if it is chunked, 0 if there is none.
         expects_continue: it waits for a 100.
-        options: what its Connection names beside the usual: fields that end here.
-        by_name: the last of each name among the headers.
+        options: fields that its Connection names beside the usual: they end here.
+        by_name: the last header of each name.
     """
 
     method: bytes
@@ -102,18 +102,18 @@ class RequestHead(msgspec.Struct, eq=False):
 
 
 def head_size(data: bytes | bytearray, seen: int = 0) -> int:
-    """The size of the head that ``data`` begins with, in bytes; 0 while it isn't whole.
+    """The size of the head that ``data`` begins with, in bytes; 0 while it is incomplete.
 
     Args:
-        seen: so many bytes of ``data`` were here in the last call, which had no whole head in them.
+        seen: bytes of ``data`` that the last call had, which contained no complete head.
 
     Raises:
-        Refusal: it can't become one any more, however it goes on: 400, 414, 431, 501 or 505.
+        Refusal: it can no longer become one: 400, 414, 431, 501 or 505.
     """
     end = data.find(HEAD_END, max(0, seen - 3), MAX_HEAD_BYTES)
     if end >= 0:
         return end + 4
-    # Of a part, only what is new: else a head of many small pieces would take quadratic time.
+    # Only the new part: otherwise a head in many small pieces would take quadratic time.
     since = max(0, seen - 1)
     line_end = data.find(b"\r\n", 0, MAX_HEAD_BYTES)
     if len(data) >= MAX_HEAD_BYTES:
@@ -130,7 +130,7 @@ def head_size(data: bytes | bytearray, seen: int = 0) -> int:
 
 
 def read_head(data: bytes) -> RequestHead:
-    """Read a whole head, empty line and all.
+    """Read a whole head, including its empty line.
 
     Raises:
         Refusal: it may not be served: 400, 417, 431, 501 or 505.
@@ -145,10 +145,10 @@ def read_head(data: bytes) -> RequestHead:
         method, target, http_10, host = _request_line(lines[0])
         headers = list(map(read_field, lines[1:]))
     head = RequestHead(method, target, headers, dict(headers), http_10, not http_10)
-    # How the message is framed; where that is uncertain, it is refused.
+    # How the message is framed; if that is uncertain, it is refused.
     by_name = head.by_name
     if len(by_name) == len(headers) and b"expect" not in by_name:
-        # Each name once, which is the rule.
+        # Each name once, the normal case.
         named, length = by_name.get(b"host"), by_name.get(b"content-length")
         coding, options = by_name.get(b"transfer-encoding"), by_name.get(b"connection")
         if coding is not None:
@@ -181,7 +181,7 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bool, bytes | None]:
         raise bad_request("The request line is malformed.")
     method, target, major, minor = match.groups()
     if major != b"1" or minor not in (b"0", b"1"):
-        raise Refusal(505, "version_not_supported", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+        raise Refusal(505, "version_not_supported", "Only HTTP/1.1 and HTTP/1.0 are supported.")
     if method not in _METHODS:
         raise Refusal(501, "not_implemented", f"The method {method.decode()} is not implemented.")
     host = None
@@ -195,7 +195,7 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bool, bytes | None]:
 
 
 def read_field(line: bytes) -> tuple[bytes, bytes]:
-    """Name, in lower case, and value of a line without its end. Raises Refusal: it is no field."""
+    """Name, in lower case, and value of a line without its end. Raises Refusal: not a field."""
     match = _FIELD.fullmatch(line)
     if match is None:
         raise bad_request("A header field is malformed.")
@@ -281,21 +281,21 @@ class Inbound:
     """A request on an engine path.
 
     Attributes:
-        method: POST, but for what only asks.
+        method: POST, except for queries.
         path: decoded, without the query.
-        target: path and query as they are to be sent on.
+        target: path and query as they are sent on.
         work: what the path makes an engine do.
         headers: names in lower case.
         dropped: names of fields that its Connection names: they end here.
-        content_type: "" where there is none.
-        content_length: in bytes, as announced; 0 where it is not.
-        authorization: what its client proves itself with, where that is this field alone; else b"".
+        content_type: "" if there is none.
+        content_length: in bytes, as announced; otherwise 0.
+        authorization: the client's credentials, if they are in this field alone; else b"".
         came_through: the gateways that it has come through, as ``hops`` has them; "" for none.
         asked_id: the client's own x-request-id, "" without one.
-        request_id: by which the gateway names it; set by who opens it.
-        body: empty until the whole of it is here.
+        request_id: the gateway's name for it; set when it is opened.
+        body: empty until all of it is here.
         buffer: of a long body, which counts as buffered until it is released; else None.
-        received_s: monotonic; when the last byte of the body was here.
+        received_s: monotonic; when the last byte of the body arrived.
     """
 
     __slots__ = (
@@ -325,7 +325,7 @@ class Inbound:
         by_name: Mapping[bytes, bytes] | None = None,
         method: bytes = b"POST",
     ) -> None:
-        """``by_name``: each name's value, where none that is looked at is there twice."""
+        """``by_name``: each name's value, if no relevant name occurs twice."""
         self.method = method
         self.path = path
         self.target = target

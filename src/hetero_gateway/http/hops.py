@@ -1,11 +1,11 @@
-"""Which gateways a request has come through, so that none of them serves it twice.
+"""The gateways that a request has come through, so that none of them serves it twice.
 
-An instance may be another gateway; it must not lead back. Each gateway has an id, random and the
-same for all of its processes, and adds it to a field of what it sends to instances, probes
-included. A request that has been here before, or through too many, is refused at once: 508, which
-no gateway tries again. Where the request came from a client and through no gateway, the instance is
-at fault that it came back from; else a client that writes the field itself could have instances
-ejected. What it writes can only have its own request refused, and is shown nowhere.
+An instance may be another gateway; it must not lead back. Each gateway has a random id, the same
+for all of its processes, and adds it to a field of what it sends to instances, probes included. A
+request that has been here before, or through too many gateways, is refused at once: 508, which no
+gateway retries. If the request came from a client and through no gateway, the instance it came back
+from is at fault; otherwise a client that writes the field itself could get instances ejected. Such
+a client can only get its own request refused, and what it writes is shown nowhere.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.http.headers import HOPS
 
 LOOP_DETECTED = 508
-# A gateway in front of one in each region, and of one in each cluster there, and one to spare.
+# A gateway in front of one per region, one per cluster there, and one to spare.
 MOST_HOPS = 4
 _ID_BYTES = 8
 _MOST_BYTES = (2 * _ID_BYTES + 2) * MOST_HOPS
@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 class Hops:
-    """One gateway's part in it.
+    """One gateway's hop rules.
 
     Args:
-        secret: of all of its processes, and of no other gateway; None: it has but this one.
+        secret: shared by all of its processes, and by no other gateway; None: it has only one.
 
-    ``field``: the line that a request gets which came through no other gateway, and a probe.
+    ``field``: the line for probes, and for requests that came through no other gateway.
     """
 
     def __init__(self, secret: str | None) -> None:
@@ -45,7 +45,7 @@ class Hops:
         self._logged_s: dict[str, float] = {}
 
     def field_behind(self, came: bytes) -> bytes:
-        """The line of a request that came through others. ``came``: what ``check`` let pass."""
+        """The line for a request that came through others. ``came``: accepted by ``check``."""
         return b"%b: %b, %b\r\n" % (HOPS, came, self._own_id)
 
     def check(self, came: bytes) -> None:
@@ -67,11 +67,11 @@ class Hops:
         return HOPS.decode(), f"{came.decode('latin-1')}, {own_id}" if came else own_id
 
     def note_loop(self, instance_id: str) -> None:
-        """An instance answered that a request has been somewhere before."""
+        """Note an instance's answer that a request has been somewhere before."""
         self._warn(f"instance {instance_id} answered 508: it seems to lead back to a gateway")
 
     def _warn(self, text: str) -> None:
-        """Log it, now and then: as many come as there are requests."""
+        """Log it now and then: there may be as many as there are requests."""
         now_s = time.monotonic()
         if now_s - self._logged_s.get(text, -math.inf) >= _LOG_EVERY_S:
             if len(self._logged_s) >= _MOST_LOGGED:
@@ -81,6 +81,6 @@ class Hops:
 
 
 def loop_detected(message: str) -> Refusal:
-    """What a request is answered with."""
-    # To ask again would be in vain: it is the configuration that is wrong.
+    """The answer to such a request."""
+    # Another try would be in vain: the configuration is wrong.
     return Refusal(LOOP_DETECTED, "loop_detected", message, kind="server_error", spent=True)

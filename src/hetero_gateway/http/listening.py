@@ -1,16 +1,16 @@
-"""An address to listen on: as it stands in a URL, and why it cannot be used."""
+"""A listening address: its form in a URL, and why it cannot be used."""
 
 import errno
 import socket
 
 
 def url_host(host: str) -> str:
-    """An address as it stands in a URL."""
+    """An address as written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 def cannot_listen(host: str, port: int, error: OSError, by: str = "--port or server.port") -> str:
-    """Why not, and what helps; ``by``: what sets the port."""
+    """Why an address cannot be listened on, and what helps; ``by``: the setting of the port."""
     known = {
         errno.EADDRINUSE: f"the port is taken (by whom: ss -ltnp 'sport = :{port}'); "
         f"give another one by {by}",
@@ -21,6 +21,6 @@ def cannot_listen(host: str, port: int, error: OSError, by: str = "--port or ser
     if isinstance(error, socket.gaierror):
         reason = "no such host name is known here"
     else:
-        # asyncio's words name the address; its number may be that of several errors together.
+        # asyncio's text names the address; its number may combine several errors.
         reason = known.get(error.errno or 0) or error.strerror or str(error)
     return f"cannot listen on {url_host(host)}:{port}: {reason}"

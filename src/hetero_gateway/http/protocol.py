@@ -1,15 +1,15 @@
-"""A client's connection: uvicorn's HTTP protocol, with our reading and our engine paths.
+"""A client's connection: uvicorn's HTTP protocol, with our parsing and our engine paths.
 
-For a POST on an engine path there is no ASGI: no scope, no cycle of uvicorn's, no task. The body is
-gathered and handed with an ``Inbound`` to the service; its answer is written to the transport,
-splice and all. Every other request gets uvicorn's cycle and the ASGI application. All of them are
-read here (``heads``, ``chunks``), by one grammar.
+A POST on an engine path uses no ASGI: no scope, no cycle of uvicorn's, no task. The body is
+gathered and handed with an ``Inbound`` to the service; its answer is written to the transport
+directly. Every other request gets uvicorn's cycle and the ASGI application. All of them are parsed
+here (``heads``, ``chunks``), by one grammar.
 
 ``EngineCycle`` stands where uvicorn keeps its RequestResponseCycle (``self.cycle``), so that
-uvicorn's code for shutdown and flow control goes on working. What is leant on is pinned by
-tests/http/test_protocol.py, which fails loudly when uvicorn changes.
+uvicorn's code for shutdown and flow control keeps working. tests/http/test_protocol.py pins what
+this relies on, and fails loudly when uvicorn changes.
 
-A connection's phases (``clients.Phase``), events down; "–": cannot be or means nothing:
+A connection's phases (``clients.Phase``), events down; "–": impossible or without effect:
 
     event             IDLE                HEAD                BODY                SERVING
     ----------------  ------------------  ------------------  ------------------  ----------------
@@ -18,17 +18,17 @@ A connection's phases (``clients.Phase``), events down; "–": cannot be or mean
     head refused      –                   4xx: CLOSING        –                   –
     body complete     –                   –                   SERVING; IDLE once  –
                                                               answered
-    response's end    –                   –                   the rest is dropped HEAD where there
-                                                                                  are bytes, or IDLE
+    response's end    –                   –                   the rest is dropped HEAD if there are
+                                                                                  bytes, else IDLE
     too slow          closed              408: CLOSING        408: CLOSING        –
-    server ends       closed after a      closed after a      the last request; where its head has
-                      last call           last call           gone without saying so, the next one
+    server ends       closed after a      closed after a      the last request; if its head went
+                      last call           last call           without saying so, the next one
     reads nothing     closed              closed              closed              closed
     connection lost   over                over                over                over
 
-What a client sends behind a request waits, unread, until that is answered, and begins in a callback
-of its own: a client may pipeline more requests than the stack is deep. CLOSING drops what comes,
-until the client closes its side or ``clients.LINGER_S`` are over.
+What a client sends after a request waits, unread, until that is answered, and begins in a callback
+of its own: a client may pipeline more requests than the stack is deep. CLOSING drops input until
+the client closes its side or ``clients.LINGER_S`` have passed.
 """
 
 import asyncio
@@ -55,13 +55,13 @@ _IDLE, _HEAD, _BODY, _SERVING, _CLOSING = Phase
 
 _LINE_ENDS = re.compile(rb"(?:\r\n)+")
 _BY_TARGET = {path.encode(): (path, work) for path, work in WORK_BY_PATH.items()}
-# How long a connection may still bring a request once the server ends: a new one, and one that has
-# been served, whose client may be about to send the next.
+# How long a connection may still bring a request once the server is shutting down: a new one, and
+# one that has been served, whose client may be about to send the next.
 LAST_CALL_S = 0.5
 NEXT_CALL_S = 2.0
-# Of what comes behind a request: more is left to the kernel.
+# Limit of input after a request: the rest is left to the kernel.
 _MOST_KEPT_BYTES = 65536
-# Of a body that nobody wants any more: where more is to come, the connection is given up.
+# Limit of an unwanted body that is read: beyond it, the connection is given up.
 _MOST_DROPPED_BYTES = 16 * 2**20
 
 
@@ -72,7 +72,7 @@ STATUS_LINES = {
 
 
 class Service(Protocol):
-    """What engine paths are served by."""
+    """Serves engine paths."""
 
     @property
     def body_limits(self) -> BodyLimits: ...
@@ -82,7 +82,7 @@ class Service(Protocol):
 
 
 class _NoEvent:
-    """Where uvicorn wakes a coroutine that is not there."""
+    """Stands in where uvicorn would wake a coroutine."""
 
     def set(self) -> None:
         pass
@@ -112,12 +112,12 @@ class EngineCycle:
         self._connection = connection
         self.waits_for_100 = head.expects_continue
         self.listener: Listener | None = None
-        self._body: BodyBuffer | None = None  # where it comes in pieces
+        self._body: BodyBuffer | None = None  # if it comes in pieces
         self.inbound: Inbound | None = inbound  # until it is over
         self.keep_alive = head.keep_alive
         self.passes_framing = not head.http_10
         self.flow: Flow = connection.flow
-        # A closed transport swallows what is written in the moment before the relay hears of it.
+        # A closed transport discards what is written in the moment before the relay learns of it.
         self.write = connection.transport.write
         self.started = False
         self.disconnected = False
@@ -149,7 +149,7 @@ class EngineCycle:
                 self.listener.refuse(refusal)
 
     def end_body(self) -> None:
-        self.waits_for_100 = False  # the body of one that announced it may be empty
+        self.waits_for_100 = False  # a request that expects 100 may have an empty body
         body = self._body
         whole = b"" if body is None else body.take()
         if self.listener is not None:
@@ -182,8 +182,8 @@ class EngineCycle:
         if chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
         if self.waits_for_100:
-            # Whether its body will come is the client's to decide (RFC 9110, 10.1.1): what comes
-            # next could be that or a request.
+            # Whether its body will come is up to the client (RFC 9110, 10.1.1): what comes next
+            # could be that or a request.
             self.keep_alive = False
         if not self.passes_framing and self.keep_alive:
             self.keep_alive = any(name == b"content-length" for name, _ in fields_in(fields))
@@ -199,7 +199,7 @@ class EngineCycle:
         if self.response_complete:
             return
         self.response_complete = True
-        # An idle connection keeps its last cycle: not its body.
+        # An idle connection keeps its last cycle, but not its body.
         self.listener = self.inbound = None
         if self._body is not None:
             self._body.release()
@@ -213,12 +213,12 @@ class EngineCycle:
 
 
 def _has_begun(cycle: Any) -> bool:
-    """Whether the head of its response has gone, which cannot say any more that it is the last."""
+    """Whether the head of its response was sent, and so cannot say that it is the last one."""
     return bool(cycle.started if type(cycle) is EngineCycle else cycle.response_started)
 
 
 class _CycleTransport:
-    """What a cycle of uvicorn's writes to. Its end is ours: not under a client that writes."""
+    """The transport of uvicorn's cycles. Closing it is up to us: not under a client that writes."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -229,9 +229,9 @@ class _CycleTransport:
 
 
 class EngineProtocol(HttpToolsProtocol, Watched):
-    """A connection of a client. Use ``engine_protocol`` to make the class that uvicorn gets."""
+    """A client's connection. Use ``engine_protocol`` to make the class for uvicorn."""
 
-    # Slots: uvicorn's attributes are as many as instances can share the names of, and one more
+    # Slots: uvicorn's attributes just fit into what instances can share the names of; one more
     # would cost every connection 1.4 KB.
     __slots__ = (
         "_buffer",
@@ -250,10 +250,10 @@ class EngineProtocol(HttpToolsProtocol, Watched):
     turn: int
     body_bytes: int
 
-    _buffer: bytearray | None  # a part of a head, or what comes behind the request
+    _buffer: bytearray | None  # a part of a head, or input after the request
     _seen: int  # bytes of that part which have been looked at
-    _chunks: ChunkDecoder | None  # of the body, where it comes in chunks
-    _left: int  # of the body, in bytes, where its length is known
+    _chunks: ChunkDecoder | None  # of the body, if it comes in chunks
+    _left: int  # of the body, in bytes, if its length is known
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -285,9 +285,9 @@ class EngineProtocol(HttpToolsProtocol, Watched):
     # Heads
 
     def _read(self, data: bytes) -> None:
-        """Begin the request that ``data`` begins with."""
+        """Begin the request at the start of ``data``."""
         if data.startswith(b"\r\n"):
-            # Some clients send one behind a body (RFC 9112, 2.2).
+            # Some clients send an empty line after a body (RFC 9112, 2.2).
             data = _LINE_ENDS.sub(b"", data, count=1)
             if not data:
                 return
@@ -305,7 +305,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         self.turn += 1
 
     def _read_kept(self) -> None:
-        """Go on where a part of a head, or a whole one, was kept."""
+        """Continue with a kept part of a head, or a whole one."""
         buffer = self._buffer
         assert buffer is not None
         if not self._seen or buffer.startswith(b"\r\n"):
@@ -352,7 +352,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
             self._take_body(rest)
 
     def _upgrade(self, head: RequestHead, rest: bytes) -> None:
-        """From here on the connection is a WebSocket's, by uvicorn's protocol for them."""
+        """Turn the connection into a WebSocket's, by uvicorn's protocol for them."""
         self.watch.discard(self)
         self.connections.discard(self)
         self.phase = _CLOSING
@@ -360,7 +360,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         for name, value in head.headers:
             parts += (name, b": ", value, b"\r\n")
         parts.append(b"\r\n")
-        # `websockets` comes with it, 1 MB.
+        # This imports `websockets`, 1 MB.
         from hetero_gateway.http.websocket import ClientWebSocket
 
         websocket = ClientWebSocket(
@@ -410,7 +410,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         cycle: Any = self.cycle
         size = len(data)
         if size == self._left and not self.body_bytes and size <= SMALL_BYTES:
-            # In one piece, and short, as nearly all are. (In chunks, nothing is left.)
+            # In one short piece, as nearly all are. (In chunks, nothing is left.)
             if type(cycle) is EngineCycle and not cycle.response_complete:
                 self._left, self.body_bytes = 0, size
                 self.phase = _SERVING
@@ -477,7 +477,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
             self.flow.pause_reading()
 
     def _go_on(self) -> None:
-        """With what was kept."""
+        """Continue with kept input."""
         buffer = self._buffer
         if buffer is None or self.transport.is_closing():
             return
@@ -516,7 +516,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
     def close(self) -> None:
         """Close the connection once what was written is sent; not under a client that writes."""
         if self.phase is _CLOSING:
-            return  # it is closed as soon as its client has read the answer
+            return  # it closes as soon as its client has read the answer
         if self.phase is not _BODY or not self.transport.can_write_eof():
             self.transport.close()
         elif not self.transport.is_closing():
@@ -530,7 +530,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         self.transport.write_eof()
 
     def _refuse(self, refusal: Refusal, *, has_body: bool = True) -> None:
-        """Answer what is no request, and nothing after it."""
+        """Answer what is not a request, and nothing after it."""
         self.watch.refused[refusal.status] += 1
         body = error_body(refusal)
         parts = [
@@ -549,7 +549,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
             self.transport.close()
 
     def _abandon(self, refusal: Refusal) -> None:
-        """Give up a request whose body can't be read to its end."""
+        """Give up a request whose body cannot be read to its end."""
         cycle: Any = self.cycle
         if cycle.response_complete:
             self.close()
@@ -566,7 +566,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         else:
             self._refuse(refusal)
 
-    # What its watch asks
+    # For its watch
 
     @property
     def reading_paused(self) -> bool:
@@ -582,15 +582,16 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         else:
             self.transport.abort()
 
-    # What the server calls
+    # For the server
 
     def shutdown(self) -> None:
-        """The server ends: what has begun is answered, and what may be on its way here, too."""
+        """The server is shutting down: requests under way, and possibly on their way here, are
+        answered."""
         self.watch.ending = True
         cycle: Any = self.cycle
         if self.phase is _HEAD or self.phase is _IDLE:
-            # A request was perhaps sent before anybody could know. Its answer says that it is the
-            # last one.
+            # A request may have been sent before the client could know. Its answer says that it is
+            # the last one.
             self._call_last()
         elif cycle is None or cycle.response_complete or not _has_begun(cycle):
             super().shutdown()
@@ -603,7 +604,7 @@ class EngineProtocol(HttpToolsProtocol, Watched):
         if self.turn == turn:
             self.transport.close()
 
-    # What the transport calls
+    # For the transport
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -634,12 +635,12 @@ _LATE = Refusal(408, "request_timeout", "The request did not come in time.")
 _TOO_MANY = Refusal(
     503,
     "too_many_connections",
-    "The gateway has as many connections as it may.",
+    "The gateway already has as many connections as it may.",
     kind="server_error",
     retry_after_s=2,
 )
 
 
 def engine_protocol(service: Service, watch: Watch) -> type[asyncio.Protocol]:
-    """The protocol class for a server whose engine paths ``service`` serves."""
+    """The protocol class of a server whose engine paths ``service`` serves."""
     return type("EngineProtocol", (EngineProtocol,), {"service": service, "watch": watch})

@@ -1,26 +1,26 @@
-"""What an instance's response is by RFC 9110 and 9112: its head, and where its body ends.
+"""Parses an instance's response by RFC 9110 and 9112: its head, and where its body ends.
 
-Body bytes go to the client as they came, framing and all. So everything is judged here before one
-byte of it is passed on, and strictly: whatever two parsers could read in two ways is an error, and
-never reaches a client. Limits bound what a response can cost while it is incomplete, and all of it
-takes time linear in its bytes, however small the pieces are.
+Body bytes go to the client as they came, including their framing. So everything is judged here
+before a byte of it is passed on, and strictly: whatever two parsers could read differently is an
+error, and never reaches a client. Limits bound the cost of an incomplete response, and everything
+takes time linear in its bytes, however small the pieces.
 
-    in the answer                           what becomes of it
+    in the answer                           treatment
     --------------------------------------  -----------------------------------------------------
-    a head above 64 KiB or 128 fields       refused; interim answers (1xx) ahead of it count
-    anything ahead of the status line       refused
-    HTTP/1.0, HTTP/1.1                      taken; any other version is refused
+    a head above 64 KiB or 128 fields       refused; interim answers (1xx) before it count
+    anything before the status line         refused
+    HTTP/1.0, HTTP/1.1                      accepted; any other version is refused
     a status below 100 or above 599         refused
     100, 102 to 199                         dropped: no client of ours waits for one
-    101                                     refused: nobody asked for another protocol
+    101                                     refused: no other protocol was asked for
     a folded line, a control character      refused
-    white space ahead of a colon            removed (RFC 9112, 5.1)
+    white space before a colon              removed (RFC 9112, 5.1)
     several content-lengths                 one, if they are equal; else refused
     transfer-encoding                       ``chunked`` alone, in HTTP/1.1 and without a
                                             content-length; anything else is refused
     204, 304                                have no body, whatever their fields say
     fields that ``connection`` names        removed
-    bytes after the end                     never passed on; the connection is not used again
+    bytes after the end                     never passed on; the connection is not reused
     trailers                                checked and dropped: they may not become fields
 """
 
@@ -31,7 +31,7 @@ from typing import ClassVar
 
 from hetero_gateway.http.headers import NOT_TO_CLIENTS, Headers, lines_of
 
-# Of all heads of an answer together.
+# Limit of all heads of an answer together.
 MOST_HEAD_BYTES = 1 << 16
 MOST_FIELDS = 128
 MOST_INTERIM = 32
@@ -39,14 +39,14 @@ MOST_INTERIM = 32
 MOST_CHUNK_LINE_BYTES = 1024
 
 _TEXT_BYTES = b"\t" + bytes(range(0x20, 0x7F)) + bytes(range(0x80, 0x100))
-# Visible characters, obs-text, spaces and tabs. Possessive quantifiers never go back.
+# Visible characters, obs-text, spaces and tabs. Possessive quantifiers never backtrack.
 _TEXT = rb"[\t\x20-\x7e\x80-\xff]*+"
 _status_line = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: " + _TEXT + rb")?").fullmatch
 _field_name = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]++)[ \t]*+").fullmatch
 _length = re.compile(rb"[0-9]{1,18}").fullmatch
 _chunk_line = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;" + _TEXT + rb")?").fullmatch
 _VERSION = b"HTTP/1."
-# The names of fields as engines and their servers write them: known to be well-formed.
+# Field names as engines and their servers write them: known to be well-formed.
 _KNOWN_NAMES = {
     spelling: name
     for name in (
@@ -56,20 +56,20 @@ _KNOWN_NAMES = {
     for spelling in (name, name.title())
 }  # fmt: skip
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
-# Streams that begin in one second have one head, so short ones are read once.
+# Streams that begin within a second have the same head, so short ones are parsed once.
 MOST_SHORT_HEAD_BYTES = 1024
 
-# What chunk lines nearly always are.
+# The usual form of chunk lines.
 _SIZES = {b"%x" % size: size for size in range(4096)}
 # The length of a read that is one whole chunk, by its first five bytes: a size of three digits, or
-# one of two ahead of an event. It ends in CRLF. ``at_chunk``, such a read needs no ``feed``: nearly
-# all of a stream's reads are like that, and a call costs each of them.
+# of two before an event. It ends in CRLF. ``at_chunk``, such a read needs no ``feed``: nearly all
+# of a stream's reads are like that, and each would cost a call.
 whole_chunk_length = {
     line + (b"\r\n" if size > 255 else b"\r\nd"): len(line) + 4 + size
     for line, size in _SIZES.items()
     if size > 15
 }.get
-# Many chunks in one read are tiny ones: a walk over them in Python would take 0.2 s a megabyte.
+# Many chunks in one read are tiny: walking over them in Python would take 0.2 s a megabyte.
 _TINY = 48
 _FEW = 16
 # Not possessive: Python below 3.11.5 matches possessive groups wrongly (CPython 106052). Nothing
@@ -83,7 +83,7 @@ _tiny_chunks = re.compile(
 
 
 class MalformedResponse(ValueError):
-    """A response that is not HTTP/1.1, or not in a way that everybody reads alike."""
+    """A response that is not HTTP/1.1, or ambiguous."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +97,8 @@ class ResponseHead:
         keep_alive: whether the connection may serve another request after it.
 
     ``ends_at_close``: the body has no framing of its own and ends when the connection does.
-    ``passed``: the fields that the client gets, as they are written. ``streams``: the body is of
-    server-sent events.
+    ``passed``: the fields for the client, as written. ``streams``: the body consists of server-sent
+    events.
     """
 
     status: int
@@ -118,7 +118,7 @@ class ResponseHead:
 
 
 def parse_head(head: bytes) -> ResponseHead:
-    """Read a whole head, closing blank line and all; nobody may change what comes out.
+    """Parse a whole head, including its blank line; the result must not be changed.
 
     Raises MalformedResponse.
     """
@@ -153,7 +153,7 @@ parse_short_head = functools.lru_cache(maxsize=64)(_parse_head)
 
 
 def _lines(section: bytes) -> list[bytes]:
-    """The lines of a head or of trailers, without the blank line that closes them."""
+    """The lines of a head or of trailers, without the blank line that ends them."""
     ends = section.translate(None, _TEXT_BYTES)
     count = section.count(b"\r\n")
     if ends != b"\r\n" * count:
@@ -214,7 +214,7 @@ def _framed(
 
 
 class HeadReader:
-    """Gathers the bytes of a response until its head is there, interim answers aside."""
+    """Gathers the bytes of a response until its head is complete, apart from interim answers."""
 
     __slots__ = ("_bytes", "_count", "_spent")
 
@@ -223,7 +223,7 @@ class HeadReader:
         self._spent = self._count = 0  # bytes and number of interim answers
 
     def feed(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
-        """(head, the bytes behind it), or None while it is not whole. Raises MalformedResponse."""
+        """(head, the bytes after it), or None while it is incomplete. Raises MalformedResponse."""
         gathered = self._bytes
         end = self._gather(data) if gathered else data.find(b"\r\n\r\n")
         if gathered and end >= 0:
@@ -249,7 +249,7 @@ class HeadReader:
         return None
 
     def _gather(self, data: bytes) -> int:
-        """Add a piece; returns where the head's blank line is, or -1."""
+        """Add a piece; returns the position of the head's blank line, or -1."""
         gathered = self._bytes
         seen = max(0, len(gathered) - 3)
         gathered += data
@@ -259,7 +259,7 @@ class HeadReader:
         return end
 
     def _check(self, recent: bytes | bytearray) -> None:
-        """Refuse what can no longer become a head: its end need not be waited for."""
+        """Refuse what can no longer become a head, without waiting for its end."""
         start = bytes(self._bytes[: len(_VERSION)])
         if not _VERSION.startswith(start):
             raise MalformedResponse("it does not begin as HTTP/1.1")
@@ -271,7 +271,7 @@ class HeadReader:
 
 
 class CountedBody:
-    """A body of a content-length. ``ended``: all of it is here; ``extra``: more than that came."""
+    """A body of known length. ``ended``: all of it is here; ``extra``: more than that came."""
 
     __slots__ = ("_left", "ended", "extra")
 
@@ -283,7 +283,7 @@ class CountedBody:
         self.extra = False
 
     def feed(self, data: bytes) -> bytes:
-        """What of these bytes belongs to the body."""
+        """The part of these bytes that belongs to the body."""
         left = self._left = self._left - len(data)
         if left > 0:
             return data
@@ -295,7 +295,7 @@ class CountedBody:
         return data[:left]
 
 
-# One that is here already.
+# A body that is complete already.
 WHOLE_BODY = CountedBody(0)
 
 
@@ -313,19 +313,20 @@ class UnframedBody:
 
 
 class ChunkedBody:
-    """Follows the framing of a chunked body. ``ended`` and ``extra`` as ``CountedBody``'s.
+    """Follows the framing of a chunked body. ``ended`` and ``extra`` as in ``CountedBody``.
 
-    What ``feed`` returns is checked: whole lines of the framing, and bytes of chunks. A line that
-    is not whole is held back, and so is the end until it is certain.
+    What ``feed`` returns is checked: whole lines of the framing, and bytes of chunks. An incomplete
+    line is held back, and so is the end until it is certain.
 
-    ``whole``: what it has returned so far is whole chunks, whatever came of what it was fed last.
+    ``whole``: what it has returned so far consists of whole chunks.
     """
 
     __slots__ = ("_held", "_left", "_trailers", "at_chunk", "ended", "extra", "whole")
 
     def __init__(self) -> None:
-        self.at_chunk = self.whole = True  # a chunk begins with the next byte
-        # Of the present chunk, its CRLF included; 0: a size line is next; -1: trailers are.
+        self.at_chunk = self.whole = True  # the next byte begins a chunk
+        # Bytes left of the present chunk, including its CRLF; 0: a size line is next; -1: trailers
+        # are.
         self._left = 0
         self._held = b""  # the beginning of a size line
         self._trailers = bytearray()
@@ -333,7 +334,7 @@ class ChunkedBody:
         self.extra = False
 
     def feed(self, data: bytes) -> bytes:
-        """What may be passed on, as it came, framing and all. Raises MalformedResponse."""
+        """What may be passed on, as it came, including framing. Raises MalformedResponse."""
         if self._left < 0:
             return self._close(data)
         if self._held:
@@ -374,7 +375,7 @@ class ChunkedBody:
         return data[:pos] + self._close(data[behind:])
 
     def _close(self, data: bytes) -> bytes:
-        """Gather trailers; the end without them, once they are whole."""
+        """Gather trailers; returns the end without them, once they are complete."""
         trailers = self._trailers
         seen = max(0, len(trailers) - 3)
         trailers += data
@@ -398,7 +399,7 @@ class ChunkedBody:
 
 
 def _closes(data: bytes, pos: int) -> bool:
-    """Whether what of a chunk's CRLF is here, up to ``pos``, is one; the chunk may go on."""
+    """Whether the received part of a chunk's CRLF, up to ``pos``, is valid."""
     size = len(data)
     if pos == size + 1:
         return data.endswith(b"\r")
@@ -416,7 +417,7 @@ def _chunk_length(line: bytes) -> int:
 
 
 class DecodedBody:
-    """A chunked body without its framing, for those who want it so."""
+    """A chunked body without its framing."""
 
     __slots__ = ("_body", "_left")
 
@@ -424,7 +425,7 @@ class DecodedBody:
 
     def __init__(self, body: ChunkedBody) -> None:
         self._body = body
-        self._left = 0  # as ``ChunkedBody``'s
+        self._left = 0  # as in ``ChunkedBody``
 
     @property
     def ended(self) -> bool:
@@ -439,7 +440,7 @@ class DecodedBody:
         return self.decode(self._body.feed(data))
 
     def decode(self, data: bytes) -> bytes:
-        """The same of what ``ChunkedBody.feed`` returned."""
+        """The same for what ``ChunkedBody.feed`` returned."""
         parts, pos, size = [], self._left, len(data)
         if pos:
             parts.append(data[: max(0, pos - 2)])
@@ -458,7 +459,7 @@ Body = CountedBody | ChunkedBody | DecodedBody | UnframedBody
 
 
 def body_of(head: ResponseHead) -> Body:
-    """What follows the framing that a head announces."""
+    """The body reader for the framing that a head announces."""
     if head.chunked:
         return ChunkedBody()
     if head.content_length is not None:

@@ -1,9 +1,8 @@
-"""TLS contexts: one for all instances that want the same of it, and the server's own.
+"""TLS contexts: one for all instances with the same settings, and the server's own.
 
-Making one reads the system's 140 authorities, which takes 45 ms and 0.9 MB; so they are kept by
-what they were made from, and made in a thread where the event loop runs. Files that are exchanged
-while serving are read again into the context that there is: handshakes from then on see them, and
-connections that are open do not.
+Making one reads the system's 140 authorities, which takes 45 ms and 0.9 MB; so they are cached by
+what they were made from, and made in a thread if the event loop runs. Files replaced while serving
+are read again into the existing context: later handshakes use them, open connections do not.
 """
 
 import contextlib
@@ -18,11 +17,11 @@ from hetero_gateway.files.server_config import ServerConfig
 
 
 class ClientTls(NamedTuple):
-    """What connections to an instance are made with; None: the system's authorities, no identity.
+    """Settings of connections to an instance; None: the system's authorities, no identity.
 
     Args:
-        ca_file: whom to believe (PEM).
-        certificate_file, key_file: who we are (PEM), both or neither.
+        ca_file: trusted authorities (PEM).
+        certificate_file, key_file: our identity (PEM), both or neither.
     """
 
     ca_file: Path | None = None
@@ -35,7 +34,7 @@ class ClientTls(NamedTuple):
 
 
 class ClientContexts:
-    """The contexts towards instances. Safe to use from several threads: at worst one is made twice.
+    """The contexts towards instances. Thread-safe: at worst one is made twice.
 
     Args:
         base_dir: what files are relative to.
@@ -49,7 +48,7 @@ class ClientContexts:
         return len(self._contexts)
 
     def context(self, wanted: ClientTls) -> ssl.SSLContext:
-        """Raises ConfigError: a file of it cannot be used."""
+        """The context of these settings. Raises ConfigError: a file cannot be used."""
         context = self._contexts.get(wanted)
         if context is None:
             context = self._made(wanted)
@@ -71,17 +70,17 @@ class ClientContexts:
                 load_identity(context, self._base_dir / certificate, self._base_dir / key)
 
     def files(self) -> list[Path]:
-        """All that they were made from."""
+        """All files that they were made from."""
         return [path for wanted in list(self._contexts) for path in wanted.files]
 
     def check(self) -> None:
-        """Whether all files can be read again. May take a while; raises ConfigError."""
+        """Check that all files can be read again. May take a while; raises ConfigError."""
         for wanted in list(self._contexts):
             if wanted.files:
                 self._made(wanted)
 
     def renew(self) -> None:
-        """Read all files again; authorities that have gone are believed until the next start."""
+        """Read all files again; removed authorities stay trusted until the next start."""
         for wanted, context in self._contexts.items():
             self._identify(context, wanted)
             if wanted.ca_file is not None:
@@ -89,13 +88,13 @@ class ClientContexts:
 
 
 class ServerTls:
-    """The server's side: its certificate, and whose clients it takes.
+    """The server's side: its certificate, and the clients that it accepts.
 
     Args:
-        files: certificate and key, who we are; and authorities, of which clients must show a
+        files: certificate and key, our identity; and authorities, of which clients must show a
             certificate, if there are any (PEM).
         section: of the configuration, that names them.
-        protocol: what is spoken (ALPN).
+        protocol: the protocol spoken (ALPN).
 
     Raises:
         ConfigError: a file cannot be used.
@@ -122,11 +121,11 @@ class ServerTls:
         return context
 
     def check(self) -> None:
-        """Whether all files can be read again. Raises ConfigError."""
+        """Check that all files can be read again. Raises ConfigError."""
         self._made()
 
     def renew(self) -> None:
-        """Read them again; authorities that have gone are believed until the next start."""
+        """Read them again; removed authorities stay trusted until the next start."""
         load_identity(self.context, self._certificate, self._key)
         for file in self._authorities:
             self.context.load_verify_locations(file)
@@ -135,7 +134,7 @@ class ServerTls:
 def server_tls(
     config: ServerConfig | PickerConfig, base_dir: Path, *, section: str, protocol: str
 ) -> ServerTls | None:
-    """What a section names; None: it names no certificate. Raises ConfigError."""
+    """The TLS of a section; None: it names no certificate. Raises ConfigError."""
     named = (config.certificate_file, config.key_file, config.client_ca_file)
     files = [base_dir / file for file in named if file is not None]  # a key has a certificate
     return ServerTls(files, section=section, protocol=protocol) if files else None
@@ -150,10 +149,10 @@ def _usable(what: str) -> Iterator[None]:
 
 
 def load_identity(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
-    """Who we are, from now on. Raises OSError, ValueError: not a pair, or not readable."""
+    """Load our identity. Raises OSError, ValueError: not a pair, or not readable."""
 
     def no_password() -> str:
-        # Without one, OpenSSL would ask for it at the terminal.
+        # Without a callback, OpenSSL would ask for the password at the terminal.
         raise ValueError(f"{key} is encrypted; a key without a password is needed")
 
     context.load_cert_chain(certificate, key, password=no_password)

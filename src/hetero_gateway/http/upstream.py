@@ -1,9 +1,9 @@
 """The HTTP/1.1 client towards the instances: one keep-alive pool per instance.
 
-A connection carries one exchange at a time. It is fed raw bytes, finds where a response's head,
-body and end are (``http.response``, which judges them before anything else), and hands the raw
-bytes on: who relays them decides whether to pass them verbatim or decoded. It never half-closes,
-because vLLM takes that for a disconnect.
+A connection carries one exchange at a time. It is fed raw bytes, finds a response's head, body and
+end (``http.response``, which judges them before anything else), and hands the raw bytes on: the
+relay decides whether to pass them verbatim or decoded. It never half-closes, because vLLM treats
+that as a disconnect.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ _OUR_RESOLVER = frozenset((socket.EAI_SYSTEM, socket.EAI_MEMORY))
 
 
 class ResponseSink(Protocol):
-    """Who receives a response. Called from the event loop's callbacks; must not block or raise."""
+    """Receives a response. Called from the event loop's callbacks; must not block or raise."""
 
     def on_head(self, head: ResponseHead, *, body_follows: bool) -> bool:
-        """Returns whether the body is wanted decoded. ``body_follows``: ``on_data`` comes next."""
+        """Returns whether to decode the body. ``body_follows``: ``on_data`` comes next."""
 
     def on_data(self, data: bytes) -> None:
-        """Body bytes: decoded if that was wanted, else as they came, chunk framing and all."""
+        """Body bytes: decoded if requested, else as they came, including chunk framing."""
 
     def on_complete(self) -> None: ...
 
@@ -68,31 +68,31 @@ class ResponseSink(Protocol):
 class UpstreamConnection:
     """One TCP or TLS connection to an instance: an ``asyncio.Protocol``.
 
-    Not by its base class, which is not compiled: what derives from such a class cannot be (mypyc).
+    It does not inherit from the base class: mypyc cannot compile subclasses of uncompiled classes.
     """
 
     def __init__(self, pool: "InstancePool") -> None:
         self._pool: InstancePool | _LeftPool = pool
         self._transport: asyncio.Transport | None = None
         self._sink: ResponseSink | None = None
-        self._reader: HeadReader | None = None  # of a head that comes in pieces
+        self._reader: HeadReader | None = None  # if a head comes in pieces
         self._body: Body | None = None  # from the head on
         self._keep_alive = False
         self._paused = False
         self.idle_since_s = 0.0
-        # A request that fails on a reused connection before any byte came may have met the
-        # instance closing an idle connection.
+        # A request that fails on a reused connection before any byte came may have met the instance
+        # closing an idle connection.
         self.reused = False
         self.got_bytes = False
         self.look_ups = 0  # of its host, when it was connected
         self._arrivals = select.poll()
 
-    # What the relay calls
+    # For the relay
 
     def send(self, request: bytes, sink: ResponseSink, rest: bytes = b"") -> None:
         """Send a whole request; its response goes to ``sink``.
 
-        ``rest``: a long body, which is not copied behind its head.
+        ``rest``: a long body, which is not copied after its head.
         """
         self._sink = sink
         self._reader = self._body = None
@@ -113,14 +113,14 @@ class UpstreamConnection:
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close at once; the sink hears nothing more. vLLM aborts the request within 40 ms."""
+        """Close at once; the sink is not called again. vLLM aborts the request within 40 ms."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def address(self) -> str:
-        """Of its other end; "": nobody knows."""
+        """The address of the other end; "": unknown."""
         peer = None if self._transport is None else self._transport.get_extra_info("peername")
         return str(peer[0]) if peer else ""
 
@@ -138,7 +138,7 @@ class UpstreamConnection:
 
     @property
     def passed_whole_chunks(self) -> bool:
-        """Of its chunked response all that the sink has got as it came ends with a chunk."""
+        """Whether what the sink has received undecoded of a chunked response ends with a chunk."""
         body = self._body
         return isinstance(body, ChunkedBody) and body.whole
 
@@ -165,7 +165,7 @@ class UpstreamConnection:
     def data_received(self, data: bytes) -> None:
         sink = self._sink
         if sink is None:
-            # Bytes that nobody asked for: whatever they are, this connection is not to be trusted.
+            # Unexpected bytes: whatever they are, this connection is not to be trusted.
             self.abort()
             return
         body = self._body
@@ -176,7 +176,7 @@ class UpstreamConnection:
             and data[-1] == 10
             and data[-2] == 13
         ):
-            # One whole chunk: what a read of a stream nearly always is.
+            # One whole chunk: the usual read of a stream.
             try:
                 sink.on_data(data)
             except Exception as error:
@@ -191,7 +191,7 @@ class UpstreamConnection:
                     short = end <= MOST_SHORT_HEAD_BYTES
                     head = parse_short_head(data[:end]) if short else parse_head(data[:end])
                 if head is not None and head.status >= 200:
-                    # A head comes whole nearly always, and a short answer with it.
+                    # A head nearly always comes whole, and a short answer with it.
                     rest = data[end:]
                 else:
                     if self._reader is None:
@@ -226,7 +226,7 @@ class UpstreamConnection:
             if body.ended and self._sink is sink:
                 self._sink = None
                 if self._paused:
-                    # Its client is slow, which is no business of the next one's.
+                    # Its client is slow, which must not affect the next one.
                     self.resume_reading()
                 if self._keep_alive and not body.extra:
                     self._pool.release(self)
@@ -248,7 +248,7 @@ class UpstreamConnection:
         """As ``pause_writing``."""
 
     def eof_received(self) -> None:
-        """Have the transport close: ``connection_lost`` comes next."""
+        """Let the transport close: ``connection_lost`` comes next."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
@@ -271,10 +271,10 @@ class UpstreamConnection:
 
 
 def is_our_own(error: OSError | UnicodeError) -> bool:
-    """Whether connecting failed for want of something of our own, whatever the instance does.
+    """Whether connecting failed for lack of a resource of ours, not because of the instance.
 
-    The C library's resolver does not say that it had no descriptor: it finds no name, or is to be
-    asked again. And uvloop joins the errors of several addresses to one without a number.
+    The C library's resolver does not report a missing descriptor: it finds no name, or asks to try
+    again. And uvloop combines the errors of several addresses into one without a number.
     """
     if isinstance(error, socket.gaierror):
         return error.errno in _OUR_RESOLVER or _has_no_descriptor()
@@ -283,7 +283,7 @@ def is_our_own(error: OSError | UnicodeError) -> bool:
     return error.errno in _OUR_ERRORS or (error.errno is None and _has_no_descriptor())
 
 
-# What OpenSSL calls bytes that are no TLS.
+# OpenSSL's terms for bytes that are not TLS.
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
@@ -294,7 +294,7 @@ def _what(error: OSError | UnicodeError) -> str:
         return "it speaks plain HTTP, and its address says https"
     if isinstance(error, socket.gaierror | ssl.SSLError) or not error.errno:
         return error.strerror or str(error)
-    return os.strerror(error.errno)  # not asyncio's words, which name the address
+    return os.strerror(error.errno)  # asyncio's own text repeats the address
 
 
 def _has_no_descriptor() -> bool:
@@ -306,7 +306,7 @@ def _has_no_descriptor() -> bool:
 
 
 class _LeftPool:
-    """In place of the pool of a connection that is not used again."""
+    """Stands in for the pool of a connection that is not reused."""
 
     def __init__(self, pool: "InstancePool") -> None:
         self.host, self.port, self.forget = pool.host, pool.port, pool.forget
@@ -319,7 +319,7 @@ class InstancePool:
     """The connections to one instance.
 
     Args:
-        base_url: http or https, maybe with a path prefix.
+        base_url: http or https, possibly with a path prefix.
         config: limits and idle expiry.
         connect_timeout_s: for TCP and TLS together.
         ssl_context: for https.
@@ -338,7 +338,7 @@ class InstancePool:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.path_prefix = parts.path.rstrip("/").encode()
         self.host_header = parts.netloc.encode()
-        # With what else of a request's head is the instance's own.
+        # With the other fields of a request's head that are the instance's own.
         self.own_fields = b"host: %b\r\n" % self.host_header
         self._ssl = ssl_context if parts.scheme == "https" else None
         self._config = config
@@ -352,11 +352,11 @@ class InstancePool:
         self.addresses = Addresses(self.host, self.port)
 
     def choose_rank(self, rank: int) -> None:
-        """Requests are for this one of the engines behind the address."""
+        """Send requests to this one of the engines behind the address."""
         self.own_fields += b"%b: %d\r\n" % (RANK_HEADER, rank)
 
     def set_limits(self, config: PoolConfig, connect_timeout_s: float) -> None:
-        """Other limits from now on; what is open stays open."""
+        """Apply other limits from now on; open connections stay."""
         self._config = config
         self._connect_timeout_s = connect_timeout_s
 
@@ -365,7 +365,7 @@ class InstancePool:
         return len(self._open)
 
     def take_idle(self) -> UpstreamConnection | None:
-        """The idle connection that was used last, or None."""
+        """The most recently used idle connection, or None."""
         now_s = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
@@ -374,8 +374,8 @@ class InstancePool:
                 now_s - connection.idle_since_s < self._idle_expiry_s
                 and transport is not None
                 and not transport.is_closing()
-                # Nothing has arrived that the event loop has yet to read: no byte, and no end.
-                # Bytes behind an answer would be taken for the next one's.
+                # No byte and no end is waiting to be read by the event loop. Bytes after an answer
+                # would be mistaken for the next one's.
                 and not connection._arrivals.poll(0)
             ):
                 connection.reused = True
@@ -388,7 +388,7 @@ class InstancePool:
         return f"<InstancePool {self.host}:{self.port}, {count} open, {idle} of them idle>"
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises InstanceError: CONNECT, LOCAL, or POOL at the limit."""
+        """Open a connection. Raises InstanceError: CONNECT, LOCAL, or POOL at the limit."""
         if len(self._open) + self._connecting >= self._config.max_connections:
             raise InstanceError(
                 Failure.POOL, f"{self._config.max_connections} connections are open"
@@ -422,7 +422,7 @@ class InstancePool:
         return connection
 
     def _check_peer(self, connection: UpstreamConnection) -> None:
-        """Nothing is sent where a name leads that no address may. Raises InstanceError."""
+        """Refuse to send to a forbidden address behind a name. Raises InstanceError."""
         address = connection.address
         if is_link_local(address):
             connection.abort()
@@ -442,7 +442,7 @@ class InstancePool:
         self._open.discard(connection)
 
     def close_expired(self) -> None:
-        """Close what has been idle for too long; the oldest stand first."""
+        """Close connections that were idle for too long; the oldest come first."""
         now_s = time.monotonic()
         while self._idle and (
             not self._idle[0].usable
@@ -451,7 +451,7 @@ class InstancePool:
             self._idle.popleft().abort()
 
     def leave_old_addresses(self) -> None:
-        """Use no connection again to where the host's name no longer leads."""
+        """Stop reusing connections to addresses the host's name no longer resolves to."""
         has_left = self.addresses.has_left
         for connection in [c for c in self._open if has_left(c.address, c.look_ups)]:
             if connection in self._idle:
@@ -459,20 +459,20 @@ class InstancePool:
             connection.leave_pool()
 
     def close(self) -> None:
-        """Close the idle connections now and the busy ones when they come back."""
+        """Close idle connections now, and busy ones when they are released."""
         self._closed = True
         while self._idle:
             self._idle.pop().abort()
 
 
-# The heads of requests as they are sent on: what of a client's fields goes where.
+# The heads of forwarded requests: which of a client's fields are passed on.
 
-# A service elsewhere gets what it needs to read the body, and nothing of the client.
+# A service elsewhere gets what it needs to read the body, and nothing else of the client.
 _TO_OUTSIDE = frozenset((b"accept", b"content-type"))
 
 
 class Target(Protocol):
-    """An instance, or a service elsewhere. ``api_key``: sent to it; None: it wants none."""
+    """An instance, or a service elsewhere. ``api_key``: sent to it; None: none is required."""
 
     @property
     def pool(self) -> InstancePool: ...
@@ -490,14 +490,14 @@ def head_to_instance(
     traceparent: bytes | None,
     priority: int | None,
 ) -> bytes:
-    """Of a request to an engine: all of its end-to-end fields, but what is the gateway's own.
+    """The head of a request to an engine: all end-to-end fields except the gateway's own.
 
     Args:
         hops: of this gateway.
-        withheld: what of the client's is not the instance's business.
+        withheld: the client's fields that the instance does not get.
         size_bytes: of the body.
-        traceparent: in place of the client's; None: that passes.
-        priority: with which the engine is to schedule it; None: it has none.
+        traceparent: replaces the client's; None: that is passed on.
+        priority: the engine's scheduling priority; None: none.
     """
     pool = instance.pool
     parts = [
@@ -526,7 +526,7 @@ def head_to_instance(
 
 
 def head_to_outside(inbound: Inbound, outside: Target, hops: Hops) -> bytes:
-    """Of a request to a service elsewhere, which may be a gateway as well."""
+    """The head of a request to a service elsewhere, which may be a gateway as well."""
     parts = [
         inbound.method, b" ", outside.pool.path_prefix, inbound.target,
         b" HTTP/1.1\r\nhost: ", outside.pool.host_header,

@@ -1,7 +1,7 @@
 """A client's WebSocket: uvicorn's protocol for them, over the ``websockets`` package.
 
-``http.protocol`` hands a connection over once its head asks for one. It stays among those that the
-watch looks after (``http.clients``), so that a client that reads nothing, or never ends, is cut.
+``http.protocol`` hands a connection over once its head asks for one. It stays watched
+(``http.clients``), so that a client that reads nothing, or never ends, is cut off.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from hetero_gateway.http.clients import Phase, Watch, Watched
 
-# In a scope's ``extensions``: an event that is set when the client is gone, or on its way out.
+# In a scope's ``extensions``: an event that is set when the client is gone, or leaving.
 GONE = "hetero_gateway.gone"
 
 _NO_OPENING = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 _log = logging.getLogger(__name__)
-# uvicorn's lines of information show the query, in which a client may have put anything; those of
-# ``websockets`` for debugging show the head, with its key.
+# uvicorn's info lines show the query, in which a client may have put anything; the debug lines of
+# ``websockets`` show the head, with its key.
 _log.setLevel(logging.WARNING)
 
 
 class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
-    """uvicorn's, with bounds.
+    """uvicorn's protocol, with limits.
 
-    An HTTP answer ends a handshake, too; who does not read is not read from; what is not UTF-8 ends
-    the session and is no error of ours; fragments of a message take its bytes and no more.
+    An HTTP answer ends a handshake, too; a client that does not read is not read from; invalid
+    UTF-8 ends the session and is not our error; fragments of a message take its bytes and no more.
     """
 
     body_bytes = 0
@@ -41,7 +41,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
         self._watch: Watch | None = None
 
     def watched_by(self, watch: Watch) -> None:
-        """From now on, until the connection is lost."""
+        """Watch it from now on, until the connection is lost."""
         self._watch = watch
         watch.add(self)
 
@@ -69,15 +69,16 @@ class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
-            return  # refused: ``websockets`` would stumble over what comes behind
+            return  # refused: ``websockets`` would fail on what follows
         super().data_received(data)
         if not self.handshake_initiated and not self.close_sent:
-            # The head is here: what ``websockets`` does not take now, it never will.
+            # The head is here: what ``websockets`` does not accept now, it never will.
             self.handle_parser_exception()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Else one that reads nothing could have pongs written for as long as it sends pings.
+        # Otherwise a client that reads nothing could have pongs written for as long as it sends
+        # pings.
         self.transport.pause_reading()
 
     def resume_writing(self) -> None:
@@ -85,7 +86,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
         if not self.read_paused:
             self.transport.resume_reading()
 
-    # What uvicorn's does on events
+    # uvicorn's reactions to events
 
     def shutdown(self) -> None:
         self.gone.set()
@@ -105,7 +106,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
         if self.conn.close_sent is not None:
             super().handle_parser_exception()
         elif not self.close_sent:
-            # The opening, or what comes before it is answered, is none of this protocol.
+            # The opening, or input before it is answered, is not part of this protocol.
             self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
             self.close_sent = True
             if not self.handshake_complete:
@@ -114,7 +115,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
         self.gone.set()
 
     def handle_cont(self, event: Any) -> None:
-        # One buffer: a list of fragments would grow with those that are empty.
+        # One buffer: a list of fragments would grow with empty ones.
         whole: Any = self.frames[0]
         if not isinstance(whole, bytearray):
             whole = bytearray(whole)
@@ -136,7 +137,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol, Watched):
 
     async def send(self, message: Any) -> None:
         if self.close_sent or self.gone.is_set():
-            raise ClientDisconnected  # ``websockets`` would find that nothing can be said any more
+            raise ClientDisconnected  # ``websockets`` would fail: nothing can be sent any more
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True

@@ -1,1 +1,1 @@
-"""What measures instances and what stands in for them: load, emulated instances, the profiler."""
+"""Measuring instances and emulating them: load, emulated instances, the profiler."""

@@ -1,1 +1,1 @@
-"""What to deploy: estimates and rooflines for configurations that nobody has measured yet. Pure."""
+"""What to deploy: estimates and rooflines for configurations not measured yet. Pure."""

@@ -1,11 +1,11 @@
-"""What all machines are made into together: combinations of their groups' layouts.
+"""How all machines are used together: combinations of their groups' layouts.
 
-An allocation gives every group of equal machines a list of (layout, machines); machines that are
-left over stay out. Throughput is taken to be additive here (``worth``); the simulator judges the
-few that come first.
+An allocation gives every group of equal machines a list of (layout, machines); remaining machines
+are unused. Throughput is assumed to be additive here (``worth``); the simulator judges the best
+few.
 
 For the most throughput all machines of a group get one layout. For the least money or the fewest
-accelerators some stay out, and one of them may be used in part.
+accelerators some are unused, and one of them may be used in part.
 """
 
 import heapq
@@ -17,20 +17,20 @@ from hetero_gateway.planner.layouts import Group, best_by_use, stretches, togeth
 from hetero_gateway.planner.plan import Key, Layout
 
 Allocation = tuple[tuple[tuple[Layout, int], ...], ...]
-# What one machine of a group makes of a layout; larger is better.
+# The value of a layout on one machine of a group; larger is better.
 Worths = Mapping[Group, Mapping[Layout, float]]
 # (resource, worth, parts by group)
 _State = tuple[float, float, Allocation]
 
-# What an allocation is worth by its instances alone may be this much below the rate, and hold it:
-# a gateway's queue evens out what single instances cannot.
+# An allocation whose instances' sum is below the rate by at most this may still hold it: a
+# gateway's queue evens out differences that single instances cannot.
 POOLING = 0.85
 # Points of the frontier that are kept while groups are joined.
 _FRONTIER = 1500
 
 
 def best_sums(groups: Sequence[Group], worths: Worths, keep: int) -> list[Allocation]:
-    """One layout for all machines of each group: the combinations worth most, best first."""
+    """One layout for all machines of each group: the best combinations, best first."""
     best: list[tuple[float, tuple[Layout, ...]]] = [(0.0, ())]
     for group in groups:
         options = _by_worth(worths[group])[:keep] or [(0.0, ())]
@@ -80,15 +80,15 @@ def holding(
     *,
     by_price: bool,
 ) -> list[tuple[float, Allocation]]:
-    """What may hold a rate, the least resource first; each holds more than the one before it.
+    """Allocations that may hold a rate, least resource first; each holds more than the one before.
 
     Args:
         goodput: requests/s that an instance of a type holds alone, by (accelerator, t).
-        by_price: the resource is USD per hour of machines that are used; else accelerators.
+        by_price: the resource is USD per hour of used machines; else accelerators.
 
     Returns:
-        (requests/s by the instances alone, allocation), from one that is surely too little on;
-        empty when all together are too little.
+        (requests/s by the instances alone, allocation), starting with one that is surely too
+        little; empty if all together are too little.
     """
     frontier: list[_State] = [(0.0, 0.0, ())]
     for group in groups:
@@ -102,14 +102,15 @@ def holding(
     enough = [i for i, state in enumerate(frontier) if state[1] >= POOLING * rate_per_s]
     if not enough:
         return []
-    # The one before shows what less would miss; the very first has nothing in it.
+    # The previous one shows what less would miss; the very first is empty.
     return [(worth, parts) for _, worth, parts in frontier[max(1, enough[0] - 1) :]]
 
 
 def _group_states(
     group: Group, goodput: Mapping[Key, float], by_price: bool
 ) -> list[tuple[float, float, tuple[tuple[Layout, int], ...]]]:
-    """(resource, worth, parts): so many machines of one layout, and perhaps one of another."""
+    """(resource, worth, parts): a number of machines with one layout, and perhaps one of
+    another."""
     worth = {t: value for (a, t), value in goodput.items() if a == group.accelerator}
     options = best_by_use(group.count, worth)
     states: list[tuple[float, float, tuple[tuple[Layout, int], ...]]] = [(0.0, 0.0, ())]
@@ -143,7 +144,7 @@ def _group_states(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """Only what no other has more worth for less resource; evenly thinned where it is long."""
+    """The Pareto front of worth and resource; evenly thinned if it is long."""
     kept: list[_State] = []
     for state in sorted(states, key=lambda s: (s[0], -s[1], s[2])):
         if not kept or state[1] > kept[-1][1]:
@@ -155,7 +156,7 @@ def _pareto(states: list[_State]) -> list[_State]:
 
 
 def _by_worth(worths: Mapping[Layout, float]) -> list[tuple[float, Layout]]:
-    """The layouts worth most first; of equal ones, the one of fewer instances."""
+    """The layouts worth most first; of equal ones, the one with fewer instances."""
     return sorted(
         ((worth, layout) for layout, worth in worths.items()),
         key=lambda pair: (-pair[0], len(pair[1]), pair[1]),
@@ -163,7 +164,7 @@ def _by_worth(worths: Mapping[Layout, float]) -> list[tuple[float, Layout]]:
 
 
 def _machines(group: Group, layout: Layout) -> int:
-    """That can have this layout: all, but for what instances that stretch over several leave."""
+    """Machines that can have this layout: all, unless instances span several and leave a rest."""
     return group.machines - group.machines % together(layout)
 
 

@@ -5,16 +5,16 @@
     KVSize(s)    kv_capacity_tokens              tokens
     TP_s         tokens_per_s                    prompt and output tokens per s
 
-Requests are taken in their order, as many to a batch as its KV test lets in; a batch is prefilled
-at once and decodes until its longest output is done. So it ranks deployments, and says nothing of
+Requests are taken in order, as many per batch as its KV test allows; a batch is prefilled at once
+and decodes until its longest output is done. So it ranks deployments, but says nothing about
 continuous batching, which is faster.
 
-Differs from the print: the loop ends when every request is batched (erratum 8); a request that fits
-no batch is an outcome, not an endless loop (9); a machine makes (u/t)·TP_s, as the text says, not
-t·TP_s (10): ``shortlist`` adds up its instances. ``estimator="paper"`` keeps what erratum 11 names:
-a batch is let in by the sum of its prompts, but timed as if every prompt were the longest.
-``"unpadded"`` times it by their mean, that is by the tokens that were let in (attention, where the
-profile has p9, prompt by prompt).
+Differences from the paper: the loop ends when every request is batched (erratum 8); a request that
+fits no batch is an outcome, not an endless loop (9); a machine makes (u/t)·TP_s, as the text says,
+not t·TP_s (10): ``shortlist`` adds up its instances. ``estimator="paper"`` keeps erratum 11: a
+batch is admitted by the sum of its prompts, but timed as if every prompt were the longest.
+``"unpadded"`` times it by their mean, that is by the admitted tokens (attention, if the profile has
+p9, prompt by prompt).
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ Estimator = Literal["paper", "unpadded"]
 
 
 class BatchEstimate(NamedTuple):
-    """What Algorithm 1 says of one instance; ``tokens_per_s`` are of prompts and outputs."""
+    """Algorithm 1's result for one instance; ``tokens_per_s`` are of prompts and outputs."""
 
     tokens_per_s: float
     total_time_s: float
@@ -42,7 +42,7 @@ def estimate_throughput(
     estimator: Estimator = "paper",
     max_num_seqs: int | None = None,
 ) -> BatchEstimate | None:
-    """Algorithm 1 for one instance; None where a request needs more KV than that has, even alone.
+    """Algorithm 1 for one instance; None if a request alone needs more KV than that has.
 
     Args:
         prompt_tokens, output_tokens: (q,), the sampled requests, at least one.

@@ -1,6 +1,6 @@
-"""What no set of machines can do with less: a linear bound beside the search's answer.
+"""A lower bound on the machines that any solution needs: a linear program beside the search.
 
-docs/design/search.md says what it is for: it never says more than what the simulation needs.
+docs/design/search.md explains its use: it never exceeds what the simulation needs.
 
     λ_b   requests/s of a bucket     w  s that one of them adds to the steps that it is in
     s     steps/s of an instance     h  tokens that it holds, in the mean over its output
@@ -12,11 +12,11 @@ docs/design/search.md says what it is for: it never says more than what the simu
     Σ λ·w         ≤ 1 - p8/T what is served within TPOT: its steps take at most T in the mean
 
 The first three with s eliminated are linear in λ. Requests that may miss the limits (1 - share) are
-served without the last one, in a part of the instances' time of their own. What a bucket's shortest
-prompt cannot keep of TTFT, an instance type does not serve within the limits.
+served without the last one, in a separate part of the instances' time. A bucket whose shortest
+prompt cannot meet TTFT on an instance type is not served within the limits there.
 
-Left out, all of which only makes the bound lower: p3, p4 and p7 of shared steps, waiting, blocks,
-evictions, what a prefill holds, how instances fit into one machine together.
+Left out, which only lowers the bound: p3, p4 and p7 of shared steps, waiting, blocks, evictions,
+what a prefill holds, how instances fit into one machine together.
 """
 
 import math
@@ -63,9 +63,9 @@ def lower_bound(
 
     Args:
         profiles: of the types that can be deployed, by (accelerator, tensor parallelism).
-        by_price: in USD per hour of machines that are used; else in accelerators that are.
+        by_price: in USD per hour of used machines; else in used accelerators.
     """
-    # Takes as long to import as a bound to find, and only plans with a rate need it.
+    # Importing takes as long as finding a bound, and only plans with a rate need it.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
@@ -96,8 +96,8 @@ def lower_bound(
 
 
 class _Program:
-    """Columns: machines by group, instances by kind, then for each kind the time that is given to
-    what keeps the limits and the rates of its buckets, and the same of what need not."""
+    """Columns: machines by group, instances by kind, then for each kind the time spent within the
+    limits and the rates of its buckets, and the same outside the limits."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Program:
         return result
 
     def _serve(self, profile: Profile, time: int, tpot_s: float) -> None:
-        """What fits into a part of an instance's time (column ``time``, its rates behind it)."""
+        """Constraints of a part of an instance's time (column ``time``, followed by its rates)."""
         c = profile.constants
         work = [
             c.p1 * b.prompt + c.p2 + c.p9 * b.pairs + c.p6 * b.steps + c.p5 * b.held_steps
@@ -183,7 +183,7 @@ class _Program:
 
 
 def _accelerators(size: int) -> int:
-    """Of one instance, on all the machines that it stretches over."""
+    """Of one instance, on all the machines that it spans."""
     return int(size) * together((size,))
 
 

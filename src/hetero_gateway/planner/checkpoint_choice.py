@@ -1,7 +1,7 @@
 """Which of several checkpoints of one model to serve: a plan for each, and the best for the goal.
 
-How much quality a narrower checkpoint loses, the planner does not know: whoever names it says that
-it will do.
+The planner does not know how much quality a narrower checkpoint loses: naming it means that it is
+good enough.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ class Tried:
 
 
 def storage(model: ModelShape) -> str:
-    """What its weights are stored in, in a word."""
+    """The storage type of its weights, in one word."""
     return model.dtype if model.quantization is None else model.quantization.method
 
 
 def choose(tried: Sequence[Tried], goal: GoalName) -> int:
-    """The position of the one to serve; of equal ones the first.
+    """The index of the one to serve; of equal ones the first.
 
     Raises:
-        HeteroGatewayError: none has a plan; of the one that was named first.
+        HeteroGatewayError: none has a plan; the error is of the one named first.
     """
     planned = [i for i, each in enumerate(tried) if each.plan is not None]
     if not planned:
@@ -54,7 +54,7 @@ def _rank(plan: Plan | None, goal: GoalName) -> tuple[float, ...]:
 
 
 def line(tried: Sequence[Tried], chosen: int) -> str:
-    """What was chosen, and what the others come to."""
+    """The choice, and the others' results."""
     parts = []
     for i, each in enumerate(tried):
         if each.plan is None:
@@ -68,7 +68,7 @@ def line(tried: Sequence[Tried], chosen: int) -> str:
 
 
 def document(tried: Sequence[Tried], chosen: int) -> list[dict[str, Any]]:
-    """Of ``--json``."""
+    """The part of ``--json``'s document."""
     found = []
     for i, each in enumerate(tried):
         best = each.plan.best if each.plan else None

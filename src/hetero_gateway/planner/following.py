@@ -1,9 +1,9 @@
 """How many instances of each type the load needs now: ``Follower``.
 
-docs/guide/scale.md says how the number is found. Its shell hands it what came and what is there,
-once a minute and at once when requests pile up; it answers with numbers by type and the reason.
-``strain`` is the lesson of missed goals: each minute in which those that are wanted are there and
-goals are missed all the same makes the need larger, and it fades again.
+docs/guide/scale.md explains the numbers. The caller passes the arrivals and the present instances,
+once a minute and immediately when requests pile up; the answer is numbers by type and the reason.
+``strain`` learns from missed goals: each minute in which the wanted instances are present but goals
+are missed makes the need larger, and it fades again.
 
 Values only: no clock is read and nothing is started or stopped here.
 """
@@ -20,32 +20,32 @@ from hetero_gateway.core.costs.arrays import FloatArray
 from hetero_gateway.planner.held_rates import HeldRates
 from hetero_gateway.planner.plan import Key
 
-# Rates: what "now" is, how far back the line looks, and its steps.
+# Rates: the span of "now", of the fitted line, and its steps.
 _NOW_S = 120.0
 _LINE_S = 900.0
 _STEP_S = 60.0
-# A line through fewer steps says nothing of where it leads.
+# A line through fewer steps does not predict anything.
 _LEAST_STEPS = 5
-# What waits is to be worked off within this.
+# The queue should be worked off within this time.
 _CATCH_UP_S = 60.0
-# Of a missed minute, and of each that is not; at most this much more than the load seems to need.
+# Increase for a missed minute, decrease for each other; at most this much above the load's need.
 _STRAIN, _RELIEF, _MOST_STRAIN = 1.15, 0.985, 2.0
-# An instance that is started is paid for its start-up, and that it is wanted for a while:
-# what it costs to start one, in hours of running one.
+# A started instance costs its start-up, and it should be wanted for a while: the cost of starting
+# one, in hours of running one.
 _START_HOURS = 0.2
-# Of a type, at most this share goes at a time, or one.
+# At most this share of a type is removed at a time, or one.
 _SHARE_DOWN = 0.1
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledType:
-    """A kind of instance of which there may be more or fewer.
+    """A kind of instance whose number may change.
 
     Args:
         key: accelerator and tensor parallelism.
-        least, most: so many at least and at most.
-        cost: of one for an hour, in any unit that all types have.
+        least, most: bounds of the number.
+        cost: of one for an hour, in any unit common to all types.
     """
 
     key: Key
@@ -60,8 +60,8 @@ class FollowingRules:
 
     Args:
         startup_s: from starting an instance until it serves.
-        hold_s: nothing goes that was needed within the last so many seconds.
-        utilisation: the share of what instances hold that the load may take.
+        hold_s: no instance is removed that was needed within this time.
+        utilisation: the share of the instances' capacity that the load may take.
     """
 
     startup_s: float = 180.0
@@ -70,7 +70,7 @@ class FollowingRules:
 
 
 class Arrivals:
-    """How many requests had come by when, over the last quarter of an hour."""
+    """The cumulative number of requests over time, for the last quarter of an hour."""
 
     __slots__ = ("_points",)
 
@@ -78,26 +78,26 @@ class Arrivals:
         self._points: deque[tuple[float, float]] = deque()
 
     def note(self, now_s: float, arrived: float) -> None:
-        """``arrived``: since any time; never less than before."""
+        """``arrived``: since any fixed time; never decreases."""
         points = self._points
         points.append((now_s, arrived))
         while len(points) > 2 and points[1][0] < now_s - _LINE_S:
             points.popleft()
 
     def points(self) -> tuple[tuple[float, float], ...]:
-        """(when, how many by then), oldest first."""
+        """(when, cumulative number), oldest first."""
         return tuple(self._points)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """What is so at one time.
+    """The state at one time.
 
     Args:
         now_s: on any clock that never goes back.
         arrived: of ``Arrivals``, up to now; at least one.
         queued: requests that wait for an instance.
-        ready: instances by type that serve.
+        ready: serving instances by type.
         missed: whether the latency goals were missed in the last minute.
     """
 
@@ -114,10 +114,10 @@ class Proposal:
 
     Args:
         desired: by type, within its bounds.
-        reason: in a line.
-        rate_per_s: requests/s that are reckoned with.
+        reason: in one line.
+        rate_per_s: the assumed rate, requests/s.
         held_per_s: requests/s that the desired instances hold.
-        short: the need is more than all that may run can hold.
+        short: the need exceeds the capacity of all that may run.
     """
 
     desired: Mapping[Key, int]
@@ -143,9 +143,9 @@ class Follower:
     _strained_s: float = -math.inf
 
     def follow(self, sample: LoadSample, rates: HeldRates) -> Proposal:
-        """What should be there from now on."""
+        """What should be running from now on."""
         if not self.desired:
-            # Nothing is known of the time before: what is there is taken to be needed for a while.
+            # The past is unknown: assume that the present instances are needed for a while.
             self.desired = {
                 t.key: min(max(sample.ready.get(t.key, 0), t.least), t.most) for t in self.types
             }
@@ -173,7 +173,7 @@ class Follower:
     # -- the need
 
     def _rate(self, sample: LoadSample) -> tuple[float, Cause]:
-        """Requests/s to be ready for, and what makes it so much."""
+        """Requests/s to be ready for, and the reason."""
         series = np.array(sample.arrived)
         rate = _rate_now(series, sample.now_s)
         cause: Cause = "load"
@@ -186,7 +186,7 @@ class Follower:
         return rate, cause
 
     def _line(self, series: FloatArray, now_s: float) -> float:
-        """Where the line through the last quarter of an hour is when what starts now is ready."""
+        """The fitted line extrapolated to when an instance started now would be ready."""
         steps = int((now_s - series[0, 0]) // _STEP_S)
         if steps < _LEAST_STEPS:
             return 0.0
@@ -215,22 +215,22 @@ class Follower:
         self._needs.append((now_s, need))
         return self._needs[0][1]
 
-    # -- what holds it
+    # -- the instances for it
 
     def go_on_from(self, other: Self) -> None:
-        """Remember what another one does, as where bounds or rules have changed."""
+        """Take over another one's state, as after a change of bounds or rules."""
         keys = {t.key for t in self.types}
         if keys == {t.key for t in other.types}:
             self.desired, self.strain = dict(other.desired), other.strain
             self._needs = deque(other._needs)
 
     def cheapest(self, need: float, rates: HeldRates, now: Mapping[Key, int]) -> dict[Key, int]:
-        """The cheapest that hold a need; all that may run where nothing does.
+        """The cheapest set that holds a need; all that may run if none does.
 
         Args:
             now: instances by type that need not be started.
         """
-        # Imported here: it takes long, and few who hold a follower ask this of it.
+        # Imported here: it takes long, and few users of a follower call this.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         types = [t for t in self.types if rates.per_s.get(t.key, 0.0) > 0]
@@ -256,20 +256,20 @@ class Follower:
                 LinearConstraint(new, -math.inf, there),
             ],
         )
-        if found.x is None:  # numbers that the solver gives up on
+        if found.x is None:  # the solver has given up
             return result | {t.key: t.most for t in types}
         return result | {t.key: round(found.x[i]) for i, t in enumerate(types)}
 
     def _stepped(
         self, cheapest: Mapping[Key, int], need: float, sample: LoadSample, rates: HeldRates
     ) -> dict[Key, int]:
-        """From what was desired towards the cheapest: up at once, down little by little."""
+        """From the previous numbers towards the cheapest: up at once, down little by little."""
         bounds = {t.key: t for t in self.types}
         now = {k: min(max(n, bounds[k].least), bounds[k].most) for k, n in self.desired.items()}
         desired = {key: max(n, cheapest[key]) for key, n in now.items()}
         if sample.now_s - self._reduced_s < _STEP_S:
             return desired
-        # Dear ones first, for what they hold.
+        # The dearest first, relative to their capacity.
         order = sorted(
             (t for t in self.types if desired[t.key] > cheapest[t.key]),
             key=lambda t: rates.per_s.get(t.key, 0.0) / t.cost if t.cost else math.inf,
@@ -297,7 +297,7 @@ class Follower:
 
 
 def _rate_now(series: FloatArray, now_s: float) -> float:
-    """Requests/s of the last two minutes, or since there is something to see."""
+    """Requests/s of the last two minutes, or since the first observation."""
     from_s = max(now_s - _NOW_S, series[0, 0])
     if now_s <= from_s:
         return 0.0
@@ -311,7 +311,7 @@ def type_label(key: Key) -> str:
 
 
 def described(counts: Mapping[Key, int]) -> str:
-    """``2×A800-80GB-PCIe/tp1 + 3×T4-16GB/tp2``; types of which there are none are left out."""
+    """``2×A800-80GB-PCIe/tp1 + 3×T4-16GB/tp2``; types with none are left out."""
     parts: Sequence[str] = [f"{n}×{type_label(key)}" for key, n in counts.items() if n]
     return " + ".join(parts) or "none"
 
@@ -321,7 +321,7 @@ Standing = Literal["ready", "draining", "asleep"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """An instance that is there, as a change may concern it.
+    """A present instance, as far as a change needs it.
 
     Args:
         sleeps: its engine can be put to sleep.
@@ -336,7 +336,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class FleetChange:
-    """What to do with one instance; ``add`` is of none that is there yet."""
+    """A change of one instance; ``add`` has no present instance."""
 
     action: Literal["resume", "wake", "add", "sleep", "drain"]
     key: Key
@@ -348,7 +348,7 @@ class FleetChange:
 
 
 def changes(desired: Mapping[Key, int], seats: Sequence[Seat]) -> list[FleetChange]:
-    """From what is there to what is desired: what is soonest ready first, the idlest goes first."""
+    """From present to desired instances: the soonest ready are added first, the idlest go first."""
     found: list[FleetChange] = []
     for key, wanted in desired.items():
         own = [seat for seat in seats if seat.key == key]

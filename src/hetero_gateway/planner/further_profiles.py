@@ -1,11 +1,10 @@
-"""p1..p9 of instances beyond tensor parallelism: layers cut into stages, experts spread whole.
+"""p1..p9 of instances beyond tensor parallelism: layers cut into stages, experts distributed whole.
 
-docs/design/search.md says what a step is made of. vLLM keeps as many batches in flight as there are
-stages (config/vllm.py:577, max_concurrent_batches). What the tokens of all copies need of the
-experts is gathered from all, and scattered back (its default, allgather_reducescatter,
+docs/design/search.md explains the parts of a step. vLLM keeps as many batches in flight as there
+are stages (config/vllm.py:577, max_concurrent_batches). The inputs of the experts are gathered from
+all copies, and their outputs scattered back (its default, allgather_reducescatter,
 config/parallel.py:219); its balancing (``--enable-eplb``) works against uneven routing. A profile
-is of an instance with much to do; a lone prompt takes up to as many times as long as there are
-stages, or copies.
+is of a busy instance; a lone prompt takes longer, up to by the number of stages or copies.
 """
 
 import dataclasses
@@ -20,19 +19,19 @@ from hetero_gateway.planner.roofline import StepTime, link_share
 from hetero_gateway.planner.sizes import Size, layer_partition
 
 # Both are fitted to a simulation of vLLM's queue of batches, benchmarks/planner/pipelines.py.
-# Of a prompt's share of a round, between 1/P (all batches alike) and 1 (one at a time).
+# A prompt's share of a round, between 1/P (all batches alike) and 1 (one at a time).
 BUBBLES = 0.3
-# Of a round, relative, for each doubling of the stages.
+# Relative cost of a round, for each doubling of the stages.
 UNEVEN = 0.05
-# A hop begins with a message between processes that says what comes (parallel_state.py:1162,
+# A hop begins with a message between processes that announces the data (parallel_state.py:1162,
 # isend_tensor_dict); a round figure, not measured.
 HOP_S = 2e-4
-# What is uncertain of a pipelined instance's step beside its profile: see the benchmark.
+# Uncertainty of a pipelined instance's step besides its profile's: see the benchmark.
 UNCERTAINTY = 0.2
-# Of a step: copies agree on its size before it begins, and fill up to the largest of them; a round
-# figure, not measured.
+# Added to a step: copies agree on its size before it begins, and pad to the largest of them; a
+# round figure, not measured.
 AGREEMENT_S = 1e-3
-# Relative, of a step's time: nothing of it was held against a measurement.
+# Relative, of a step's time: it was not compared with any measurement.
 EXPERTS_UNCERTAINTY = 0.4
 
 
@@ -51,11 +50,11 @@ def pipelined_profile(
     size: Size,
     network: Network | None,
 ) -> Profile:
-    """The profile of ``size.pipeline`` stages of ``base``'s tensor parallelism each.
+    """The profile of ``size.pipeline`` stages, each with ``base``'s tensor parallelism.
 
     Args:
-        base: of the whole model at ``size.tensor``; its capacity is passed on.
-        network: needed where the size stretches over machines.
+        base: of the whole model at ``size.tensor``; its capacity is kept.
+        network: needed if the size spans machines.
     """
     p, c = size.pipeline, base.constants
     slowest = p * max(layer_partition(model.layers, p)) / model.layers
@@ -78,7 +77,7 @@ def pipelined_profile(
     )
     note = f"{p} stages of tp{size.tensor}, reckoned from {base.source.get('how', 'derived')} times"
     source = dict(base.source) | {"how": "roofline", "note": note, "pipeline_parallel": p}
-    # Of a mixture all stages read all experts here: p8 has them.
+    # In a mixture all stages read all experts here: p8 includes them.
     return dataclasses.replace(
         base, constants=constants, source=source, experts_awake_at=0.0, idle_expert_s=0.0
     )
@@ -103,7 +102,7 @@ def _hops(
     return hops_s, token_s
 
 
-# Spread experts
+# Distributed experts
 
 
 def expert_parallel_profile(

@@ -1,8 +1,8 @@
-"""What a plan is to be good at, and what it costs; docs/guide/plan.md has the goals.
+"""The goals of a plan, and its costs; docs/guide/plan.md has the goals.
 
-A rate is held when the system, with everything sent at once, does at least ``HEADROOM`` of it more
-than what the rate asks for, and at that rate the limits are kept: of each request (``slo``: TTFT
-and TPOT, both, of at least ``share`` of the requests) and of the 99th percentiles.
+A rate is held if the system, with everything sent at once, does at least ``HEADROOM`` more than the
+rate asks for, and keeps the limits at that rate: those of each request (``slo``: TTFT and TPOT,
+both, for at least ``share`` of the requests) and of the 99th percentiles.
 """
 
 import math
@@ -18,26 +18,26 @@ from hetero_gateway.sim.held import held_loads
 GoalName = Literal["throughput", "goodput", "cost", "fewest"]
 
 
-# Of the requests that are to be within ``slo``, where nothing is said.
+# Default share of the requests that must be within ``slo``.
 DEFAULT_SHARE = 0.95
-# A queue at full load grows without end; at this much below it, it does not within a run. No rate
-# counts that is above what the engines do with always enough to do, less this: a short run at such
-# a rate is over before its queue has grown.
+# A queue at full load grows without end; this much below it, it does not within a run. No rate
+# counts above the engines' saturated throughput less this: a short run at such a rate is over
+# before its queue has grown.
 HEADROOM = 0.05
 
-# Rates are tried in hundredths of the most that engines can do.
+# Rates are tried in hundredths of the engines' maximum.
 STEP = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What is asked for.
+    """The request.
 
     Args:
         rate_per_s: requests per second to hold; None: none.
         ttft_p99_s, tpot_p99_s: limits of the 99th percentile at that rate; None: none.
         slo: limits of each request; None: none.
-        share: of the requests that are to be within both limits of ``slo``, above 0, at most 1.
+        share: of the requests that must be within both limits of ``slo``, above 0, at most 1.
     """
 
     name: GoalName = "throughput"
@@ -71,7 +71,7 @@ class Goals:
         return " and ".join(parts)
 
     def missed(self, figures: SystemFigures) -> str:
-        """Which limit these figures miss, and by what; empty when they keep all."""
+        """Which limit these figures miss, and by how much; empty if they keep all."""
         if self.slo is not None and not figures.slo_share >= self.share:
             return (
                 f"{figures.slo_share:.1%} of the requests within {slo_text(self.slo)}, "
@@ -84,7 +84,7 @@ class Goals:
         return ""
 
     def rank(self, candidate: PlanCandidate) -> tuple[float, ...]:
-        """Sorts the better candidate first; what was not simulated comes last."""
+        """Sorts the better candidate first; those not simulated come last."""
         known = candidate.simulated is not None
         if self.name == "goodput" and known:
             key = (-(candidate.goodput_per_s or 0.0), float(candidate.accelerators))
@@ -100,7 +100,7 @@ class Goals:
 
 
 def lacking(goals: Goals, machines: Iterable[Machine]) -> tuple[str, str] | None:
-    """What the goal needs besides: a key of the plan's file, and why; None: nothing."""
+    """What else the goal needs: a key of the plan's file, and why; None: nothing."""
     unpriced = sorted({m.accelerator for m in machines if m.price_per_hour_usd is None})
     if goals.name == "cost" and unpriced:
         return "prices", f"the goal cost needs USD per accelerator-hour of {', '.join(unpriced)}"
@@ -126,7 +126,7 @@ def slo_text(slo: Slo) -> str:
 
 
 def price_per_hour_usd(group: Group, machines: int = 1) -> float:
-    """Of so many whole machines; nan where the price is not known."""
+    """Of so many whole machines; nan if the price is not known."""
     if group.price_per_hour_usd is None:
         return math.nan
     return group.price_per_hour_usd * group.count * machines
@@ -135,7 +135,7 @@ def price_per_hour_usd(group: Group, machines: int = 1) -> float:
 def usd_per_million_tokens(
     machines: Sequence[Machine], layouts: Mapping[str, Layout], tokens_per_s: float
 ) -> float | None:
-    """What a million tokens cost on the machines that a layout uses; None without all prices."""
+    """The price of a million tokens on the machines that a layout uses; None without all prices."""
     per_hour = usd_per_hour(machines, layouts)
     if per_hour is None or tokens_per_s <= 0:
         return None
@@ -143,7 +143,7 @@ def usd_per_million_tokens(
 
 
 def usd_per_hour(machines: Sequence[Machine], layouts: Mapping[str, Layout]) -> float | None:
-    """What the machines that a layout uses cost, each whole; None where a price is not known."""
+    """The price of the machines that a layout uses, each whole; None if one is not known."""
     per_hour = 0.0
     used = [machine for machine in machines if layouts[machine.id]]
     for machine in used:
@@ -155,7 +155,7 @@ def usd_per_hour(machines: Sequence[Machine], layouts: Mapping[str, Layout]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The highest rate that was held, in requests/s, and what was seen at it."""
+    """The highest rate that was held, in requests/s, and the figures at it."""
 
     rate_per_s: float
     figures: SystemFigures
@@ -169,15 +169,15 @@ def find_goodput(
     step: float = STEP,
     likely_per_s: float | None = None,
 ) -> Goodput | None:
-    """Goodput: the highest rate at which the goals' limits are kept; None: none that was tried.
+    """Goodput: the highest rate at which the goals' limits are kept; None: no tried rate.
 
-    As ``simulate --held`` finds it: Poisson arrivals, and bisection on the rate.
+    The same method as ``simulate --held``: Poisson arrivals, and bisection on the rate.
 
     Args:
-        hold: what is seen at a rate; None: no request finishes.
+        hold: the figures at a rate; None: no request finishes.
         most_per_s: the highest rate to try, above 0.
-        step: of the rates that are tried, as a share of ``most_per_s``.
-        likely_per_s: about what is expected, which saves runs.
+        step: of the tried rates, as a share of ``most_per_s``.
+        likely_per_s: a rough expectation, which saves runs.
     """
     seen: dict[float, SystemFigures] = {}
 

@@ -1,9 +1,9 @@
-"""What instances hold of a mix of requests, by simulation: each type alone, and several together.
+"""The rates that instances hold for a mix, by simulation: each type alone, and several together.
 
-alone      requests/s that one instance does when it always has enough to do, less ``HEADROOM``
+alone      requests/s of one saturated instance, less ``HEADROOM``
 held       the share of it at which one instance keeps the latency goals
 together   requests/s that several hold behind the gateway, over the sum of what each holds:
-           above 1 where they share what one has too much of, below 1 where the policy loses
+           above 1 if they share what is too much for one, below 1 if the policy loses
 """
 
 import functools
@@ -25,12 +25,12 @@ def key_of(profile: Profile) -> Key:
     return profile.gpu, profile.tensor_parallel
 
 
-# Without latency goals: above it queues grow fast, and a burst of a minute is felt for many.
+# Without latency goals: above it queues grow fast, and many feel a burst of a minute.
 _BUSY = 0.85
-# Of the rates that are tried, as a share of the highest.
+# Step of the tried rates, as a share of the highest.
 _STEP = 1 / 16
 _LEAST_TOGETHER, _MOST_TOGETHER = 0.5, 1.3
-# Requests that are so much longer or shorter, in the mean, are another mix.
+# If the mean lengths differ by more, it is another mix.
 _OTHER_LENGTHS = 0.1
 # Requests of a run of several instances.
 _TOGETHER_REQUESTS = 1600
@@ -39,12 +39,13 @@ _ALONE_REQUESTS = 1500
 
 @dataclass(frozen=True, slots=True)
 class RateQuestion:
-    """What is asked: profiles by type, recent requests, limits, and how they are served.
+    """The question: profiles by type, recent requests, limits, and how they are served.
 
     Args:
         requests: (prompt, output) tokens of recent requests, at least one.
-        counts: about the instances that are there, for what several hold together.
-        ranks: by type, how many engines one instance has, if more than one: each has the profile.
+        counts: roughly the present instances, for the capacity of several together.
+        ranks: by type, how many engines one instance has, if more than one: each has the
+            profile.
     """
 
     profiles: Mapping[Key, Profile]
@@ -68,9 +69,9 @@ class HeldRates:
     Args:
         per_s: by type; 0: it cannot keep the goals at any rate, or cannot take the requests.
         mean_prompt, mean_output: tokens of the requests that it was found for.
-        profiles, goals, ranks: that it was found with.
-        keeps_goals: False where no type keeps the latency goals at any rate: then the rates are
-            what types do without goals.
+        profiles, goals, ranks: those it was found with.
+        keeps_goals: False if no type keeps the latency goals at any rate: then the rates are
+            the types' without goals.
     """
 
     per_s: Mapping[Key, float]
@@ -82,13 +83,13 @@ class HeldRates:
     ranks: Mapping[Key, int] = field(default_factory=dict)
 
     def of(self, counts: Mapping[Key, int]) -> float:
-        """Requests/s that so many of each hold."""
+        """Requests/s that such numbers of each hold."""
         return sum(self.per_s.get(key, 0.0) * n for key, n in counts.items())
 
     def answers(self, question: RateQuestion) -> bool:
-        """Whether it is still the answer: the same engines and goals, and about the same lengths.
+        """Whether it still applies: the same engines and goals, and about the same lengths.
 
-        What several hold together is not asked again for each that comes or goes.
+        The capacity of several together is not computed again when single instances change.
         """
         found_with = (self.profiles, self.goals, self.ranks)
         if found_with != (question.profiles, question.goals, question.ranks):
@@ -146,7 +147,7 @@ def _together(
     alone: Mapping[Key, Alone],
     held: Mapping[Key, float],
 ) -> float:
-    """What several hold over the sum of what each holds alone."""
+    """The capacity of several over the sum of each alone."""
     able = {
         key: n * question.ranks.get(key, 1)
         for key, n in question.counts.items()

@@ -1,8 +1,8 @@
 """The engines that could be deployed: every accelerator kind at every size.
 
-A type has its memory (``memory``) and its times: a profile measured on such hardware where the
-caller has one, else a derived one, else a roofline of the data sheet. What cannot be deployed is
-listed with the reason, what is missing, and what would help.
+A type has its memory (``memory``) and its times: a profile measured on such hardware if the caller
+has one, else a derived one, else a roofline of the data sheet. Types that cannot be deployed are
+listed with the reason, the shortfall, and possible remedies.
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ from hetero_gateway.sim.alone import Mix
 Types = dict[Key, InstanceType]
 
 # Relative, of a step's time. The built-in profiles are sums of measured operators or rescaled from
-# others' measurements; how far off a whole engine is, their source does not say: a round figure.
+# others' measurements, whose source does not give the error of a whole engine: a round figure.
 DERIVED_UNCERTAINTY = 0.15
 # Of a measured profile that does not state its error.
 MEASURED_UNCERTAINTY = 0.05
 _ORDER = ("measured", "derived", "roofline")
-# Machines that one instance stretches over, at most.
+# Most machines that one instance may span.
 _MOST_MACHINES = 8
-# Of what the best plain size makes per accelerator: below it, a further one is not simulated. The
-# closed form is off by up to a tenth against the simulator.
+# Relative to the best plain size's throughput per accelerator: below it, a further size is not
+# simulated. The closed form is off by up to a tenth against the simulator.
 _NEAR = 0.9
 
 
@@ -62,16 +62,16 @@ def instance_types(
 
     Args:
         measured: profiles to take times from, measured and derived ones; the first of the best
-            kind counts. Those of other models or accelerators are passed over.
-        needed_tokens: prompt and output of the longest request; with ``max_model_len`` where that
+            kind counts. Those of other models or accelerators are ignored.
+        needed_tokens: prompt and output of the longest request; with ``max_model_len`` if that
             is longer.
-        mix: the requests; None: tensor parallelism alone. With it, further sizes that may win.
+        mix: the requests; None: only tensor parallelism. With it, further sizes that may win.
         find: the accelerator that a machine names, or ConfigError.
         network: between machines; None: every instance stays on one.
 
     Returns:
-        The types, keyed by the accelerator as the machines name it; and what is not deployable,
-        one entry per accelerator and tensor parallelism.
+        The types, keyed by the accelerator as the machines name it; and those that cannot be
+        deployed, one entry per accelerator and tensor parallelism.
 
     Raises:
         ConfigError: an accelerator that ``find`` does not have.
@@ -102,7 +102,7 @@ def _kept(
     mix: Mix,
     unfit: list[Unfit],
 ) -> list[InstanceType]:
-    """Those that go into the search; where nothing fits, what comes nearest is told."""
+    """Those that go into the search; if nothing fits, the nearest misses are reported."""
     fitting, lacking = [], []
     for each in further:
         if isinstance(each, InstanceType):
@@ -123,7 +123,7 @@ def _spans(model: ModelShape, machines: Sequence[Machine]) -> list[Size]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of accelerator, and what is the same for all of its sizes.
+    """A kind of accelerator, and the properties common to all of its sizes.
 
     Args:
         name: as the machines have it. largest: of one machine.
@@ -142,7 +142,7 @@ class _Kind:
     network: Network | None
 
     def type(self, asked: int) -> InstanceType | Unfit:
-        """One size, or why it cannot be."""
+        """One size, or why it is impossible."""
         size, device = as_size(asked), self.device
         reason = refusal(self.model, size) or precision_refusal(self.model, device)
         if reason is None and size > 1 and device.link_bytes_per_s <= 0:
@@ -160,7 +160,7 @@ class _Kind:
         return InstanceType(self.name, size, profile, memory, uncertainty)
 
     def _matching(self, t: int) -> list[Profile]:
-        """Profiles of this engine, best known first."""
+        """Profiles of this engine, best source first."""
         names = {folded(self.name), folded(self.device.name)}
         found = [
             profile
@@ -184,11 +184,12 @@ class _Kind:
         return Unfit(self.name, size, reason, missing, remedies)
 
     def _times(self, size: Size, profiles: Sequence[Profile], room: int) -> tuple[Profile, float]:
-        """Its profile, and how uncertain its step times are."""
+        """Its profile, and the uncertainty of its step times."""
         device, model = self.device, self.model
         sequences = self.options.sequences(device) * size.data
         if size.experts:
             profile = expert_parallel_profile(device, model, size, sequences, room)
+            profile = dataclasses.replace(profile, plans_ahead=self.options.plans_ahead)
             return profile, max(device.uncertainty, further_profiles.EXPERTS_UNCERTAINTY)
         if profiles:
             profile = dataclasses.replace(
@@ -196,7 +197,9 @@ class _Kind:
             )
             uncertainty = _uncertainty(profile, device)
         else:
-            profile = roofline_profile(device, model, size.tensor, sequences, room)
+            profile = roofline_profile(
+                device, model, size.tensor, sequences, room, plans_ahead=self.options.plans_ahead
+            )
             uncertainty = device.uncertainty
         slots = size.tensor > 2 and device.link_bytes_per_s < SLOT_BYTES_PER_S
         if slots and _how(profile) != "measured":
@@ -207,7 +210,7 @@ class _Kind:
         return profile, math.hypot(uncertainty, further_profiles.UNCERTAINTY)
 
     def _memory(self, size: Size, profiles: Sequence[Profile]) -> MemoryEstimate:
-        """Modelled; or as a live engine reported it, if it was told the same."""
+        """Modelled; or as a live engine with the same settings reported it."""
         options, model = self.options, self.model
         memory = instance_memory(
             model, self.device, size, options, self.method, needed_tokens=self.needed
@@ -235,7 +238,7 @@ class _Kind:
 
 
 def _same_storage(profile: Profile, model: ModelShape) -> bool:
-    """Times of one storage are not those of another; a profile that says nothing is of 16 bits."""
+    """Times depend on the storage; a profile that does not state it is of 16 bits."""
     stored = profile.source.get("quantization")
     if model.quantization is None:
         return stored in (None, "", "none") and model.dtype_bytes == 2
@@ -259,12 +262,12 @@ def _too_small(memory: MemoryEstimate, needed: int) -> str:
 
 
 def _uncertainty(profile: Profile, device: Accelerator) -> float:
-    """Of a step's time: what the profile states, or what its kind of source is worth."""
+    """Of a step's time: stated by the profile, or typical of its kind of source."""
     how = _how(profile)
     if how == "roofline":
         return device.uncertainty
     if how == "derived":
-        # Its error is that of the fit to the derived times, not of those.
+        # Its error is that of the fit to the derived times, not theirs.
         return DERIVED_UNCERTAINTY
     stated = profile.source.get("error")
     errors = list(stated.values()) if isinstance(stated, Mapping) else [stated]
@@ -273,11 +276,11 @@ def _uncertainty(profile: Profile, device: Accelerator) -> float:
     )
 
 
-# Sizes beyond tensor parallelism: all are reckoned in closed form, and few go into the search.
+# Sizes beyond tensor parallelism: all are computed in closed form, and few go into the search.
 
 
 def within(model: ModelShape, most: int) -> Iterator[Size]:
-    """Sizes that cut so many accelerators of one machine into equal parts, as vLLM takes them."""
+    """Sizes that cut so many accelerators of one machine into equal parts, as vLLM accepts them."""
     for t in range(1, most + 1):
         more = [n for n in range(2, most // t + 1) if most % (n * t) == 0]
         sizes = [Size(t, pipeline) for pipeline in more]
@@ -289,7 +292,7 @@ def within(model: ModelShape, most: int) -> Iterator[Size]:
 
 
 def across(model: ModelShape, count: int, machines: int) -> Iterator[Size]:
-    """Sizes that take all of so many accelerators on each of several machines, fewest first."""
+    """Sizes that use all of so many accelerators on each of several machines, fewest first."""
     for together in range(2, min(machines, _MOST_MACHINES) + 1):
         for t in range(count, 0, -1):
             if count % t:
@@ -302,10 +305,10 @@ def across(model: ModelShape, count: int, machines: int) -> Iterator[Size]:
 def promising(
     plain: Sequence[InstanceType], further: Sequence[InstanceType], mix: Mix
 ) -> list[InstanceType]:
-    """Of ``further``, what makes most per accelerator, and the smallest that comes near.
+    """Of ``further``, the most efficient per accelerator, and the smallest that comes near.
 
-    Near what ``plain`` ones make, and above it by as much as they are more uncertain: what nobody
-    measured is not to win by a little. Where no plain one fits, the smallest serves at all.
+    Near the ``plain`` ones' efficiency, plus the additional uncertainty: an unmeasured size
+    should not win by a little. If no plain one fits, the smallest serves at all.
     """
     known = [(worth(f, mix), f.time_uncertainty) for f in plain]
 

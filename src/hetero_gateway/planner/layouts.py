@@ -1,11 +1,10 @@
-"""How a machine can be cut into instances, and how equal machines are one case.
+"""How a machine can be divided into instances; equal machines are one case.
 
-A layout is a multiset of sizes whose sum is at most u_i. What the paper searches,
-p_i·t_i = u_i with one t_i, is among them; so are unequal ones (4+2+1+1 of 8), and equal ones that
-leave accelerators idle. A layout that leaves room for one more instance is only listed when it is
-equal: one more instance never makes a machine slower by itself, but an unequal one can under a
-policy that gives every instance as much. An instance that stretches over several machines takes
-all of each.
+A layout is a multiset of sizes whose sum is at most u_i. The paper's layouts, p_i·t_i = u_i with
+one t_i, are among them; so are unequal ones (4+2+1+1 of 8), and equal ones that leave accelerators
+idle. A layout with room for one more instance is only listed if it is equal: one more instance
+never makes a machine slower by itself, but an unequal one can under a policy that gives every
+instance as much. An instance that spans several machines takes all of each.
 """
 
 import re
@@ -22,7 +21,7 @@ _MOST_NAME = 40
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Machines that are equal in all that matters; ``ids`` in order."""
+    """Machines that are equal in all relevant properties; ``ids`` in order."""
 
     accelerator: str
     count: int
@@ -35,7 +34,7 @@ class Group:
 
 
 def group_machines(machines: Sequence[Machine]) -> tuple[Group, ...]:
-    """Equal machines together, in an order that does not depend on the one they are given in."""
+    """Equal machines together, in an order that does not depend on the given one."""
     ids: dict[tuple[str, int, float | None], list[str]] = {}
     for machine in machines:
         key = (machine.accelerator, machine.count, machine.price_per_hour_usd)
@@ -45,7 +44,7 @@ def group_machines(machines: Sequence[Machine]) -> tuple[Group, ...]:
 
 
 def machine_layouts(accelerators: int, feasible: Collection[int]) -> list[Layout]:
-    """The layouts worth looking at of one machine; see the module's text. Largest t first."""
+    """The relevant layouts of one machine; see the module's text. Largest t first."""
     wide = {(t,) for t in feasible if stretches(t) and int(t) == accelerators}
     sizes = sorted((t for t in feasible if not stretches(t)), reverse=True)
     if not sizes:
@@ -72,12 +71,12 @@ def stretches(size: int) -> bool:
 
 
 def together(layout: Layout) -> int:
-    """Machines that have this layout as one: those that its instance stretches over."""
+    """Number of machines that have this layout together: those that its instance spans."""
     return max((as_size(t).machines for t in layout), default=1)
 
 
 def best_by_use(accelerators: int, worth: Mapping[int, float]) -> list[tuple[float, Layout]]:
-    """The layouts of the highest summed worth for what they use, fewest accelerators first.
+    """The layouts with the highest summed worth for their use, fewest accelerators first.
 
     Args:
         worth: by size, above 0.

@@ -1,6 +1,6 @@
 """The goals ``cost`` and ``fewest`` at a rate: the least money, or accelerators, that hold it.
 
-docs/design/search.md says which sets of machines are tried, and in which order.
+docs/design/search.md explains which sets of machines are tried, and in which order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,28 +18,28 @@ from hetero_gateway.planner.systems import Systems
 
 Counts = tuple[int, ...]  # machines taken, by group
 
-# So many machines are added or taken away at a time; fewer where the catalogue is long.
+# This many machines are added or removed at a time; fewer with a long catalogue.
 _CHANGES, _FEW_CHANGES = 4, 2
 _LONG_CATALOGUE = 8
-# Two prices are one: sums of floats in another order.
+# Tolerance of equal prices: sums of floats in another order.
 _SAME = 1e-9
-# Cheaper sets of machines that are simulated at most.
+# At most this many cheaper sets of machines are simulated.
 _TRIES = 16
 
 
 def _first_that_holds(holds: Callable[[int], bool], likely: int, last: int) -> int | None:
-    """The first position of 0 to ``last`` that holds, near ``likely``; None: the last does not.
+    """The first index of 0 to ``last`` that holds, near ``likely``; None: the last does not.
 
-    Where one holds, all above it are taken to hold.
+    If one holds, all above it are assumed to hold.
     """
-    low, high, step = -1, likely, 1  # low does not hold, high is to hold
+    low, high, step = -1, likely, 1  # low does not hold, high should hold
     while not holds(high):
         if high == last:
             return None
         low, high = high, min(high + step, last)
         step *= 2
     while high - low > 1:
-        # Near what is expected first: below it, few hold.
+        # Near the expected one first: few below it hold.
         middle = high - 1 if low < 0 else (low + high) // 2
         if holds(middle):
             high = middle
@@ -55,7 +55,7 @@ class LeastSets:
         self._q = systems.question
         self._shortlist = systems.shortlist
         self._groups = systems.shortlist.groups
-        # That instances hold alone, by type.
+        # Rates that instances hold alone, by type.
         self._rates_per_s = rates_alone(self._q, self._shortlist, on_progress)
         self._on_progress = on_progress
         self._systems = systems
@@ -63,7 +63,7 @@ class LeastSets:
         self._by_price = self._q.goals.name == "cost"
 
     def find(self) -> tuple[list[PlanCandidate], float | None]:
-        """What holds the rate, the least first, then all else that was tried; the lower bound.
+        """Sets that hold the rate, the least first, then all others tried; the lower bound.
 
         Raises:
             NoPlan: nothing holds it.
@@ -99,7 +99,7 @@ class LeastSets:
         return self._systems.tried(each, self._rate_per_s)
 
     def _lower_bound(self) -> float | None:
-        """Its capacities are of prompts that are computed in full: with caches, less may do."""
+        """Its capacities assume prompts computed in full: with caches, less may do."""
         if self._q.in_order:
             return None
         return lower_bound(
@@ -118,7 +118,7 @@ class LeastSets:
         tried: Sequence[tuple[Allocation, PlanCandidate]],
         least_price: float,
     ) -> list[PlanCandidate]:
-        """The cheapest near what holds the rate that holds it too, then all else that was tried."""
+        """The cheapest near a holding set that also holds the rate, then all others tried."""
         best = [self._best_layout(group) for group in self._groups]
         prices = [price_per_hour_usd(group) for group in self._groups]
         most = [
@@ -151,7 +151,7 @@ class LeastSets:
         return seen
 
     def _best_layout(self, group: Group) -> tuple[float, Layout]:
-        """The most requests/s that a machine of a group holds, and how; (0, ()): none."""
+        """The most requests/s that a machine of a group holds, and its layout; (0, ()): none."""
         worth = {t: value for (a, t), value in self._rates_per_s.items() if a == group.accelerator}
         return max(best_by_use(group.count, worth), default=(0.0, ()))
 
@@ -170,13 +170,13 @@ def cheaper_sets(
     least_worth: float,
     least_price: float,
 ) -> list[Counts]:
-    """Sets near ``counts`` that cost less: what holds most by its machines alone comes first.
+    """Sets near ``counts`` that cost less: the highest sum of its machines alone comes first.
 
     Args:
-        most: machines that there are, by group.
+        most: available machines, by group.
         prices: of one machine, USD per hour.
         worths: requests/s that one machine holds alone.
-        least_worth: what a set must hold by its machines alone to be worth a try.
+        least_worth: the least sum of its machines alone for which a set is tried.
         least_price: no set below it can hold the rate (``bound``).
     """
     changes = _CHANGES if len(counts) <= _LONG_CATALOGUE else _FEW_CHANGES
@@ -190,7 +190,7 @@ def cheaper_sets(
 
 
 def is_part_of(counts: Counts, others: Sequence[Counts]) -> bool:
-    """Whether one of the others has all of these machines: if that is too little, this is."""
+    """Whether one of the others has all of these machines: if that is too little, so is this."""
     return any(all(n <= m for n, m in zip(counts, other, strict=True)) for other in others)
 
 

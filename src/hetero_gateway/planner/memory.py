@@ -1,10 +1,10 @@
-"""How much KV memory an instance has left: Eq. (1), and a model of what the rest is made of.
+"""How much KV memory an instance has left: Eq. (1), and a model of the rest.
 
-vLLM measures all but the weights at start-up, in one pass over T tokens and n logits; what it keeps
-has changed with its versions. docs/design/memory-model.md has the parts and their formulas. The
-coefficients are fitted to vLLM's own logs and tested on model families that were left out:
+vLLM measures everything except the weights at start-up, in one pass over T tokens and n logits; its
+versions differ in what they reserve. docs/design/memory-model.md has the parts and their formulas.
+The coefficients are fitted to vLLM's own logs and tested on model families that were left out:
 benchmarks/planner/memory.py, docs/evidence/planner.md. All logs but one are of NVIDIA's cards:
-elsewhere the uncertainty is larger.
+for others the uncertainty is larger.
 """
 
 import dataclasses
@@ -23,29 +23,31 @@ from hetero_gateway.sim.engine import DEFAULT_MAX_BATCHED_TOKENS
 
 Method = Literal["fitted", "paper"]
 
-# Eq. (1) as the paper sets it: δ per accelerator.
+# Eq. (1) with the paper's δ per accelerator.
 RESERVED_BYTES = 2 * GIB
-# How far Eq. (1) was off on vLLM's logs: the root mean square in benchmarks/planner/memory.py.
+# Eq. (1)'s error on vLLM's logs: the root mean square in benchmarks/planner/memory.py.
 PAPER_UNCERTAINTY = 0.15
-# vLLM hands out KV memory in blocks of so many tokens.
+# vLLM allocates KV memory in blocks of this many tokens.
 BLOCK_TOKENS = 16
 # vLLM's defaults: (max_num_batched_tokens, max_num_seqs) of its server, as in the source of 0.32
-# (vllm/engine/arg_utils.py). Large cards are those of 70 GiB or more, without the A100: it goes by
-# the device's name. Of 160 GiB or more: since about 0.28.
+# (vllm/engine/arg_utils.py). Large cards have 70 GiB or more, except the A100: it goes by the
+# device's name. Of 160 GiB or more: since about 0.28.
 HUGE_BYTES, LARGE_BYTES = 160 * GIB, 70 * GIB
 HUGE_DEFAULTS, LARGE_DEFAULTS, SMALL_DEFAULTS = (16_384, 1024), (8192, 1024), (2048, 256)
 # The newest version whose start-up is modelled; the logs of the fit end at 0.19.
 NEWEST = "0.32"
-# Links at or above this are NVLink's and its like, below it a PCIe slot's.
+# Links at or above this count as NVLink, those below it as a PCIe slot.
 FAST_LINK_BYTES_PER_S = 100e9
 
 # 0.2 kept the input of each all-reduce until the pass was over (torch's record_stream).
 _INPUTS_KEPT = (0, 2)
 _HUGE_KNOWN = (0, 28)
 _LAST_V0, _SMALL_SAMPLER, _GRAPHS_COUNTED, _TORCH_COUNTED = (0, 7), (0, 17), (0, 21), (0, 6)
+# Since then a step is planned while the one before it runs (asynchronous scheduling by default).
+_PLANS_AHEAD = (0, 14)
 # The second model runner serves models without experts, later all (0.25 to 0.32, by their source).
-# Its start-up pass neither sorts nor masks: a logit takes 4 bytes at most (logs of 0.26 leave room
-# for 4.3). At first it took nothing off for CUDA graphs.
+# Its start-up pass neither sorts nor masks: a logit takes at most 4 bytes (logs of 0.26 leave room
+# for 4.3). At first it reserved nothing for CUDA graphs.
 _SECOND_RUNNER, _SECOND_RUNNER_WITH_EXPERTS = (0, 25), (0, 32)
 _SECOND_RUNNER_COUNTS_GRAPHS = (0, 27)
 _SECOND_RUNNER_LOGIT_BYTES = 4.0
@@ -53,21 +55,22 @@ _SECOND_RUNNER_LOGIT_BYTES = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What was fitted; memory in GiB per accelerator, unless it says bytes.
+    """The fitted coefficients; memory in GiB per accelerator, unless it says bytes.
 
-    benchmarks/planner/memory.py prints the defaults. Not fitted: slow_link, as no log of the facts
-    has t > 1 over PCIe (logs in vLLM's issues say 0.05 to 0.45), and the sigmas, rounded up.
+    benchmarks/planner/memory.py prints the defaults. Not fitted: slow_link, as no log used has
+    t > 1 over PCIe (logs in vLLM's issues say 0.05 to 0.45), and the sigmas, rounded up.
 
     Args:
         mlp: measured over counted bytes of the MLP's peak.
         logit_bytes_before_0_17, logit_bytes: the sampler's, per sequence and vocabulary entry.
-        outside_before_0_6: with what its allocator kept, which those versions counted there.
+        outside_before_0_6: including the allocator's reserve, which those versions counted
+            there.
         outside_before_0_17, outside: of one accelerator alone.
-        fast_link, slow_link: on top, with tensor parallelism over NVLink or PCIe.
+        fast_link, slow_link: in addition, with tensor parallelism over NVLink or PCIe.
         graphs, graphs_per_layer: CUDA graphs.
-        sigma: standard deviation of the whole, on families left out of the fit; sigma_others: on
-            other makers' cards than NVIDIA's, by the one log of an MI300X.
-        sigma_link: of what is on top with tensor parallelism: logs say 0.2 to 2.1.
+        sigma: standard deviation of the total, on families left out of the fit; sigma_others:
+            on cards of other makers than NVIDIA, by the one log of an MI300X.
+        sigma_link: of the addition with tensor parallelism: logs say 0.2 to 2.1.
         sigma_graphs: of CUDA graphs; logs of vLLM's estimate say 0.1 to 1.6.
     """
 
@@ -92,17 +95,17 @@ FITTED = Coefficients()
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What ``vllm serve`` is told, as far as it changes memory; None: vLLM's own default.
+    """Settings of ``vllm serve`` that change memory; None: vLLM's own default.
 
     Args:
         utilisation: ``--gpu-memory-utilization``, in (0, 1].
-        max_model_len: tokens of the longest request; None: what the model is made for.
+        max_model_len: tokens of the longest request; None: the model's own maximum.
         vllm_version: "0.32", "0.11.2", …; a later one counts as the newest modelled.
         kv_dtype: ``--kv-cache-dtype``: "auto", "fp8", …
         enforce_eager: no CUDA graphs.
 
     Raises:
-        ConfigError: a value that vLLM would not take.
+        ConfigError: a value that vLLM would not accept.
     """
 
     utilisation: float = 0.9
@@ -126,7 +129,7 @@ class EngineOptions:
 
     @property
     def version(self) -> tuple[int, int]:
-        """(major, minor); the patch level changes nothing that is modelled."""
+        """(major, minor); the patch level makes no modelled difference."""
         found = re.match(r"v?(\d+)\.(\d+)", self.vllm_version)
         if found is None:
             raise ConfigError(f"vllm_version {self.vllm_version!r} is not like 0.21 or 0.21.1")
@@ -140,8 +143,13 @@ class EngineOptions:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether vLLM has a prefix cache by default: its V1 has."""
+        """Whether vLLM has a prefix cache by default: its V1 does."""
         return self.version > _LAST_V0
+
+    @property
+    def plans_ahead(self) -> bool:
+        """As ``Profile``'s, by default."""
+        return self.version >= _PLANS_AHEAD
 
     def batched_tokens(self, accelerator: Accelerator) -> int:
         """max_num_batched_tokens there."""
@@ -154,10 +162,10 @@ class EngineOptions:
 
     @property
     def step_tokens(self) -> int:
-        """What a plan tells vLLM where its file does not: 2048, and before 0.8 a whole prompt."""
+        """A plan's setting if its file has none: 2048, and before 0.8 a whole prompt."""
         if self.version > _LAST_V0:
             return DEFAULT_MAX_BATCHED_TOKENS
-        # The whole of a prompt at once, unless prompts may be long: then in chunks.
+        # A whole prompt at once, unless prompts may be long: then in chunks.
         length = self.max_model_len or 0
         return max(DEFAULT_MAX_BATCHED_TOKENS, length if length <= 32_768 else 0)
 
@@ -169,7 +177,7 @@ class EngineOptions:
 
 
 class StartUp(NamedTuple):
-    """One start of vLLM, and what it takes of each accelerator's memory."""
+    """One start of vLLM, and its use of each accelerator's memory."""
 
     model: ModelShape
     accelerator: Accelerator
@@ -180,18 +188,18 @@ class StartUp(NamedTuple):
     def memory(
         self, method: Method = "fitted", needed_tokens: int = 1, buffers_bytes: float = 0.0
     ) -> MemoryEstimate:
-        """The KV memory of the instance, and what else is in its accelerators' memory.
+        """The KV memory of the instance, and the rest of its accelerators' memory.
 
-        The parts and the KV cache add up to the accelerators' nominal memory. Where the model does
-        not fit at all, ``kv_bytes`` is negative and the capacity 0. The capacity is that for
-        requests of the longest length, which is what vLLM's own figure says; where layers keep a
-        window or a state, shorter ones have room for fewer tokens (``tokens_at``).
+        The parts and the KV cache add up to the accelerators' nominal memory. If the model
+        does not fit at all, ``kv_bytes`` is negative and the capacity 0. The capacity is
+        for requests of the longest length, like vLLM's own figure; if layers keep a window
+        or a state, shorter ones have room for fewer tokens (``tokens_at``).
 
         Args:
             method: "fitted", or "paper" for Eq. (1) as printed.
-            needed_tokens: of the longest request; what ``tight`` is judged by, with max_model_len.
-            buffers_bytes: what each accelerator holds to pass activations on, beyond those of
-                tensor parallelism.
+            needed_tokens: of the longest request; decides ``tight``, with max_model_len.
+            buffers_bytes: each accelerator's buffers to pass activations on, beyond those
+                of tensor parallelism.
         """
         model, t, options = self.model, self.tensor_parallel, self.options
         parts = self._paper_parts() if method == "paper" else self._fitted_parts()
@@ -227,7 +235,8 @@ class StartUp(NamedTuple):
 
     @property
     def spread_bytes(self) -> float:
-        """One standard deviation of the instance's KV bytes: what one is wrong by, all are."""
+        """One standard deviation of the instance's KV bytes: the accelerators' errors are the
+        same."""
         sigmas = [self.c.sigma if self.accelerator.cuda_capability else self.c.sigma_others]
         if self.tensor_parallel > 1:
             sigmas.append(self.c.sigma_link)
@@ -236,24 +245,25 @@ class StartUp(NamedTuple):
         return math.hypot(*sigmas) * GIB * self.tensor_parallel
 
     def shortfall_bytes(self, estimate: MemoryEstimate, needed_tokens: int) -> float:
-        """What is missing on each accelerator for ``is_feasible``; 0 where it is."""
+        """The bytes missing on each accelerator for ``is_feasible``; 0 if it is."""
         if is_feasible(estimate, needed_tokens):
             return 0.0
         needed = self._request_bytes(-(-needed_tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
         margin = 0.0
         if estimate.how == "fitted":
-            # What K must be that K less its own uncertainty holds what is needed.
+            # The K for which K less its own uncertainty holds what is needed.
             e = self.model.kv_error
             root = math.hypot(e * needed, self.spread_bytes * math.sqrt(1 - e * e))
             margin = (needed + root) / (1 - e * e) - needed
         return max(0.0, needed + margin - estimate.kv_bytes) / self.tensor_parallel
 
     def remedies(self, method: Method, needed_tokens: int, largest: int) -> tuple[str, ...]:
-        """What would make it fit: more accelerators, shorter requests, fewer bits; each by itself.
+        """Changes that would make it fit: more accelerators, shorter requests, fewer bits; each
+        alone.
 
-        Args:
-            needed_tokens: of the longest request.
-            largest: accelerators of the machine.
+                Args:
+                    needed_tokens: of the longest request.
+                    largest: accelerators of the machine.
         """
 
         def fits(**changes: Any) -> bool:
@@ -285,7 +295,7 @@ class StartUp(NamedTuple):
     # -- parts
 
     def _paper_parts(self) -> dict[str, float]:
-        """Eq. (1) taken apart; the KV bytes that it leaves are those of ``core.cost_model``."""
+        """Eq. (1) in parts; its remaining KV bytes are those of ``core.cost_model``."""
         t, d, utilisation = (
             self.tensor_parallel,
             self.accelerator.memory_bytes,
@@ -354,7 +364,7 @@ class StartUp(NamedTuple):
 
     @property
     def _logit_bytes(self) -> float:
-        """Of one entry: the logit itself in the model's dtype, and what sorting it takes."""
+        """Of one entry: the logit itself in the model's dtype, and the memory for sorting it."""
         if self._second_runner:
             return _SECOND_RUNNER_LOGIT_BYTES
         old = self.options.version < _SMALL_SAMPLER
@@ -362,7 +372,7 @@ class StartUp(NamedTuple):
         return base + self.model.dtype_bytes - 2
 
     def outside_bytes(self) -> float:
-        """What is not torch's: the context, and the buffers of the all-reduce."""
+        """Memory outside of torch: the context, and the buffers of the all-reduce."""
         if self.options.version < _TORCH_COUNTED:
             outside = self.c.outside_before_0_6
         elif self.options.version < _SMALL_SAMPLER:
@@ -378,7 +388,7 @@ class StartUp(NamedTuple):
 def tokens_at(
     estimate: MemoryEstimate, model: ModelShape, t: int, options: EngineOptions, tokens: float
 ) -> int:
-    """KV tokens that sequences of so many tokens have room for together; at most the capacity."""
+    """KV tokens that sequences of this length have room for together; at most the capacity."""
     if estimate.kv_bytes <= 0 or model.keeps_all:
         return estimate.kv_capacity_tokens
     each = model.kv_token_bytes(t, options.kv_dtype, tokens)
@@ -386,9 +396,9 @@ def tokens_at(
 
 
 def is_feasible(estimate: MemoryEstimate, needed_tokens: int) -> bool:
-    """Eq. (2); of an estimate with a known spread, with one standard deviation to spare.
+    """Eq. (2); for an estimate with a known spread, with one standard deviation to spare.
 
-    vLLM refuses to start when its KV cache cannot hold one request of max_model_len.
+    vLLM refuses to start if its KV cache cannot hold one request of max_model_len.
     """
     tokens = float(estimate.kv_capacity_tokens)
     if estimate.how == "fitted":

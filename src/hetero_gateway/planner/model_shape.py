@@ -1,4 +1,4 @@
-"""What a decoder is made of: counts, and the bytes of its weights and of its caches.
+"""The parts of a decoder: counts, and the bytes of its weights and of its caches.
 
     part            weights                                         stays wide when quantised
     embeddings      vocabulary · hidden, twice unless tied          yes
@@ -7,10 +7,10 @@
     experts         the same, each; a router of experts · hidden    no (the router: yes)
     vision, audio   as their own part of the configuration says     yes
 
-Layers need not be alike: of some, attention keeps every token, of others only a window, and of
-others one state per sequence, however long it is. ``caches`` and ``state_bytes`` say which; what a
-sequence takes is ``kv_request_bytes``. Norms and biases, below 0.1 % of the rest, are left out.
-Which file says so is ``checkpoints.shape``'s work.
+Layers may differ: attention keeps every token in some, only a window in others, and one state per
+sequence, however long it is, in yet others. ``caches`` and ``state_bytes`` say which; a sequence's
+total is ``kv_request_bytes``. Norms and biases, below 0.1 % of the rest, are left out.
+``checkpoints.shape`` reads it from files.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ DTYPE_BYTES = {
     "fp8_e5m2": 1.0,
     "int8": 1.0,
 }
-# vLLM pads the vocabulary to a multiple of this before it is shared out.
+# vLLM pads the vocabulary to a multiple of this before dividing it.
 VOCABULARY_PADDING = 64
 
 
@@ -36,7 +36,7 @@ class Quantization:
         method: vLLM's name ("fp8", "awq", "gptq", "compressed-tensors", …).
         bits: of one weight.
         group_size: weights that share a scale, along the input; 0: one scale per column.
-        zero_points: a zero point per group is stored too.
+        zero_points: a zero point per group is also stored.
         block: (output, input) weights of one scale of block fp8.
     """
 
@@ -63,11 +63,11 @@ class Cache:
 
     Args:
         layers: that keep it.
-        heads: KV heads, which tensor parallelism shares out, and copies where it exceeds them.
+        heads: KV heads, which tensor parallelism divides, or copies if it exceeds them.
         elements: of one head and token: key and value together.
         window: most tokens that are kept of a sequence; 0: all.
         copied: every accelerator keeps all of it (the latent vector of DeepSeek's attention).
-        element_bytes: where it does not follow the KV cache's dtype.
+        element_bytes: if it does not follow the KV cache's dtype.
     """
 
     layers: int
@@ -85,7 +85,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What is not known of a model, and how far its KV memory may be off by it, relative."""
+    """Something unknown about a model, and the relative error of its KV memory due to it."""
 
     what: str
     kv_error: float
@@ -93,25 +93,28 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder's shape, its storage, and what of it is in doubt.
+    """A decoder's shape, its storage, and its uncertain properties.
 
     Args:
         intermediate: of the dense MLP of a layer; with experts, of the layers that have none.
         gated: the MLP has a gate (SwiGLU): three matrices; else two.
-        moe_layers: layers with experts; 0: dense. dense_layers: with a dense MLP; None: the others.
-        moe_intermediate: of one expert. shared_intermediate: of what every token passes, too.
-        expert_hidden: what the experts' inputs are narrowed to; 0: ``hidden``.
+        moe_layers: layers with experts; 0: dense. dense_layers: with a dense MLP; None: the
+            others.
+        moe_intermediate: of one expert. shared_intermediate: of the part that every token
+            passes.
+        expert_hidden: width of the experts' inputs if narrowed; 0: ``hidden``.
         caches: what the layers keep of a token; (): every layer its KV heads.
-        state_bytes: that one sequence takes beside that, in all its state-space layers.
-        state_heads: of a state-space layer, which tensor parallelism shares out; 0: none.
-        attention_weights: of all layers together, state-space layers among them; None: those of
+        state_bytes: of one sequence in addition, in all its state-space layers.
+        state_heads: of a state-space layer, which tensor parallelism divides; 0: none.
+        attention_weights: of all layers together, including state-space layers; None: those of
             the table above in every layer. dense_weights: the same of the dense MLPs.
         other_weights: of a vision or audio part, and tables; never quantised.
-        wide_weights: of the layers' matrices, those that the quantisation leaves out.
-        max_position: longest context that the position table is made for; 0: no table.
-        dtype: of what is not quantised, and of the KV cache unless the engine is told otherwise.
-        kv_dtype: of the KV cache where the checkpoint says so; "auto": as ``dtype``.
-        tables: embedding table and output layer that it holds; None: one where they are tied, else
+        wide_weights: of the layers' matrices, those that are not quantised.
+        max_position: longest context of the position table; 0: no table.
+        dtype: of everything not quantised, and of the KV cache unless the engine is told
+            otherwise.
+        kv_dtype: of the KV cache if the checkpoint says so; "auto": as ``dtype``.
+        tables: embedding table and output layer that it holds; None: one if they are tied, else
             two. A stage of a pipeline has fewer.
         samples: it has the output layer, and the sampler with it.
         unmodelled: what makes the memory estimate uncertain.
@@ -164,7 +167,7 @@ class ModelShape:
 
     @property
     def kv_error(self) -> float:
-        """How far the KV memory may be off by what is in doubt, relative."""
+        """The relative error of the KV memory due to uncertain properties."""
         return max((doubt.kv_error for doubt in self.unmodelled), default=0.0)
 
     # -- weights
@@ -176,7 +179,7 @@ class ModelShape:
 
     @property
     def embedding_weights(self) -> int:
-        """Embedding table and output layer, one and the same where they are tied."""
+        """Embedding table and output layer, counted once if they are tied."""
         held = self.tables
         if held is None:
             held = 1 if self.tied_embeddings else 2
@@ -198,7 +201,7 @@ class ModelShape:
 
     @property
     def mixing_weights(self) -> int:
-        """Of all layers, what is no MLP and no expert."""
+        """In all layers, everything except MLPs and experts."""
         if self.attention_weights is not None:
             return self.attention_weights
         kv = 2 * self.hidden * self.kv_heads * self.head_dim
@@ -206,7 +209,7 @@ class ModelShape:
 
     @property
     def mlp_layers(self) -> int:
-        """With a dense MLP."""
+        """Number of layers with a dense MLP."""
         return self.layers - self.moe_layers if self.dense_layers is None else self.dense_layers
 
     def _mlp(self, intermediate: int, hidden: int = 0) -> int:
@@ -218,7 +221,7 @@ class ModelShape:
         return self._mlp(self.moe_intermediate, self.expert_hidden)
 
     def _layers(self, experts: int) -> int:
-        """Matrices of all layers, with so many of the experts counted."""
+        """Matrices of all layers, counting so many of the experts."""
         moe = experts * self.expert_weights + self._mlp(self.shared_intermediate)
         moe += 2 * self.hidden * self.expert_hidden
         dense = self.dense_weights
@@ -228,7 +231,7 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """All matrices but embeddings and output layer (and routers)."""
+        """All matrices except embeddings and output layer (and routers)."""
         return self._layers(self.experts)
 
     @property
@@ -248,7 +251,7 @@ class ModelShape:
         )
 
     def layer_weights_touched(self, tokens: float) -> float:
-        """Matrices that a step of so many tokens reads, its experts drawn evenly."""
+        """Matrices that a step of so many tokens reads, if experts are drawn evenly."""
         if not self.moe_layers:
             return float(self.layer_weights)
         missed: float = (1 - self.experts_per_token / self.experts) ** tokens
@@ -257,15 +260,15 @@ class ModelShape:
 
     @property
     def wide_share(self) -> float:
-        """Of the layers' matrices, what quantisation leaves out."""
+        """The share of the layers' matrices that is not quantised."""
         return 0.0 if self.quantization is None else self.wide_weights / self.layer_weights
 
     def weight_bytes(self, tensor_parallel: int = 1) -> float:
-        """Of one accelerator of ``tensor_parallel``, as loaded.
+        """On one accelerator of ``tensor_parallel``, as loaded.
 
-        KV matrices are copied when there are more accelerators than KV heads; the vocabulary is
-        padded; each accelerator has its own table of positions (sines and cosines), and the whole
-        of what shrinks a latent vector.
+        KV matrices are copied when there are more accelerators than KV heads; the
+        vocabulary is padded; each accelerator has its own table of positions (sines and
+        cosines), and the whole matrix that shrinks a latent vector.
         """
         t = tensor_parallel
         copies = 0.0
@@ -289,12 +292,12 @@ class ModelShape:
     def kv_token_bytes(
         self, tensor_parallel: int = 1, kv_dtype: str = "auto", tokens: float | None = None
     ) -> float:
-        """KV bytes of one token on all accelerators together, heads copied where t exceeds them.
+        """KV bytes of one token on all accelerators together, with heads copied if t exceeds them.
 
         Args:
             kv_dtype: vLLM's ``--kv-cache-dtype``; "auto" is the model's own.
-            tokens: length of the sequence whose mean token is meant, with its state; None: of a
-                token that no window has dropped yet, without the state.
+            tokens: length of the sequence, for the mean per token, including its state;
+                None: of a token that no window has dropped yet, without the state.
         """
         if tokens is not None:
             return self.kv_request_bytes(tokens, tensor_parallel, kv_dtype) / max(tokens, 1)
@@ -304,10 +307,11 @@ class ModelShape:
     def kv_request_bytes(
         self, tokens: float, tensor_parallel: int = 1, kv_dtype: str = "auto", in_flight: int = 0
     ) -> float:
-        """What a sequence of so many tokens keeps, on all accelerators together.
+        """The memory of a sequence of so many tokens, on all accelerators together.
 
         Args:
-            in_flight: tokens of a step that a window keeps on top until the step is done.
+            in_flight: tokens of a step that a window keeps in addition until the step is
+                done.
         """
         size = self._kv_element_bytes(kv_dtype)
         total = float(self.state_bytes)

@@ -1,6 +1,6 @@
 """Which tensor parallelism vLLM accepts for a model, and which storage for an accelerator.
 
-vLLM checks these when it loads a model; here they are asked before, so that a plan never holds an
+vLLM checks these when it loads a model; here they are checked before, so that a plan never has an
 instance that would not start. Lines are of vLLM 0.32:
 
     heads % t                       config/model.py:1546
@@ -30,12 +30,12 @@ _WORD_BITS = 32
 _EXPERTS = "experts' intermediate size"
 
 
-# Families whose classes lack SupportsPP: vLLM's registry was asked of all that are modelled.
+# Families whose classes lack SupportsPP: vLLM's registry was asked about all modelled ones.
 _NO_PIPELINE = {"mamba2", "zamba2", "gemma3n", "gemma3n_text"}
 
 
 def refusal(model: ModelShape, size: int) -> str | None:
-    """Why vLLM does not take an instance of this size; None: it does.
+    """Why vLLM does not accept an instance of this size; None: it does.
 
     Args:
         size: a ``Size``, or a tensor parallelism.
@@ -108,7 +108,7 @@ def _quantized_refusal(
 
 
 def _steps(stored: Quantization) -> list[tuple[int, str]]:
-    """What a shard's size must be a multiple of, and why."""
+    """The required divisor of a shard's size, and why."""
     if stored.block is not None:
         out, inner = stored.block
         return [(inner, f"its block of {inner}"), (out, f"its block of {out}")]
@@ -136,8 +136,8 @@ _LOWEST_CAPABILITY = {
 def precision_refusal(model: ModelShape, accelerator: Accelerator) -> str | None:
     """Why vLLM does not load this storage on that accelerator; None: it does, or nobody knows.
 
-    bfloat16 where there is none (V100, T4) is no refusal: float16 is as large, and
-    ``vllm serve --dtype half`` takes it.
+    bfloat16 on hardware without it (V100, T4) is not refused: float16 is as large, and
+    ``vllm serve --dtype half`` accepts it.
     """
     stored, capability = model.quantization, accelerator.cuda_capability
     if stored is None or capability is None:

@@ -1,13 +1,13 @@
-"""What the planner is asked and what it answers: machines, instance types, candidates, the plan.
+"""The planner's data types: machines, instance types, candidates, the plan.
 
 An *instance type* is one engine as it could be deployed: a model on accelerators of one kind, by
-its ``Size`` (``sizes``), with its profile and its memory. A *layout* is how one machine is cut into
+its ``Size`` (``sizes``), with its profile and its memory. A *layout* divides one machine into
 instances: the size of each, largest first, ``(4, 2, 1, 1)`` of 8 accelerators. An instance that
-stretches over several machines stands in the layout of each.
+spans several machines is in the layout of each.
 A *candidate* gives every machine a layout. Paper section 3: t_i, p_i, u_i with p_i·t_i = u_i; here
-instances of one machine may differ, and accelerators may stay idle where that wins.
+instances of one machine may differ, and accelerators may stay idle if that wins.
 
-Values only; ``search`` finds them, the shell prints and writes them.
+Values only; ``search`` finds them, the commands print and write them.
 """
 
 import math
@@ -39,7 +39,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The KV memory of an instance, and what the rest of its accelerators' memory is made of.
+    """The KV memory of an instance, and the other parts of its accelerators' memory.
 
     ``parts`` are bytes of each accelerator: "weights", "activations", "CUDA graphs", …
     ``kv_capacity_tokens`` may be below what the longest request needs: then the type is unfit.
@@ -59,9 +59,8 @@ class MemoryEstimate:
 class InstanceType:
     """One engine as it could be deployed on accelerators of one kind.
 
-    ``size`` is a ``Size``, or a tensor parallelism.
-    ``profile.source["how"]`` says how its times are known (measured, derived, roofline);
-    ``time_uncertainty`` is relative, of a step's time.
+    ``size`` is a ``Size``, or a tensor parallelism. ``profile.source["how"]`` is the source of its
+    times (measured, derived, roofline); ``time_uncertainty`` is relative, of a step's time.
     """
 
     accelerator: str
@@ -73,9 +72,9 @@ class InstanceType:
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """A size that cannot be deployed on a kind of machine, and what would help.
+    """A size that cannot be deployed on a kind of machine, and possible remedies.
 
-    ``shortfall_bytes`` is what is missing per accelerator, 0 where memory is not the reason.
+    ``shortfall_bytes`` is missing per accelerator, 0 if memory is not the reason.
     """
 
     accelerator: str
@@ -91,13 +90,13 @@ class Unfit:
 
 @dataclass(frozen=True, slots=True)
 class SystemFigures:
-    """What the simulator says of a candidate at one arrival rate (inf: everything at once).
+    """The simulator's figures of a candidate at one arrival rate (inf: everything at once).
 
-    Throughput counts prompt and output tokens. ``batch`` is the mean number of sequences that an
-    instance runs while it is busy. ``slo_share`` is of all requests that came, those within the
-    limits of each (``Goals.slo``); nan where there are none, or where the rate is inf.
-    ``cached_share`` is of the prompt tokens, those that engines had in their prefix caches; nan
-    where nothing says which prompts begin alike.
+    Throughput counts prompt and output tokens. ``batch`` is the mean number of sequences that
+    an instance runs while it is busy. ``slo_share`` is the share of all requests within the
+    limits of each (``Goals.slo``); nan if there are none, or if the rate is inf.
+    ``cached_share`` is the share of prompt tokens found in the engines' prefix caches; nan if
+    nothing says which prompts begin alike.
     """
 
     tokens_per_s: float
@@ -118,22 +117,22 @@ class PlanCandidate:
     """One deployment configuration of all machines.
 
     Args:
-        layouts: by machine id; a machine that stays out of it has ``()``.
+        layouts: by machine id; an unused machine has ``()``.
         estimate_paper_tokens_per_s, estimate_tokens_per_s: Algorithm 1 as printed (padded), and
             unpadded.
-        simulated: the whole system with everything sent at once, in its stride; its times are nan.
-            None when the estimates, or the sum of its instances alone, ruled it out before.
+        simulated: the whole system in steady state with everything sent at once; its times are
+            nan. None if the estimates, or the sum of its instances alone, ruled it out before.
         accelerators: that run an instance.
-        idle_accelerators: left over by the layouts, of machines that are used.
-        usd_per_million_tokens: by what was simulated, else by its instances alone; None without
-            prices. A machine that is used is paid for whole.
-        why_not: one line against the best; empty for the best.
-        alone_tokens_per_s: the sum of what its instances do alone; 0 where that is not known.
-        at_rate: the whole system at the plan's ``rate_per_s``; None where it was not simulated or
+        idle_accelerators: left over by the layouts, of used machines.
+        usd_per_million_tokens: by the simulation, else by its instances alone; None without
+            prices. A used machine is paid for whole.
+        why_not: one line compared with the best; empty for the best.
+        alone_tokens_per_s: the sum of its instances alone; 0 if not known.
+        at_rate: the whole system at the plan's ``rate_per_s``; None if it was not simulated or
             cannot hold the rate.
-        holds: whether it keeps the plan's goals at that rate; None where that was not asked.
-        goodput_per_s: the highest rate, in requests/s, at which it keeps the goals; None where that
-            was not looked for. Where the goal is to have much of it, ``at_rate`` is at this rate.
+        holds: whether it keeps the plan's goals at that rate; None if that was not asked.
+        goodput_per_s: the highest rate, in requests/s, at which it keeps the goals; None if
+            that was not computed. If the goal is to maximise it, ``at_rate`` is at this rate.
     """
 
     layouts: Mapping[str, Layout]
@@ -151,23 +150,23 @@ class PlanCandidate:
 
     @property
     def tokens_per_s(self) -> float:
-        """With everything at once, as simulated; 0 where it was not."""
+        """With everything at once, as simulated; 0 if it was not."""
         return self.simulated.tokens_per_s if self.simulated else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SplitVerdict:
-    """Whether requests had better be split over the best's instances (``planner.split_plan``).
+    """Whether to split requests over the best's instances (``planner.split_plan``).
 
     Args:
         transfers: over which links.
         groups: by type, of those that can hand over: those of one group can to each other.
-        why_not: one line; empty: it pays.
-        unsplit, split: at the plan's rate, the mean latency, s, and the share within the limits of
-            each request (1 where there are none).
-        holds_per_s: the highest rate within these limits, split; None where there are none.
-        prefills: by type, how many instances had better compute prompts; its others had better
-            answer. Empty: each request is split as is cheapest for it.
+        why_not: one line; empty: splitting pays.
+        unsplit, split: at the plan's rate, the mean latency, s, and the share within the limits
+            of each request (1 if there are none).
+        holds_per_s: the highest rate within these limits, split; None if there are none.
+        prefills: by type, how many instances should compute prompts; its others should answer.
+            Empty: each request is split as is cheapest for it.
     """
 
     transfers: Transfers
@@ -187,14 +186,13 @@ class SplitVerdict:
 class Plan:
     """The planner's answer, best candidate first.
 
-    ``types`` are the instance types that can be deployed, by (accelerator, size).
-    ``pareto`` are the candidates that no other beats in both throughput and latency.
-    ``alone`` has the types that were simulated alone. ``rate_per_s`` is what latencies are told
-    for: the wanted rate, the best's goodput, or a share of what the best can do. ``limits`` says
-    in words what is kept at it; empty: there are none. ``lower_bound`` is what every set of
-    machines needs that holds the rate (``planner.bound``): USD per hour where the goal is cost,
-    accelerators where it is fewest; None where it was not looked for. ``splitting``: what splitting
-    requests would bring; None: nobody asked.
+    ``types`` are the instance types that can be deployed, by (accelerator, size). ``pareto`` are
+    the candidates that no other beats in both throughput and latency. ``alone`` has the types that
+    were simulated alone. ``rate_per_s`` is the rate of the reported latencies: the wanted rate, the
+    best's goodput, or a share of the best's maximum. ``limits`` describes the limits kept at it;
+    empty: there are none. ``lower_bound`` is the least that any set of machines needs to hold the
+    rate (``planner.bound``): USD per hour if the goal is cost, accelerators if it is fewest; None
+    if not computed. ``splitting``: the gain of splitting requests; None: not requested.
     """
 
     machines: tuple[Machine, ...]
@@ -215,7 +213,7 @@ class Plan:
 
     @property
     def best_goodput_tokens_per_s(self) -> float | None:
-        """Prompt and output tokens at the best's goodput; None where that was not looked for."""
+        """Prompt and output tokens at the best's goodput; None if that was not computed."""
         rate_per_s = self.best.goodput_per_s
         if rate_per_s is None:
             return None

@@ -1,9 +1,9 @@
-"""What runs behind a gateway now, what it can do, and whether a change is worth it.
+"""What runs behind a gateway now, its capacity, and whether a change is worth it.
 
-Two biases are kept out of the comparison with a new plan. The gateway knows the times of what runs,
-not those of another tensor parallelism on the same accelerator: these are scaled by what it knows
-differs from what was believed, or whatever was not tried would look better on every slow machine.
-And both deployments are simulated with the same profiles and requests.
+The comparison with a new plan avoids two biases. The gateway knows the times of running instances,
+not those of another tensor parallelism on the same accelerator: these are scaled by the same
+deviation from the believed times, or untried sizes would look better on every slow machine. And
+both deployments are simulated with the same profiles and requests.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ from hetero_gateway.planner.plan import (
 from hetero_gateway.planner.question import Question, reduced
 from hetero_gateway.sim.alone import Alone, Mix
 
-# Below it a gain is the simulator's noise: one in twenty choices is off by up to this much.
+# A smaller gain is the simulator's noise: one in twenty choices is off by up to this much.
 NOISE = 0.02
-# An engine whose KV cache differs by more from the modelled one was told something else.
+# An engine whose KV cache differs by more from the modelled one has other settings.
 _KV_APART = 0.1
-# Ratios of times that are one but for rounding.
+# Time ratios within this are 1, with rounding.
 _SAME = 1e-6
 
 
@@ -46,12 +46,12 @@ class Running:
 
     Args:
         host: of its base_url.
-        profile: what the gateway takes it for; None: it has no profile.
+        profile: the gateway's profile of it; None: it has none.
         kv_capacity_tokens: as the engine itself reports; None: it does not.
         observed: whether the profile's constants were fitted to its traffic.
-        left_out: why it does not count, e.g. that it is down; empty: it does.
+        left_out: why it does not count, for example that it is down; empty: it does.
         models: names that clients ask for.
-        in_flight: requests that it has; ``draining``, ``asleep``: why it gets none.
+        in_flight: its open requests; ``draining``, ``asleep``: why it gets none.
         weight: as ``InstanceSpec``.
         server: whose place it is, where a server's data-parallel ranks are each one; empty: none.
     """
@@ -98,14 +98,14 @@ def place(
     model: ModelShape,
     find: Callable[[str], Accelerator],
 ) -> Present:
-    """Put every instance on a machine, the largest first; ``find``: its accelerator, or raises."""
+    """Assign every instance to a machine, largest first; ``find``: its accelerator, or raises."""
     names = machine_names([machine.id for machine in machines])
     room = {machine.id: machine.count for machine in machines}
     placed: list[PlacedInstance] = []
     left_out: list[tuple[str, str]] = []
 
     def machine_of(instance: Running) -> Machine | str:
-        """Where it runs, or why that cannot be told."""
+        """Where it runs, or why that is unknown."""
         profile = instance.profile
         if instance.left_out:
             return instance.left_out
@@ -157,15 +157,15 @@ def observed_profiles(
     mean_prompt: float,
     mean_output: float,
 ) -> list[Profile]:
-    """Profiles for the planner, from what runs.
+    """Profiles for the planner, from running instances.
 
     Args:
         types: as the planner has them without a gateway.
-        mean_prompt, mean_output: where observed times are compared with believed ones.
+        mean_prompt, mean_output: lengths at which observed and believed times are compared.
 
     Returns:
-        Of each type that runs, the mean of its instances' constants; and of each other type on the
-        same accelerator the believed one, scaled as far as those differ from belief.
+        For each running type, the mean of its instances' constants; and for each other type on
+        the same accelerator the believed one, scaled by the same deviation.
     """
     groups: dict[Key, list[PlacedInstance]] = {}
     for each in present.placed:
@@ -230,7 +230,7 @@ def _geometric_mean(values: Sequence[float]) -> float:
 def _planned(
     profile: Profile, gpu: str, model: ModelShape, constants: Constants, source: dict[str, object]
 ) -> Profile:
-    """Under the plan's names; stored as its model is, which the gateway's profiles do not say."""
+    """With the plan's names; stored as its model is, which the gateway's profiles do not say."""
     if model.quantization is not None:
         source["quantization"] = model.quantization.method
     return dataclasses.replace(
@@ -239,7 +239,7 @@ def _planned(
 
 
 def with_running_types(question: Question, present: Present, model: ModelShape) -> Question:
-    """The question with every type that runs among those that can be deployed: it evidently can."""
+    """The question with every running type among those that can be deployed: it evidently can."""
     types = dict(question.types)
     for each in present.placed:
         if each.key in types:
@@ -254,7 +254,7 @@ def with_running_types(question: Question, present: Present, model: ModelShape) 
 
 
 def capacity_notes(present: Present, types: Mapping[Key, InstanceType]) -> list[str]:
-    """Where engines report another KV capacity than the one that the plan reckons with."""
+    """Differences between the engines' reported KV capacity and the plan's."""
     notes = []
     for each in present.placed:
         reported, found = each.instance.kv_capacity_tokens, types.get(each.key)
@@ -270,9 +270,9 @@ def capacity_notes(present: Present, types: Mapping[Key, InstanceType]) -> list[
 
 
 def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> PlanCandidate | None:
-    """What a deployment can do, by the same trials as of a plan's candidates; None: nothing fits.
+    """The capacity of a deployment, by the same trials as a plan's candidates; None: nothing fits.
 
-    ``question.goals.rate_per_s`` is what latencies are told for; without one there are none.
+    Latencies are for ``question.goals.rate_per_s``; without one there are none.
     """
     mix = Mix.of(question.lengths, question.seed)
     machines = {machine.id: machine for machine in question.machines}
@@ -294,7 +294,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> PlanC
     if goals.name == "goodput":
         goodput = question.goodput(system, mix, figures)
     if goals.rate_per_s is not None:
-        # None where it is too much.
+        # None if it is too much.
         if figures.tokens_per_s >= (1 + HEADROOM) * goals.rate_per_s * mix.mean_tokens:
             at_rate = question.trials.hold(system, mix, goals.rate_per_s)
     return PlanCandidate(
@@ -316,7 +316,7 @@ def simulate_present(question: Question, layouts: Mapping[str, Layout]) -> PlanC
 def aligned(
     candidate: PlanCandidate, machines: Sequence[Machine], layouts: Mapping[str, Layout]
 ) -> PlanCandidate:
-    """The same candidate with its layouts given to equal machines so that fewest must change."""
+    """The same candidate with its layouts assigned to equal machines so that fewest must change."""
     result = dict(candidate.layouts)
     for group in group_machines(machines):
         left = Counter(candidate.layouts[i] for i in group.ids)
@@ -333,15 +333,15 @@ def aligned(
     return dataclasses.replace(candidate, layouts=result)
 
 
-# Beside what would be best
+# Compared with the best
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The best candidate of a plan against what runs.
+    """The best candidate of a plan compared with the running setup.
 
     Args:
-        now: what runs, simulated; None: nothing of the mix fits it.
+        now: the running setup, simulated; None: nothing of the mix fits it.
     """
 
     plan: Plan
@@ -354,13 +354,13 @@ class Comparison:
 
     @property
     def changes(self) -> list[tuple[str, Layout, Layout]]:
-        """(machine, layout now, layout proposed) of every machine that would change."""
+        """(machine, layout now, proposed layout) of every machine that would change."""
         now, proposed = self.present.layouts, self.best.layouts
         return [(m, now[m], layout) for m, layout in proposed.items() if layout != now[m]]
 
     @property
     def gain(self) -> float | None:
-        """Of throughput, relative; None where one side has none."""
+        """Of throughput, relative; None if one side has none."""
         if self.now is None or self.now.simulated is None or self.best.simulated is None:
             return None
         return self.best.simulated.tokens_per_s / self.now.simulated.tokens_per_s - 1
@@ -384,10 +384,10 @@ class Comparison:
 
 
 def compare(plan: Plan, question: Question, present: Present, policy: str) -> Comparison:
-    """The plan, its best candidate changing as few machines as it can, against what runs.
+    """Compare the plan, its best candidate changing as few machines as possible, with what runs.
 
-    What runs is simulated under the gateway's own policy, at the rate that the plan tells
-    latencies for.
+    The running setup is simulated under the gateway's own policy, at the rate of the plan's
+    latencies.
     """
     best = aligned(plan.best, plan.machines, present.layouts)
     goals = dataclasses.replace(question.goals, rate_per_s=plan.rate_per_s or None)
@@ -404,9 +404,9 @@ def compare(plan: Plan, question: Question, present: Present, policy: str) -> Co
 
 
 def _is_as_good(now: PlanCandidate, best: PlanCandidate, plan: Plan) -> bool:
-    """Whether the simulation has what runs at least where it has the best that was found.
+    """Whether the simulation ranks the running setup at least as high as the best found.
 
-    The search does not try everything; what it found is no reason to lose something by a change.
+    The search does not try everything; its result is no reason to lose something by a change.
     """
     if plan.goal != "throughput" or now.simulated is None or best.simulated is None:
         return False
@@ -416,7 +416,7 @@ def _is_as_good(now: PlanCandidate, best: PlanCandidate, plan: Plan) -> bool:
 
 
 def _led_by(now: PlanCandidate, plan: Plan) -> Plan:
-    """With what runs as the best, and not a second time among the others."""
+    """With the running setup as the best, and not a second time among the others."""
     others = [c for c in plan.candidates if c.layouts != now.layouts]
     led = [dataclasses.replace(c, why_not=c.why_not or "no more than what runs") for c in others]
     known = dict(zip(map(id, others), led, strict=True))

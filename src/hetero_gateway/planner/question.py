@@ -1,6 +1,6 @@
-"""What is asked of the planner, and the trials of whole systems that are run for it.
+"""The planner's question, and its trials of whole systems.
 
-docs/design/search.md says how a throughput is measured, of a trace in its order as well.
+docs/design/search.md explains how throughput is measured, also of a trace in its order.
 """
 
 import dataclasses
@@ -44,20 +44,20 @@ from hetero_gateway.sim.ordered_trace import OrderedTrace
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import Lengths, Workload, even_rows, gamma_arrivals
 
-# Batches of a whole system that follow the half-done ones; fewer where those would be more requests
-# than the budget. With 2, instances of 670 sequences were not full yet: 9 % too few tokens.
+# Batches of a whole system after the half-done ones; fewer if those would be more requests than the
+# budget. With 2, instances of 670 sequences were not full yet: 9 % too few tokens.
 _SYSTEM_BATCHES = 5
 _LEAST_BATCHES = 3
 # Requests of one run of a whole system, about: 0.3 to 1 s with finish-time, not compiled.
 SYSTEM_REQUESTS = 2400
 # At a rate: the share of the arrivals that only fills the system.
 _FILL = 0.25
-# ``sim.alone`` has the seeds before these.
+# ``sim.alone`` uses the seeds before these.
 _ARRIVALS, _TIES, _PREDICTOR = range(3, 6)
-# Of a sample to load a deployment with, in batches of the whole system: enough that a run is mostly
-# in its stride.
+# Size of a sample to load a deployment with, in batches of the whole system: enough that a run is
+# mostly in steady state.
 _BATCHES = 30
-# Of a trace in order, that one instance is given alone.
+# Requests of a trace in order for one instance alone.
 _LEAST_ALONE = 800
 _LEAST_REQUESTS, _MOST_REQUESTS = 200, 20_000
 _SAMPLES = 50
@@ -65,10 +65,10 @@ _SAMPLES = 50
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Instances by profile, in numbers.
+    """Numbers of instances by profile.
 
-    ``batch``: sequences that run in all of them together when they have enough to do, about.
-    ``share`` is of the system that they stand for.
+    ``batch``: about how many sequences run in all of them together when saturated.
+    ``share`` of the system that they represent.
     """
 
     instances: tuple[tuple[Profile, int], ...]
@@ -89,11 +89,11 @@ class System:
 
 
 def reduced(counts: Mapping[Profile, int], alone: Mapping[Profile, Alone], requests: int) -> System:
-    """The largest system in proportion whose runs take about so many requests.
+    """The largest proportional system whose runs take about so many requests.
 
     Args:
-        counts: instances by profile, each above 0, in an order that does not change.
-        alone: what each does alone; its batch, and its share of the system, are reckoned by it.
+        counts: instances by profile, each above 0, in a fixed order.
+        alone: each one's capacity; decides its batch, and its share of the system.
     """
     batches = sum(alone[profile].batch * n for profile, n in counts.items())
     factor = min(1.0, requests / (batches * (1 + _SYSTEM_BATCHES)))
@@ -113,7 +113,7 @@ class Trials(NamedTuple):
         policy: of the gateway.
         requests: of a run of a whole system, about.
         compiled: run the engines compiled by numba.
-        slo: what requests are judged by; the gateway does not know of it.
+        slo: the limits of requests; the gateway does not know them.
     """
 
     policy: str
@@ -123,7 +123,7 @@ class Trials(NamedTuple):
     slo: Slo | None = None
 
     def saturate(self, system: System, mix: Mix) -> SystemFigures | None:
-        """Everything at once, in its stride, and scaled to the system it stands for."""
+        """Everything at once, in steady state, scaled to the system it represents."""
         half_done = math.ceil(system.batch)
         batches = np.clip(self.requests / half_done - 1, _LEAST_BATCHES, 4 * _SYSTEM_BATCHES)
         fresh = max(100, math.ceil(batches * half_done))
@@ -153,9 +153,9 @@ class Trials(NamedTuple):
     def hold(
         self, system: System, mix: Mix, rate_per_s: float, times: int = 1
     ) -> SystemFigures | None:
-        """Poisson arrivals at a rate of the whole system, of ``times`` as many requests.
+        """Poisson arrivals at a rate of the whole system, with ``times`` as many requests.
 
-        None where no request finishes.
+        None if no request finishes.
         """
         instances, requests = system.simulated(), times * self.requests
         if isinstance(mix.lengths, OrderedTrace):
@@ -168,7 +168,7 @@ class Trials(NamedTuple):
         return _figures_at_rate(workload, records, mix, len(instances), system.share, self.slo)
 
     def hold_alone(self, profile: Profile, mix: Mix, rate_per_s: float) -> SystemFigures | None:
-        """One instance at a rate of arrivals; None where it does not finish a request."""
+        """One instance at a rate of arrivals; None if it does not finish a request."""
         workload = _at_rate(mix, rate_per_s, mix.batch(profile))
         records = simulate_alone(profile, workload, self.engines)
         return _figures_at_rate(workload, records, mix, 1, slo=self.slo)
@@ -179,12 +179,12 @@ class Trials(NamedTuple):
         """One instance with the requests of a share of a trace's sessions, and its prefix cache.
 
         Args:
-            alone: what it does with every prompt computed in full.
+            alone: its capacity with every prompt computed in full.
             mix: of an ``OrderedTrace``.
         """
         system = System(((profile, 1),), alone.batch, share)
-        # As many as come to it of a system's run, or a few hundred: what its cache holds hangs
-        # on how much came before.
+        # As many as its part of a system's run, or a few hundred: its cache's content depends on
+        # how much came before.
         requests = max(_LEAST_ALONE, math.ceil(share * self.requests))
         plain = Trials("finish-time", self.engines, requests)
         figures = plain.saturate(system, mix)
@@ -262,7 +262,7 @@ def _figures_at_rate(
         slo_share = float(within_slo(workload, records, slo)[came].mean())
     output_tokens_per_s = _tokens_per_s(workload, records, window) / share
     per_output_token = mix.tokens_per_output_token
-    if workload.prefixes is not None:  # these rows are not drawn from the mix
+    if workload.prefixes is not None:  # these rows are not random draws
         per_output_token = 1 + float(workload.prompt_tokens.sum() / workload.output_tokens.sum())
     return SystemFigures(
         tokens_per_s=output_tokens_per_s * per_output_token,
@@ -280,14 +280,14 @@ def _figures_at_rate(
 
 
 def _cached_share(workload: Workload, records: Records, counted: Flags) -> float:
-    """Of the prompt tokens of the counted requests; nan where no prompts are known to be alike."""
+    """Share of the counted requests' prompt tokens; nan if no prompts are known to be alike."""
     prompt_tokens = float(workload.prompt_tokens[counted].sum())
     if workload.prefixes is None or not prompt_tokens:
         return math.nan
     return float(records.cached_tokens[counted].sum()) / prompt_tokens
 
 
-# What is asked
+# The question
 
 
 class PlannedTransfers(NamedTuple):
@@ -299,18 +299,18 @@ class PlannedTransfers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of the planner.
+    """The planner's input.
 
     Args:
-        machines: ids differ.
-        types: what can be deployed, by (accelerator, size); ``unfit``: what cannot.
+        machines: with distinct ids.
+        types: those that can be deployed, by (accelerator, size); ``unfit``: those that cannot.
         lengths: of the requests.
         estimator: of Algorithm 1, which prunes.
-        seed: of everything that is drawn.
+        seed: of everything random.
         requests: of one simulation of a whole system, about.
         compiled: run the engines compiled by numba.
         notes: passed on to the plan.
-        transfer: with it, the plan says what splitting requests would bring.
+        transfer: with it, the plan reports the gain of splitting requests.
     """
 
     machines: tuple[Machine, ...]
@@ -337,10 +337,10 @@ class Question:
         return Trials(self.policy, self.engines, self.requests, self.compiled, self.goals.slo)
 
     def saturate(self, system: System, mix: Mix, alone_tokens_per_s: float) -> SystemFigures | None:
-        """A system with everything at once, at most what its instances do alone.
+        """A system with everything at once, at most the sum of its instances alone.
 
         More is the luck of a short run, which flatters unequal layouts by up to 7 %; but not with
-        prefix caches: what an instance finds hangs on which sessions the gateway gives it.
+        prefix caches: what an instance finds depends on which sessions the gateway gives it.
         """
         found = self.trials.saturate(system, mix)
         if found is None or found.tokens_per_s <= alone_tokens_per_s:
@@ -355,7 +355,8 @@ class Question:
     def goodput(
         self, system: System, mix: Mix, full: SystemFigures, likely_per_s: float | None = None
     ) -> Goodput | None:
-        """What a system holds within the limits; ``full``: what it does with everything at once."""
+        """The rate a system holds within the limits; ``full``: its result with everything at
+        once."""
         most_per_s = full.tokens_per_s / (1 + HEADROOM) / mix.mean_tokens
         if not most_per_s:
             return None
@@ -367,7 +368,7 @@ class Question:
         )
 
     def alone(self, profile: Profile, mix: Mix, share: float) -> Alone | None:
-        """One instance with always enough to do, and of a trace in order with a share of it."""
+        """One saturated instance; for a trace in order with a share of it."""
         found = run_alone(profile, mix, self.engines)
         if found is None or not self.in_order:
             return found
@@ -375,7 +376,7 @@ class Question:
 
 
 class NoPlan(HeteroGatewayError):
-    """The machines can serve, but nothing that they can be made into keeps the goals."""
+    """The machines can serve, but no configuration of them keeps the goals."""
 
 
 def sample_requests(plan: Plan, question: Question) -> list[tuple[int, int]]:
@@ -388,8 +389,8 @@ def sample_requests(plan: Plan, question: Question) -> list[tuple[int, int]]:
     count = min(max(math.ceil(_BATCHES * running), _LEAST_REQUESTS), _MOST_REQUESTS)
     mix = Mix.of(question.lengths, question.seed)
     rng = np.random.default_rng(question.seed)
-    # One of each slice of the mix sorted by length; of some such samples, that whose means are
-    # nearest to the mix's: a plan and a run of a thousand requests are to differ by less than 1 %.
+    # One of each slice of the mix sorted by length; of some such samples, the one whose means are
+    # nearest to the mix's: a plan and a run of a thousand requests should differ by less than 1 %.
     samples = [even_rows(mix.prompt_pool, mix.output_pool, count, rng) for _ in range(_SAMPLES)]
     known = ((mix.prompt_pool, mix.mean_prompt), (mix.output_pool, mix.mean_output))
     rows = min(samples, key=lambda rows: sum(abs(of[rows].mean() / mean - 1) for of, mean in known))

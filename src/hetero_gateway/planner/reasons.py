@@ -1,9 +1,9 @@
 """Why a candidate loses, or all of them: lines from figures, never a rule of thumb.
 
 Per accelerator, an instance type makes (batch / t) / step tokens per second: against another on the
-same accelerators it loses by fewer sequences on each, or by longer steps. What keeps the batch from
-growing, how often the weights are held, and the part of a step that more accelerators do not make
-shorter can be read off.
+same accelerators it loses by fewer sequences on each, or by longer steps. The limit of the batch,
+the copies of the weights, and the part of a step that more accelerators do not shorten can be read
+off.
 """
 
 import math
@@ -19,9 +19,9 @@ from hetero_gateway.planner.shortlist import Shortlist
 from hetero_gateway.planner.sizes import Size, as_size
 from hetero_gateway.sim.alone import Alone
 
-# Below this a difference is not told as a cause.
+# Smaller differences are not reported as a cause.
 _NOTABLE = 0.9
-# A whole system that makes less than this share of what its instances do alone: the policy's loss.
+# A whole system below this share of the sum of its instances alone: the policy's loss.
 _KEPT = 0.95
 
 
@@ -75,10 +75,10 @@ class Reasons:
         return math.hypot(found.time_uncertainty, of_kv)
 
     def lead(self, best: PlanCandidate, second: PlanCandidate) -> str | None:
-        """A line when the lead over the second is within what is uncertain of it; else None.
+        """A line if the lead over the second is within its uncertainty; else None.
 
-        What both have of a type cancels out: only of the instances that one has more of does the
-        error count. Errors of different types are taken to be independent.
+        What both have of a type cancels out: only the error of the surplus instances
+        counts. Errors of different types are assumed to be independent.
         """
         if best.simulated is None or second.simulated is None:
             return None
@@ -105,7 +105,7 @@ class Reasons:
         )
 
     def _cause(self, candidate: PlanCandidate, best: PlanCandidate) -> str:
-        """Of the machine whose layout loses most: why its worst type does."""
+        """For the machine whose layout loses most: why its worst type does."""
         lost = {
             i: self._sum(i, best.layouts[i]) - self._sum(i, layout)
             for i, layout in candidate.layouts.items()
@@ -137,13 +137,13 @@ class Reasons:
         return text
 
     def _sum(self, machine_id: str, layout: Layout) -> float:
-        """Tokens/s of a machine by what its instances do alone."""
+        """Tokens/s of a machine by its instances alone."""
         accelerator = self.machines[machine_id].accelerator
         found = [self.alone.get((accelerator, t)) for t in layout]
         return sum(each.tokens_per_s for each in found if each) / together(layout)
 
     def _compare_types(self, accelerator: str, t: int, other: int, copies: int) -> str:
-        """Why t, of which a machine has ``copies``, makes fewer tokens per accelerator."""
+        """Why t, with ``copies`` on a machine, makes fewer tokens per accelerator."""
         mine, its = self.alone.get((accelerator, t)), self.alone[accelerator, other]
         if mine is None:
             return f"tp{t} was ruled out by Algorithm 1"
@@ -174,7 +174,7 @@ class Reasons:
         return f"tp{t}: " + ", ".join(causes)
 
     def _limit(self, accelerator: str, t: int, copies: int) -> str:
-        """What keeps a type's batch small; ``copies`` of the weights, where a larger t wins."""
+        """What keeps a type's batch small; ``copies`` of the weights, if a larger t wins."""
         found, limit = self.types[accelerator, t], self.alone[accelerator, t].limit
         if limit == "max_num_seqs":
             return f"max_num_seqs {found.profile.max_num_seqs}"
@@ -185,7 +185,7 @@ class Reasons:
 
 
 def instances(candidate: PlanCandidate, machines: Mapping[str, Machine]) -> Counter[Key]:
-    """By type; one that stretches over machines counts once, within rounding."""
+    """By type; one that spans machines counts once, within rounding."""
     found = Counter(
         (machines[i].accelerator, t) for i, layout in candidate.layouts.items() for t in layout
     )
@@ -242,13 +242,13 @@ def _policy_loss(candidate: PlanCandidate) -> str:
     return f"the policy gets {kept:.0%} of what its instances do alone" if kept < _KEPT else ""
 
 
-# Besides the candidates, and where there are none
+# Besides the candidates, and if there are none
 
 
 def plan_notes(
     question: Question, reasons: Reasons, candidates: Sequence[PlanCandidate]
 ) -> list[str]:
-    """Of an answer, best candidate first: what to know of the best one."""
+    """Notes on the best candidate of an answer, best candidate first."""
     best, machines = candidates[0], reasons.machines
     notes = []
     if question.goals.name == "throughput":
@@ -275,7 +275,7 @@ def plan_notes(
 
 
 def nothing_fits(unfit: Sequence[Unfit]) -> str:
-    """One line: the model fits no machine, and what comes nearest to fitting."""
+    """One line: the model fits no machine, and the nearest miss."""
     if not unfit:
         return "the model fits no machine"
     nearest = min(unfit, key=lambda u: (u.shortfall_bytes <= 0, u.shortfall_bytes))
@@ -296,7 +296,7 @@ def nothing_holds(
 
     Args:
         rates_per_s: that instances hold alone, by type.
-        largest: what was tried with the most machines.
+        largest: the tried one with the most machines.
     """
     goals = question.goals
     if not rates_per_s:
@@ -321,7 +321,7 @@ def nothing_holds(
 
 
 def _caution(size: Size) -> str:
-    """What the profile of such a size does not say."""
+    """What the profile of such a size does not include."""
     if size.pipeline > 1:
         return (
             f"tp{size} is reckoned, not measured: a lone prompt passes {size.pipeline} stages one "

@@ -1,12 +1,12 @@
-"""Which instances had better compute prompts, and which answer: roles, found by simulation. Pure.
+"""Which instances should compute prompts, and which answer: roles, found by simulation. Pure.
 
-docs/design/disaggregation.md says why each request's own best is not the best of all. Here the
-recent mix is simulated under candidates of roles, *nothing is split* and *no roles* among them, and
-the best one counts. To be run in a process of its own: it takes a second of CPU time or more.
+docs/design/disaggregation.md explains why each request's own best is not the best of all. Here the
+recent mix is simulated under candidate roles, including *nothing is split* and *no roles*, and the
+best one is used. Run it in a process of its own: it takes a second of CPU time or more.
 
-Candidates follow comparative advantage: instances in the order of their prompt's time over their
-answer's, the first m of which get prompts and the others answers, for some m about the one at which
-both have as much to do. A role is a price; a high one is a rule.
+Candidates follow comparative advantage: instances are ordered by their prompt's time over their
+answer's; the first m get prompts and the others answers, for some m about the one at which both
+have as much to do. A role is a price; a high one is a rule.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,14 @@ Roles = Mapping[InstanceId, RolePrice] | None
 
 @dataclass(frozen=True, slots=True)
 class RoleQuestion:
-    """Which roles a mix wants.
+    """Which roles are best for a mix.
 
     Args:
         instances: all that serve it.
-        mix: what came lately, with its times.
+        mix: recent requests, with their times.
         links: of pairs, as far as they are known.
-        kv_bytes_per_token: of what is handed over.
-        slo: limits; none of it where there are none.
+        kv_bytes_per_token: of handed-over prompts.
+        slo: limits; empty if there are none.
     """
 
     instances: tuple[SimulatedInstance, ...]
@@ -52,12 +52,13 @@ class RoleQuestion:
 
 # Seconds: one that is paid in a burst, and one that never is.
 SOFT_S, HARD_S = 10.0, 1000.0
-# The first look at every candidate is at so many requests, the second at all, of the best ones.
+# The first look at every candidate uses so many requests, the second, of the best ones, all of them
+# twice in a row, since a backlog that grows shows late.
 _FIRST_LOOK, _SECOND_LOOKS = 500, 3
 # Shares within the limits that differ by no more are equal: then the latency decides.
 _NOISE = 0.01
-# To split at all must bring more than ``_NOISE`` of either, and not cost more of the latency than
-# this; where more than ``_MUCH`` of the requests are within the limits by it, each further share of
+# Splitting at all must gain more than ``_NOISE`` of either, and not cost more of the latency than
+# this; if more than ``_MUCH`` of the requests are within the limits by it, each further share of
 # them is worth so many of the latency.
 _MOST_LATENCY, _MUCH, _MISS_WEIGHT = 1.02, 0.05, 4.0
 
@@ -105,7 +106,7 @@ def split_of(order: Sequence[InstanceId], prefills: int, price_s: float) -> Role
 def advantage_order(
     instances: Sequence[SimulatedInstance], prompt_tokens: float, output_tokens: float
 ) -> tuple[list[InstanceId], int]:
-    """Instances, those first that had rather compute prompts; and how many of them balance it."""
+    """Instances, those best suited to prompts first; and how many of them balance the work."""
     told = []
     for one in instances:
         if one.believed is not None:
@@ -126,7 +127,7 @@ def advantage_order(
 def candidates(
     instances: Sequence[SimulatedInstance], prompt_tokens: float, output_tokens: float
 ) -> list[Roles]:
-    """What is tried; the first splits nothing."""
+    """The candidates; the first splits nothing."""
     order, balanced = advantage_order(instances, prompt_tokens, output_tokens)
     found: list[Roles] = [None, {}]
     about = sorted({balanced - 2, balanced - 1, balanced, balanced + 1})
@@ -146,10 +147,10 @@ def find_roles(
     max_batched_tokens: int = 2048,
     seed: int = 0,
 ) -> Roles:
-    """The roles under which this mix does best; None: it is best not to split.
+    """The best roles for this mix; None: it is best not to split.
 
     Args:
-        mix: what came lately, with its times.
+        mix: recent requests, with their times.
         pairs: makes new ones: a simulation notes its transfers in them.
         slo: limits; the share of requests within them goes before the mean latency.
     """
@@ -168,7 +169,8 @@ def find_roles(
         few = _first(mix, _FIRST_LOOK)
         best = _in_order([run(roles, few) for roles in tried[1:]])[:_SECOND_LOOKS]
         tried = [None, *(tried[1 + k] for k in best)]
-    unsplit, *runs = [run(roles, mix) for roles in tried]
+    twice = _once_more(mix)
+    unsplit, *runs = [run(roles, twice) for roles in tried]
     worth = [k for k, split in enumerate(runs) if _is_worth(split, unsplit)]
     best = _in_order([runs[k] for k in worth])
     return tried[1 + worth[best[0]]] if best else None
@@ -186,7 +188,7 @@ def run_under(
     max_batched_tokens: int = 2048,
     seed: int = 0,
 ) -> RunResult:
-    """What a workload comes to under these roles, and ``finish-time``.
+    """The result of a workload under these roles, and ``finish-time``.
 
     Args:
         reference: (prompt, output) tokens of the mean request.
@@ -210,7 +212,7 @@ def run_under(
 
 
 def _in_order(runs: Sequence[RunResult]) -> list[int]:
-    """Their positions, the best one first."""
+    """Their indices, the best one first."""
     most = max((run.slo_share for run in runs), default=0.0) - _NOISE
 
     def rank(k: int) -> tuple[float, float]:
@@ -221,12 +223,23 @@ def _in_order(runs: Sequence[RunResult]) -> list[int]:
 
 
 def _is_worth(split: RunResult, unsplit: RunResult) -> bool:
-    """Whether it is better to split so than not to split."""
+    """Whether this splitting is better than none."""
     gain = split.slo_share - unsplit.slo_share
     ratio = split.latency_s.mean / unsplit.latency_s.mean
     if gain <= _NOISE:
         return gain >= -_NOISE / 2 and ratio < 1 - _NOISE
     return ratio <= _MOST_LATENCY + _MISS_WEIGHT * max(0.0, gain - _MUCH)
+
+
+def _once_more(workload: Workload) -> Workload:
+    """Itself, and the same again as it ends."""
+    arrival_s, count = workload.arrival_s, len(workload)
+    mean_s = float(arrival_s[-1] - arrival_s[0]) / max(1, count - 1)
+    return Workload(
+        np.concatenate((arrival_s, arrival_s + count * mean_s)),
+        np.tile(workload.prompt_tokens, 2),
+        np.tile(workload.output_tokens, 2),
+    )
 
 
 def _first(workload: Workload, count: int) -> Workload:

@@ -1,7 +1,7 @@
-"""p1..p9 of an accelerator that nobody has profiled, from its data sheet.
+"""p1..p9 of an accelerator without a profile, from its data sheet.
 
-A step takes as long as the slower of arithmetic and memory traffic, plus what the engine and the
-all-reduce add. That is not linear in batch and tokens, so Eqs. (3) and (4) are fitted to it over a
+A step takes as long as the slower of arithmetic and memory traffic, plus the engine's overhead and
+the all-reduce. That is not linear in batch and tokens, so Eqs. (3) and (4) are fitted to it over a
 grid of batches, by relative-error least squares with non-negative constants (erratum 14).
 
     step        arithmetic (FLOP)                        memory (bytes)
@@ -9,13 +9,13 @@ grid of batches, by relative-error least squares with non-negative constants (er
     decode      2·weights·b                              weights once, and the KV of every sequence
 
 with n = b·I prompt tokens, width = heads · head_dim, half of the attention matrix masked, and the
-output layer only for the b tokens that are sampled. Both are shared by t accelerators. The second
-term of a prefill's arithmetic is not fitted: it is p9, of the model's shape alone, and so prompts
-beyond the grid are right as well.
+output layer only for the b sampled tokens. Both are divided by t accelerators. The second term of a
+prefill's arithmetic is not fitted: it is p9, of the model's shape alone, so prompts beyond the grid
+are right as well.
 
 A layer also costs its many small kernels, and an all-reduce does not reach its link's figure. These
 shares were fitted to the built-in profiles that are sums of measured operators (A100, H100, H200,
-L40S); docs/evidence/planner.md has the ratios. Those of V100, T4 and A800 hold an older engine's
+L40S); docs/evidence/planner.md has the ratios. Those of V100, T4 and A800 include an older engine's
 overhead, 2.5 ms a step and 60 µs a sequence: against them it is optimistic.
 """
 
@@ -35,23 +35,22 @@ from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.planner.accelerators import Accelerator
 from hetero_gateway.planner.model_shape import ModelShape
 
-# What vLLM's scheduler, sampler and input preparation add to a step: as in the built-in profiles.
+# Overhead of vLLM's scheduler, sampler and input preparation: as in the built-in profiles.
 STEP_OVERHEAD_S = 1e-3
 SEQUENCE_OVERHEAD_S = 1e-5
-# What a server does before a first token, beside the steps: of vLLM's on an H100 and of those in
+# A server's time before a first token, besides the steps: of vLLM's on an H100 and of those in
 # docs/evidence/planner.md 7 to 13 ms, whatever the model or the group; not the card's.
 FIRST_TOKEN_S = 9e-3
-# Of a mixture's experts, so many are read by a step from which on all are taken to be.
+# A step that reads this share of a mixture's experts is assumed to read all.
 AWAKE_SHARE = 0.9
-# The start of one all-reduce (two of them follow each layer), and the share of a link's figure that
-# an all-reduce reaches. Fitted as said above.
+# The start of one all-reduce (two follow each layer), and the share of a link's figure that an
+# all-reduce reaches. Fitted as described above.
 ALL_REDUCE_START_S = 0.7e-5
 LINK_EFFICIENCY = 0.53
-# Links below this are slots. What an all-reduce of vLLM's reaches there, as a share of the link,
-# and how long one of hardly any tokens takes, by the number of cards: fitted to the collectives
-# that AIConfigurator (Apache-2.0, systems/data/*/comm/vllm) measured on L40S, whose PCIe 4 slots
-# meet in the processor, and on RTX PRO 6000, whose PCIe 5 slots meet in switches. Between, on a
-# log scale.
+# Slower links are slots. The bandwidth of vLLM's all-reduce there, as a share of the link, and its
+# time with hardly any tokens, by the number of cards: fitted to the collectives that AIConfigurator
+# (Apache-2.0, systems/data/*/comm/vllm) measured on L40S, whose PCIe 4 slots meet in the processor,
+# and on RTX PRO 6000, whose PCIe 5 slots meet in switches. Between, on a log scale.
 SLOT_BYTES_PER_S = 100e9
 SWITCHED_BYTES_PER_S = 48e9
 ROOT_SHARES = {2: 0.59, 4: 0.116, 8: 0.061}
@@ -76,11 +75,12 @@ def roofline_profile(
     kv_capacity_tokens: int,
     times: tuple[StepTime, StepTime] | None = None,
     copies: int = 1,
+    plans_ahead: bool = True,
 ) -> Profile:
     """The profile of one instance: Eqs. (3) and (4) fitted to its step times.
 
     ``times`` are those of a prefill and of a decode step, None: the roofline's own; ``copies`` of
-    the model share the attention over prompts.
+    the model share the attention over prompts; ``plans_ahead``: as ``Profile``.
     """
     prefill, decode = times or step_times(accelerator, model, tensor_parallel)
     p9 = attended_pair_s(accelerator, model, tensor_parallel) / copies
@@ -103,7 +103,7 @@ def roofline_profile(
         kv_capacity_tokens=kv_capacity_tokens,
         max_num_seqs=max_num_seqs,
         first_token_s=FIRST_TOKEN_S,
-        plans_ahead=True,
+        plans_ahead=plans_ahead,
         experts_awake_at=awake_at,
         idle_expert_s=idle_s,
         source={
@@ -124,10 +124,10 @@ def roofline_profile(
 def _awake(
     decode: StepTime, accelerator: Accelerator, model: ModelShape, ranks: int
 ) -> tuple[StepTime, float, float]:
-    """Decode steps that read all experts; from how many tokens on they do, nearly; and what each
-    token fewer spares, s: a line through none spared there and what one token alone does.
+    """Decode steps that read all experts; the token count from which they nearly do; and the saving
+    of each token fewer, s: a line from no saving there to that of one token alone.
 
-    ``ranks``: accelerators that share the experts out.
+    ``ranks``: accelerators that the experts are distributed over.
     """
     bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * ranks
     experts = model.moe_layers * model.experts * model.expert_weights * model.bytes_per_weight
@@ -156,7 +156,7 @@ def step_times(
     bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency * tensor_parallel
     experts = model.moe_layers * model.expert_weights
     others = model.layer_weights - model.experts * experts
-    # Rows that the experts' kernels write and read beside the weights: inputs, gate, up, outputs.
+    # Rows that the experts' kernels write and read besides the weights: inputs, gate, up, outputs.
     width = 3 * model.moe_intermediate / tensor_parallel + 2 * model.hidden
     row_bytes = model.moe_layers * model.experts_per_token * width * model.dtype_bytes
 
@@ -164,7 +164,7 @@ def step_times(
         dense = max(2 * others * tokens / flop_per_s, others * model.bytes_per_weight / bytes_per_s)
         if not experts:
             return dense
-        # Of experts arithmetic and weights add up: each has too few rows to hide one in the other.
+        # Arithmetic and weights of experts add up: each has too few rows to hide one in the other.
         touched = (model.layer_weights_touched(tokens) - others) * model.bytes_per_weight
         work = 2 * experts * model.experts_per_token * tokens / flop_per_s
         rows = tokens * row_bytes * tensor_parallel / bytes_per_s
@@ -213,7 +213,7 @@ def step_times(
 def attended_pair_s(accelerator: Accelerator, model: ModelShape, tensor_parallel: int) -> float:
     """p9: a token's product with one key, and with its value, in every layer and head.
 
-    Only of layers that attend to all tokens.
+    Only for layers that attend to all tokens.
     """
     layers = sum(
         cache.layers
@@ -243,7 +243,7 @@ def all_reduce_s(
     if accelerator.link_bytes_per_s <= 0:
         raise ValueError(f"{accelerator.name}: t > 1 needs link_bytes_per_s")
     slots = accelerator.link_bytes_per_s < SLOT_BYTES_PER_S
-    # Between switches each doubling of the group is one more round of waiting for each other.
+    # Between switches each doubling of the group adds one round of waiting for each other.
     start = SLOT_START_S * t if slots else ALL_REDUCE_START_S * math.log2(t)
     # A ring passes 2(t - 1)/t of the activations over every link.
     passed = 2 * (1 - 1 / t) * tokens * model.hidden * 2
@@ -251,7 +251,7 @@ def all_reduce_s(
 
 
 def link_share(accelerator: Accelerator, together: int) -> float:
-    """Of a link's figure, what a collective of so many accelerators reaches."""
+    """The share of a link's figure that a collective of so many accelerators reaches."""
     if accelerator.link_bytes_per_s >= SLOT_BYTES_PER_S:
         return LINK_EFFICIENCY
     switched = accelerator.link_bytes_per_s >= SWITCHED_BYTES_PER_S
@@ -261,7 +261,7 @@ def link_share(accelerator: Accelerator, together: int) -> float:
 
 
 def matrix_flop_per_s(accelerator: Accelerator, model: ModelShape) -> float:
-    """What products with the layers' weights reach: in eight bits where both have them."""
+    """The speed of products with the layers' weights: in eight bits if both have them."""
     peak = accelerator.flop_per_s
     stored = model.quantization
     if stored is not None and stored.bits == 8:

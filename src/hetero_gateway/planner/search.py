@@ -1,8 +1,8 @@
 """The search for a deployment configuration (section 3.2): estimates prune, the simulator ranks.
 
 docs/design/search.md has its steps: ``layouts``, ``shortlist``, ``allocation``, ``systems``, and
-``least_resource`` for a rate that is to cost little. The paper ranks by Algorithm 1, which with
-grouped-query attention counted right names the best configuration in 72 % of cases
+``least_resource`` for a rate at low cost. The paper ranks by Algorithm 1, which with grouped-query
+attention counted right names the best configuration in 72 % of cases
 (benchmarks/planner/search.py). One seed gives one answer, whatever the order of the machines.
 """
 
@@ -26,18 +26,18 @@ from hetero_gateway.sim.alone import Mix
 
 # Combinations that are ranked by their sums, and shown.
 _COMBINATIONS = 12
-# Whole systems that are simulated; fewer where a run has many requests, so that all of them
-# together have about as many as the budget says.
+# Whole systems that are simulated; fewer if a run has many requests, so that all of them together
+# have about as many as the budget.
 _SYSTEMS = 6
 _LEAST_SYSTEMS = 2
 _BUDGET_REQUESTS = 30_000
-# The same of a trace in order, whose requests take the simulator twice as long.
+# The same for a trace in order, whose requests take the simulator twice as long.
 _BUDGET_IN_ORDER = 15_000
-# Of a trace in order, candidates whose latencies are told where neither a rate nor limits are.
+# For a trace in order, candidates with reported latencies if there is no rate and no limit.
 _TOLD_IN_ORDER = 2
-# Candidates this close are one to a run of the simulator: they are run again, and the mean decides.
+# Candidates this close are equal within one run's noise: they are run again, and the mean decides.
 _NOISE = 0.01
-# Latencies are told at this share of the best's throughput where no rate is given.
+# Latencies are reported at this share of the best's throughput if no rate is given.
 _LOAD = 0.7
 
 
@@ -64,7 +64,7 @@ def _check(question: Question, groups: Sequence[Group]) -> None:
 
 
 class _Search:
-    """Steps 4 and 5: of what is on the shortlist, which whole systems are simulated, and how."""
+    """Steps 4 and 5: which whole systems of the shortlist are simulated, and how."""
 
     def __init__(
         self, question: Question, shortlist: Shortlist, on_progress: Callable[[str], None]
@@ -108,8 +108,8 @@ class _Search:
         if not self._rate_per_s:
             tokens_per_s = _LOAD * ranked[0][0].tokens_per_s
             self._rate_per_s = tokens_per_s / self._shortlist.mix.mean_tokens
-        # With a prefix cache a run takes a few times as long: what no goal asks for is told of the
-        # best few.
+        # With a prefix cache a run takes a few times as long: figures that no goal needs are
+        # computed only for the best few.
         told = _TOLD_IN_ORDER if self._q.in_order and not goals_ask else len(ranked)
         simulated = [self._systems.at_rate(c, self._rate_per_s) for c, _ in ranked[:told]]
         simulated += [candidate for candidate, _ in ranked[told:]]
@@ -133,7 +133,7 @@ class _Search:
         return sorted(found, key=self._goals.rank)
 
     def _to_simulate(self, found: Sequence[Allocation]) -> list[Allocation]:
-        """The best few; of one kind of machine, the equal layouts of the paper among them."""
+        """The best few; for one kind of machine, including the equal layouts of the paper."""
         systems = self._systems
         batch = max(systems.system(systems.candidate(each)).batch for each in found[:_SYSTEMS])
         run = max(self._q.requests, 4 * batch)
@@ -145,7 +145,7 @@ class _Search:
         return list(dict.fromkeys([*found[:2], *equal, *found]))[:few]
 
     def _ruled_out(self) -> list[Allocation]:
-        """What Algorithm 1 dropped, equal layouts first, where there is one kind of machine."""
+        """What Algorithm 1 dropped, equal layouts first, if there is one kind of machine."""
         if len(self._groups) > 1:
             return []
         (group,) = self._groups
@@ -159,7 +159,7 @@ class _Search:
     def _settle_ties(
         self, ranked: list[tuple[PlanCandidate, Allocation]]
     ) -> list[tuple[PlanCandidate, Allocation]]:
-        """Those that one run cannot tell from the best are run again with other requests."""
+        """Run those that one run cannot tell from the best again, with other requests."""
         if self._goals.name != "throughput":
             return ranked
         least = (1 - _NOISE) * ranked[0][0].tokens_per_s
@@ -221,7 +221,7 @@ class _Search:
     ) -> list[tuple[PlanCandidate, Allocation]]:
         """Each simulated at the highest rate that it holds, the best first."""
         found: list[tuple[PlanCandidate, Allocation]] = []
-        ratio = 1.0  # of what the last one held to what its instances hold alone
+        ratio = 1.0  # the last one's held rate over its instances' sum
         for each in allocations:
             self._on_progress(f"at its goodput: {self._systems.name(each)}")
             alone_per_s = _rate_of(each, self._groups, worths)
@@ -252,7 +252,7 @@ class _Search:
             unfit=q.unfit,
             goal=q.goals.name,
             policy=q.policy,
-            # At its own rate each, latencies do not compare.
+            # Each at its own rate: latencies do not compare.
             pareto=() if q.goals.at_goodput else _pareto(told),
             notes=(*q.notes, *plan_notes(q, reasons, told)),
             alone=alone,
@@ -265,7 +265,7 @@ class _Search:
 
 
 def _without_one(each: Allocation) -> list[Allocation]:
-    """Each kind of machine left out in turn, where there are several: a slow one may do harm."""
+    """Each kind of machine left out in turn, if there are several: a slow one may do harm."""
     used = [i for i, parts in enumerate(each) if parts]
     if len(used) < 2:
         return []
@@ -288,7 +288,7 @@ def _with_second_runs(
 ) -> list[PlanCandidate]:
     """Each with the mean of its run with everything at once and of another one's figures.
 
-    Other requests are a little harder or easier for all of them: that is nobody's merit.
+    Other requests are a little harder or easier for all of them, which must not count.
     """
     level = sum(candidate.tokens_per_s for candidate in candidates)
     level /= sum(figures.tokens_per_s for figures in second)

@@ -1,6 +1,6 @@
-"""What is left before whole systems are simulated: layouts, by what their instances do alone.
+"""The layouts left before whole systems are simulated, by their instances alone.
 
-Algorithm 1 of the paper estimates each instance type and drops layouts; the types that are left are
+Algorithm 1 of the paper estimates each instance type and drops layouts; the remaining types are
 simulated alone.
 """
 
@@ -26,7 +26,7 @@ KEEP = 0.5
 # The paper samples 200 requests.
 _ESTIMATE_REQUESTS = 200
 _ESTIMATE_STREAM = 7
-# The rate that one instance alone holds within the limits is found to this share of what it can do.
+# Tolerance of the rate that one instance alone holds, as a share of its maximum.
 _ALONE_STEP = 1 / 16
 
 # Algorithm 1's tokens/s of one instance of each type: as printed, and unpadded.
@@ -35,12 +35,12 @@ _Estimates = Mapping[Key, tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:
-    """What can be made of each kind of machine.
+    """The layouts of each kind of machine.
 
     Args:
-        mix: the requests that everything is simulated with.
-        alone: what one instance of each type that is left does, with always enough to do.
-        worths: tokens/s of one machine by what its instances do alone, of the layouts left.
+        mix: the requests of all simulations.
+        alone: the saturated throughput of one instance of each remaining type.
+        worths: tokens/s of one machine by its instances alone, of the remaining layouts.
         dropped: the layouts that Algorithm 1 puts too far below its best.
     """
 
@@ -99,7 +99,7 @@ def _estimate_types(question: Question, groups: Sequence[Group]) -> _Estimates:
 def _instance_estimate(
     profile: Profile, prompt: Sequence[int], output: Sequence[int], estimator: Estimator
 ) -> float:
-    """Algorithm 1's tokens/s of one instance; 0 where a request does not fit it.
+    """Algorithm 1's tokens/s of one instance; 0 if a request does not fit it.
 
     As printed it has no limit on the batch; unpadded, the engine's ``max_num_seqs``.
     """
@@ -118,10 +118,10 @@ def estimated(estimates: _Estimates, group: Group, layout: Layout) -> tuple[floa
 def _prune(
     question: Question, groups: Sequence[Group], estimates: _Estimates
 ) -> tuple[dict[Group, list[Layout]], dict[Group, list[Layout]]]:
-    """The layouts that are left, and the others; all of them are left where latency goals may need
-    a larger t, or where prefix caches, of which Algorithm 1 does not know, may favour one.
+    """The remaining layouts, and the others; all remain if latency goals may need a larger t, or if
+    prefix caches, which Algorithm 1 ignores, may favour one.
 
-    Those over several machines are few, and the smallest may be the cheapest: they stay.
+    Those over several machines are few, and the smallest may be the cheapest: they remain.
     """
     which = 0 if question.estimator == "paper" else 1
     kept, dropped = {}, {}
@@ -140,12 +140,12 @@ def _prune(
 
 
 def _share(question: Question, key: Key) -> float:
-    """An instance's, of all accelerators: of the sessions that it is taken to get."""
+    """An instance's share of all accelerators: of the sessions that it is assumed to get."""
     return as_size(key[1]).accelerators / sum(m.count for m in question.machines)
 
 
 def alone_sum(alone: Mapping[Key, Alone], group: Group, layout: Layout) -> float:
-    """Tokens/s of one machine; 0 where not every instance was simulated alone."""
+    """Tokens/s of one machine; 0 if not every instance was simulated alone."""
     if any((group.accelerator, t) not in alone for t in layout):
         return 0.0
     sums = sum(alone[group.accelerator, t].tokens_per_s for t in layout)
@@ -155,7 +155,7 @@ def alone_sum(alone: Mapping[Key, Alone], group: Group, layout: Layout) -> float
 def rates_alone(
     question: Question, of: Shortlist, on_progress: Callable[[str], None]
 ) -> dict[Key, float]:
-    """Requests/s that one instance of each type holds within the limits, where it holds any."""
+    """Requests/s that one instance of each type holds within the limits, if any."""
     result = {}
     for key, alone in of.alone.items():
         most = alone.tokens_per_s / of.mix.mean_tokens / (1 + HEADROOM)

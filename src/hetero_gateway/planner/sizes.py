@@ -1,15 +1,15 @@
-"""The size of an instance: how many accelerators it takes, and how vLLM shares the model out.
+"""The size of an instance: how many accelerators it takes, and how vLLM divides the model.
 
     tensor      every matrix over so many accelerators                --tensor-parallel-size
     pipeline    the layers over so many stages of ``tensor`` each     --pipeline-parallel-size
-    data        so many copies of all but the experts                 --data-parallel-size
+    data        so many copies of everything but the experts          --data-parallel-size
     experts     whole experts on tensor · data accelerators           --enable-expert-parallel
-    machines    that it stretches over, stage by stage                --nnodes
+    machines    that it spans, stage by stage                         --nnodes
 
 A ``Size`` is the number of accelerators that it takes **on one machine**, so that the sizes of a
-layout add up, and a size without anything but tensor parallelism is that number: ``Size(4) == 4``.
-Two that take as many but share them out otherwise are different: ``Size(2, pipeline=2) != 4``.
-Order is by number alone. In names it is ``4``, ``2-pp2``, ``1-dp4-ep``: ``tp`` stands before it.
+layout add up, and a size with only tensor parallelism is that number: ``Size(4) == 4``.
+Two that take as many but divide the model otherwise are different: ``Size(2, pipeline=2) != 4``.
+Order is by number alone. In names it is ``4``, ``2-pp2``, ``1-dp4-ep``, preceded by ``tp``.
 """
 
 from typing import Self
@@ -51,7 +51,7 @@ class Size(int):
 
     @property
     def plain(self) -> bool:
-        """Whether it has tensor parallelism alone."""
+        """Whether it has only tensor parallelism."""
         return self._key == (self.tensor, 1, 1, False, 1)
 
     @property
@@ -96,9 +96,9 @@ def as_size(size: int) -> Size:
 
 
 def layer_partition(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as vLLM has it (vllm/distributed/utils.py:126, get_pp_indices).
+    """Layers of each stage, as in vLLM (vllm/distributed/utils.py:126, get_pp_indices).
 
-    What does not divide goes one each to the last stages but the very last, which has the output
+    The remainder goes, one each, to the last stages except the very last, which has the output
     layer.
     """
     each, left = divmod(layers, stages)

@@ -1,8 +1,8 @@
-"""Whether requests had better be split over the instances of a plan. Pure.
+"""Whether to split requests over the instances of a plan. Pure.
 
-The best of the plan is simulated at the plan's rate, unsplit and with roles as a gateway would find
-them. Instances can hand over to each other where vLLM's handshake lets them: one attention backend,
-and, as is true of every model, one tensor parallelism.
+The best of the plan is simulated at the plan's rate, unsplit and with the roles that a gateway
+would find. Instances can hand over to each other if vLLM's handshake allows it: the same attention
+backend and, for every model, the same tensor parallelism.
 """
 
 import dataclasses
@@ -29,17 +29,17 @@ from hetero_gateway.sim.held import held_loads
 from hetero_gateway.sim.result import RunResult
 from hetero_gateway.sim.workload import Workload, gamma_arrivals
 
-# Requests that roles are found from, and of each run that is told.
+# Requests that roles are found from, and of each reported run.
 _LAST, _REQUESTS = 1000, 1500
-# Loads that are tried with the roles, in shares of the plan's rate, up to so many times it.
+# Tried loads with the roles, in shares of the plan's rate, up to so many times it.
 _STEP, _MOST = 0.05, 2.0
 _ARRIVALS = 6
 
 
 def backend_of(accelerator: Accelerator) -> str:
-    """A name for the attention backends that vLLM takes on it; equal ones hand over.
+    """A name for the attention backends that vLLM uses on it; equal ones can hand over.
 
-    Compute capability 8 and 9 have FlashAttention, newer and older ones have others; of further
+    Compute capability 8 and 9 have FlashAttention, newer and older ones have others; for other
     makes, the same accelerator.
     """
     capability = accelerator.cuda_capability
@@ -49,7 +49,7 @@ def backend_of(accelerator: Accelerator) -> str:
 
 
 def with_verdict(plan: Plan, question: Question) -> Plan:
-    """The plan, with what splitting would bring to its best; the same where nobody asks."""
+    """The plan with the gain of splitting for its best; unchanged if not requested."""
     if question.transfer is None:
         return plan
     return dataclasses.replace(plan, splitting=_Trial(plan, question).verdict())
@@ -130,7 +130,8 @@ class _Trial:
         )
 
     def _whole_count(self, key: Key, legs: Mapping[tuple[Key, str], int]) -> int:
-        """Of all instances of a type: those that get prompts, as of the ones simulated."""
+        """Of all instances of a type: those that get prompts, in proportion to the simulated
+        ones."""
         prefills, answers = legs.get((key, "prefill"), 0), legs.get((key, "decode"), 0)
         return round(self._counts[key] * prefills / max(1, prefills + answers))
 

@@ -1,6 +1,6 @@
-"""What splitting requests brings to a simulated cluster, by roles as a gateway finds them. Pure.
+"""The gain of splitting requests on a simulated cluster, with a gateway's roles. Pure.
 
-Roles are found at each rate from other requests of the same mix, as many as a gateway looks at.
+Roles are found at each rate from other requests of the same mix, as many as a gateway uses.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Transfers:
 
     Args:
         link: between each two of them.
-        kv_bytes_per_token: of what is handed over.
+        kv_bytes_per_token: of handed-over prompts.
     """
 
     link: Link
@@ -37,7 +37,7 @@ class Transfers:
         return self.link.bytes_per_s * 8 / 1e9
 
     def pairs(self, instances: Sequence[SimulatedInstance]) -> Pairs:
-        """New ones, as far as the instances' roles let them."""
+        """New ones, as far as the instances' roles allow."""
         return Pairs(
             self.kv_bytes_per_token,
             {
@@ -50,7 +50,7 @@ class Transfers:
 
 
 class Splitting:
-    """Of one experiment: its ``splits``.
+    """One experiment's ``splits``.
 
     Args:
         experiment: without ``splits``.

@@ -1,12 +1,12 @@
-"""What each accelerator of an instance holds where it is more than tensor parallelism.
+"""The memory of each accelerator of an instance with more than tensor parallelism.
 
     pipeline   a stage has its layers (``sizes.layer_partition``), the first the embeddings, the
                last the output layer and the sampler. The stage with the least room decides: vLLM
                gives all as many blocks as that one has (v1/core/kv_cache_utils.py)
-    data       every copy has attention, shared experts and KV of its own; a request lives in one
-    experts    whole experts, spread over the accelerators of all copies
+    data       every copy has its own attention, shared experts and KV; a request lives in one
+    experts    whole experts, distributed over the accelerators of all copies
 
-Layers of unlike kinds are taken to be spread evenly over the stages, rounded up.
+Layers of different kinds are assumed to be spread evenly over the stages, rounded up.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ def instance_memory(
 ) -> MemoryEstimate:
     """``StartUp.memory`` of an instance of any size.
 
-    The parts are those of the accelerator with the least room; the capacity is the instance's, of
-    all its data-parallel copies together (``holds_request`` judges one).
+    The parts are those of the accelerator with the least room; the capacity is the instance's,
+    of all its data-parallel copies together (``holds_request`` judges one).
     """
     size = as_size(size)
     if size.plain:
@@ -70,18 +70,18 @@ def holds_request(memory: MemoryEstimate, size: int, needed_tokens: int) -> bool
 
 
 def _buffers_bytes(model: ModelShape, size: Size, tokens: int) -> float:
-    """What passes activations on, to the next stage or to the experts of other copies."""
+    """Buffers that pass activations on, to the next stage or to the experts of other copies."""
     taken = _COMMUNICATOR_GIB * GIB
     each = tokens * model.hidden * model.dtype_bytes
     if size.pipeline > 1:
         taken += 2 * each  # hidden states and residual
     if size.data > 1:
-        taken += 2 * each * size.data  # all copies' tokens, gathered and to be scattered
+        taken += 2 * each * size.data  # all copies' tokens, gathered and scattered
     return taken
 
 
 def _distinct_stages(model: ModelShape, stages: int) -> Iterator[ModelShape]:
-    """The stages of a pipeline, those that are alike once."""
+    """The stages of a pipeline, equal ones once."""
     if stages == 1:
         yield model
         return

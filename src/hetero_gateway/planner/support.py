@@ -1,4 +1,4 @@
-"""What is known of a model: its size, what vLLM takes, and where it fits."""
+"""Facts about a model: its size, what vLLM accepts, and where it fits."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,9 @@ from hetero_gateway.planner.memory import EngineOptions, StartUp, is_feasible
 from hetero_gateway.planner.model_shape import ModelShape, Quantization
 from hetero_gateway.planner.parallelism import precision_refusal, refusal
 
-# Tensor parallelisms that are asked about: no more than most boxes have.
+# Checked tensor parallelisms: no more than most boxes have.
 SIZES = range(1, 9)
-# What weights are commonly stored in, beside what this checkpoint is.
+# Common storage types of weights, besides this checkpoint's.
 _STORAGES = (
     ("bfloat16", None),
     ("fp8", Quantization("fp8", 8)),
@@ -24,11 +24,11 @@ class SizeFit:
     """One accelerator at one tensor parallelism.
 
     Args:
-        reason: why not; empty where it fits.
-        kv_tokens: room for KV; of the longest requests where layers keep a window or a state.
+        reason: why not; empty if it fits.
+        kv_tokens: room for KV; of the longest requests if layers keep a window or a state.
         uncertainty: relative, of ``kv_tokens``.
-        sequences: requests of the asked context at once.
-        shortfall_bytes: missing on each accelerator, where memory is the reason.
+        sequences: requests of the given context at once.
+        shortfall_bytes: missing on each accelerator, if memory is the reason.
     """
 
     accelerator: str
@@ -43,7 +43,8 @@ class SizeFit:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What ``plan support`` says; ``sizes`` are what vLLM takes, ``refused`` why not the others."""
+    """The result of ``plan support``; vLLM accepts ``sizes``; ``refused`` says why not the
+    others."""
 
     model: ModelShape
     context: int
@@ -58,10 +59,10 @@ def support(
     accelerators: Sequence[Accelerator],
     options: EngineOptions,
 ) -> Support:
-    """Every accelerator at every size that vLLM takes.
+    """Every accelerator at every size that vLLM accepts.
 
     Args:
-        options: ``max_model_len`` is the context that is asked about.
+        options: ``max_model_len`` is the context in question.
     """
     context = options.max_model_len or model.max_position or 1
 
@@ -101,7 +102,7 @@ def _weights(model: ModelShape) -> dict[str, float]:
 
 
 def layer_lines(model: ModelShape) -> list[str]:
-    """What its layers are, one kind a line."""
+    """The kinds of its layers, one kind a line."""
     lines = []
     for cache in model.layer_caches:
         if not cache.layers:
@@ -125,5 +126,5 @@ def layer_lines(model: ModelShape) -> list[str]:
 
 
 def active_parameters(model: ModelShape) -> int:
-    """That one token passes, embeddings among them."""
+    """Those that one token passes, including embeddings."""
     return model.parameters - model.layer_weights + model.active_layer_weights

@@ -1,4 +1,4 @@
-"""Whole systems of a search: what an allocation is as a candidate, and what trials say of it."""
+"""Whole systems of a search: an allocation as a candidate, and the results of its trials."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ class Systems:
         self._machines = {m.id: m for m in question.machines}
 
     def candidate(self, each: Allocation, simulated: SystemFigures | None = None) -> PlanCandidate:
-        """An allocation as a candidate, by what its instances do alone or was simulated."""
+        """An allocation as a candidate, by its instances alone or its simulation."""
         layouts: dict[str, Layout] = {}
         paper = unpadded = alone = 0.0
         for group, parts in zip(self.shortlist.groups, each, strict=True):
@@ -54,7 +54,7 @@ class Systems:
         return summary(self.candidate(each), self._machines)
 
     def system(self, candidate: PlanCandidate) -> System:
-        """What is simulated for a candidate."""
+        """The system to simulate for a candidate."""
         counts = instances(candidate, self._machines)
         types, alone = self.question.types, self.shortlist.alone
         return reduced(
@@ -70,11 +70,11 @@ class Systems:
         return candidate if figures is None else self.candidate(each, figures)
 
     def saturate(self, candidate: PlanCandidate, mix: Mix) -> SystemFigures | None:
-        """With everything of a mix at once; None where no request finishes."""
+        """With everything of a mix at once; None if no request finishes."""
         return self.question.saturate(self.system(candidate), mix, candidate.alone_tokens_per_s)
 
     def at_rate(self, candidate: PlanCandidate, rate_per_s: float) -> PlanCandidate:
-        """The candidate with its figures at the rate, and with what they mean for the goals."""
+        """The candidate with its figures at the rate, and whether it keeps the goals."""
         goals, mix = self.question.goals, self.shortlist.mix
         asked = goals.rate_per_s is not None
         if candidate.tokens_per_s < (1 + HEADROOM) * rate_per_s * mix.mean_tokens:
@@ -89,7 +89,7 @@ class Systems:
         )
 
     def tried(self, each: Allocation, rate_per_s: float) -> PlanCandidate:
-        """At the rate; what holds it within limits must do so again.
+        """At the rate; a candidate that holds it within limits must do so twice.
 
         The second time with other requests, and twice as many.
         """

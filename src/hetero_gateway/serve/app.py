@@ -1,6 +1,6 @@
 """The ASGI callable: the data plane for engine paths, ``Control`` for everything else.
 
-``create_app`` builds a gateway and wires it; nothing is global, and tests build as many as they
+``create_app`` builds a gateway and wires it; nothing is global, so tests build as many as they
 like. The gateway starts and stops in the lifespan.
 """
 
@@ -40,27 +40,27 @@ from hetero_gateway.serve.wiring.gateway import Gateway, Parts
 if TYPE_CHECKING:
     from hetero_gateway.gateway.dataplane.realtime import Realtime
 
-# Of the gateway's own paths only a model's name and a request's id may be escaped: they may have a
-# slash, and an id whatever is visible. No path fits in two ways, or one that nearly fits would be
+# In the gateway's own paths only a model's name and a request's id may be escaped: they may contain
+# a slash, and an id any visible character. No path matches in two ways, or a near miss would be
 # tried in all of them.
 _PART = r"[0-9A-Za-z._~!$&'()*+,=:@-]+"
 _PATH = re.compile(
     r"/(?:(?:v1|admin)/models|admin/requests)/[0-9A-Za-z._~!$&'()*+,=:@/%-]+"
     rf"|/(?:{_PART}(?:/{_PART})*)?"
 )
-# What no other site's page may ask for, however it is configured.
+# Paths that pages of other sites may never request, whatever the configuration.
 _NO_PAGES = re.compile(r"/(?:admin|dashboard|docs|openapi\.json|metrics)(?:/|\Z)")
 _DOTS = re.compile(r"/\.{1,2}(?:/|$)")
 
 
 class PartsApp:
-    """What uvicorn serves: of a gateway of one process, or of a worker.
+    """The application that uvicorn serves: of a single-process gateway, or of a worker.
 
-    A ``http.protocol.Service``, and an ASGI application for all that does not come that way.
+    A ``http.protocol.Service``, and an ASGI application for everything else.
 
     Args:
         parts: start and stop with it.
-        control: makes what has the lifespan, and serves what is no engine's path.
+        control: makes the application that has the lifespan and serves non-engine paths.
     """
 
     def __init__(self, parts: Parts, control: Callable[[Lifespan[Starlette]], ASGIApp]) -> None:
@@ -85,7 +85,7 @@ class PartsApp:
 
     @functools.cached_property
     def _realtime(self) -> "Realtime":
-        """What serves WebSockets; ``websockets`` comes with it, 1 MB."""
+        """The WebSocket handler; loaded on first use, as ``websockets`` takes 1 MB."""
         from hetero_gateway.gateway.dataplane.realtime import Realtime
 
         return Realtime(self._parts.dataplane)
@@ -93,7 +93,7 @@ class PartsApp:
     @contextlib.asynccontextmanager
     async def _live(self, _: Starlette) -> AsyncIterator[None]:
         await self._parts.start()
-        # A request goes there straight from its connection.
+        # From now on requests go there straight from their connections.
         self.open = self._parts.dataplane.open  # type: ignore[method-assign]
         try:
             yield
@@ -102,7 +102,7 @@ class PartsApp:
 
 
 class App(PartsApp):
-    """Of a whole ``gateway``."""
+    """The application of a whole ``gateway``."""
 
     def __init__(self, gateway: Gateway, control: Callable[[Lifespan[Starlette]], ASGIApp]) -> None:
         super().__init__(gateway, control)
@@ -112,7 +112,7 @@ class App(PartsApp):
 async def route(
     scope: Scope, receive: Receive, send: Send, dataplane: DataPlane, control: ASGIApp
 ) -> None:
-    """A request of an ASGI server: to the data plane, to ``control``, or to nothing."""
+    """Route an ASGI request: to the data plane, to ``control``, or to nothing."""
     method, path = scope["method"], _path_of(scope)
     came_through = next((value for name, value in scope["headers"] if name == HOPS), b"")
     if came_through:
@@ -151,24 +151,24 @@ async def route(
         refusal = nothing_at(path)
     else:
         if method == "HEAD":
-            # The server leaves the body out.
+            # The server omits the body.
             scope = {**scope, "method": "GET"}
-        with contextlib.suppress(ClientDisconnect):  # nobody is left to answer
+        with contextlib.suppress(ClientDisconnect):  # the client has left
             await control(scope, receive, send)
         return
     await _error(refusal, path, headers)(scope, receive, send)
 
 
-# What FastAPI serves, and by which module.
+# Prefixes served by FastAPI, and the module that does.
 _API_MODULE = "hetero_gateway.serve.control.api"
 _API = re.compile(r"/(?:admin|dashboard|docs|openapi\.json)(?:/|\Z)")
 
 
 class Control:
-    """What is no engine's path, and the gateway's start and end: an ASGI application.
+    """The gateway's non-engine paths, its start and its end: an ASGI application.
 
-    Probes and scrapes need little. FastAPI comes with /admin's models when one of its paths is
-    asked for first: 9 MB, which a gateway that nobody looks at does not have.
+    Probes and scrapes need little. FastAPI and /admin's models are loaded when one of their
+    paths is first requested: 9 MB, which a gateway saves until then.
     """
 
     def __init__(self, gateway: Gateway, lifespan: Lifespan[Starlette]) -> None:
@@ -189,7 +189,7 @@ class Control:
         if self._api is None:
             async with self._loading:
                 if _API_MODULE not in sys.modules:
-                    # It takes as long as hundreds of chunks, and streams go on.
+                    # Loading takes as long as hundreds of chunks, and streams must go on.
                     await asyncio.to_thread(importlib.import_module, _API_MODULE)
                 self._api = self._api or self.make_api()
         await self._api(scope, receive, send)
@@ -211,7 +211,7 @@ def create_app(
 ) -> App:
     """Build a gateway; see ``Gateway``.
 
-    Raises ConfigError for what only shows when it is put together.
+    Raises ConfigError for errors that only show when it is put together.
     """
     gateway = Gateway(config, config_path, hub_listener, record, flags)
     return App(gateway, functools.partial(Control, gateway))
@@ -238,16 +238,16 @@ def _engine_call(path: str) -> Refusal:
 
 
 def _path_of(scope: Scope) -> str:
-    """The path as it came: what was escaped is not the same path."""
+    """The path as received: an escaped path is not the same path."""
     raw: bytes | None = scope.get("raw_path")
     return scope["path"] if raw is None else raw.decode("latin-1")
 
 
 def _front_path(gateway: Gateway) -> PlainPath:
     async def front(request: Request) -> Response:
-        """The way to the dashboard."""
+        """Redirects to the dashboard."""
         await check_exposed(request, gateway.config.server.expose.dashboard)
-        return RedirectResponse("dashboard")  # also below a prefix of a reverse proxy
+        return RedirectResponse("dashboard")  # relative, so it works below a reverse proxy's prefix
 
     return PlainPath("/", front, None)
 

@@ -1,16 +1,16 @@
-"""What a process makes at its start stays for good: the garbage collector need not walk it again
-and again, which would hold every stream for milliseconds. And what a long body took goes back to
+"""Objects made at a process's start stay for good: the garbage collector need not walk them again
+and again, which would delay every stream for milliseconds. And a long body's memory goes back to
 the system with it.
 """
 
 import contextlib
 import gc
 
-# So many objects more than have gone are looked at for cycles. A request has some forty, and leaves
-# none behind: at Python's own 700, a burst of twenty would have that done each time.
+# The collector runs after this many more allocations than deallocations. A request makes some forty
+# objects, none in cycles: at Python's own 700, a burst of twenty would trigger it each time.
 _YOUNG_OBJECTS = 10_000
-# From this size on, memory is mapped for each object by itself. Left alone, glibc's malloc raises
-# that to the size of what was freed last, and keeps such pieces, with gaps between them.
+# From this size on, each object gets its own mapping. By default, glibc's malloc raises this to the
+# size of the last freed block, and keeps such blocks, with gaps between them.
 _MAPPED_BYTES = 4 << 20
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -23,13 +23,13 @@ def freeze_what_start_made() -> None:
 
 
 def freeze_what_came_later() -> None:
-    """Where the start's is frozen. Counting that would take the longer, the more there is."""
+    """Only if the start's are frozen; the threshold tells, as counting frozen objects is slow."""
     if gc.get_threshold()[0] == _YOUNG_OBJECTS:
         gc.freeze()
 
 
 def _map_long_objects() -> None:
-    import ctypes  # here: who only imports a server has no use for it
+    import ctypes  # here: mere importers do not need it
 
-    with contextlib.suppress(AttributeError, OSError):  # another system's
+    with contextlib.suppress(AttributeError, OSError):  # on other systems
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)

@@ -1,19 +1,19 @@
-"""Whether a process still works: what it says of that, and what the supervisor makes of it.
+"""Whether a process still works: its heartbeat, and the supervisor's conclusions.
 
 Each process has one end of a pair of sockets, the supervisor the other. A process writes a byte
-each ``LOOK_S`` from its event loop; one whose loop stands still, or that is stopped, writes none.
-The supervisor counts looks and not seconds: while it does not run itself, nothing counts.
+each ``LOOK_S`` from its event loop; a process that is stopped or whose loop is blocked writes none.
+The supervisor counts looks, not seconds: while it does not run itself, nothing counts.
 
-    of a process                                     what is done
+    state of a process                               action
     silent for ``SILENT_LOOKS``                      the other workers accept its connections, too
     stopped (SIGSTOP) for as long                    it is killed, and started again
     silent for ``server.worker_timeout_s``           the same
     not up yet                                       the same after ten times as long
 
-The first costs nothing if it was wrong, so a machine that is short of CPU time loses no process.
+The first is harmless if it was wrong, so a machine that is short of CPU time loses no process.
 
-The other way come two bytes: ``+`` or ``-`` and a worker's number. With ``+`` comes the descriptor
-of that worker's listener, to be accepted from until ``-``.
+The supervisor sends two bytes: ``+`` or ``-`` and a worker's number. With ``+`` comes the
+descriptor of that worker's listener, to accept from until ``-``.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Condition(enum.Enum):
-    """How a process seems to be."""
+    """A process's apparent state."""
 
     WELL = "well"
     SILENT = "silent"
@@ -46,7 +46,7 @@ class Pulse:
     """What is known of one process, from its start on.
 
     Args:
-        timeout_s: of silence, after which it is taken to hang.
+        timeout_s: of silence, after which it counts as hanging.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -60,7 +60,7 @@ class Pulse:
         self._silent = 0
 
     def look(self, *, stopped: bool) -> Condition:
-        """To be called each ``LOOK_S``; ``stopped``: the system says so."""
+        """To be called each ``LOOK_S``; ``stopped``: the system reports it as stopped."""
         self._silent += 1
         self._stopped = self._stopped + 1 if stopped else 0
         if self._stopped >= SILENT_LOOKS:
@@ -71,11 +71,11 @@ class Pulse:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a child is stopped by a signal; a debugger's hold is none."""
+    """Whether a child is stopped by a signal; a debugger's hold does not count."""
     if not hasattr(os, "waitid"):
-        return False  # macOS before Python 3.13: silence alone shows it
+        return False  # macOS before Python 3.13: only silence shows it
     try:
-        # Nothing is taken from who waits for its end.
+        # WNOWAIT: the exit status stays available to others.
         stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
@@ -83,8 +83,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def tell_cover(link: socket.socket, number: int, listener: socket.socket | None) -> None:
-    """Have a worker accept what comes for the one of this number, or (None) no longer."""
-    with contextlib.suppress(OSError):  # it is gone, or reads nothing: it will be told anew
+    """Have a worker accept connections for the one with this number, or (None) no longer."""
+    with contextlib.suppress(OSError):  # it is gone, or does not read: it will be told again
         if listener is None:
             link.send(_LEAVE + bytes([number]))
         else:
@@ -100,7 +100,7 @@ class Covers(Protocol):
 
 
 class Heartbeat:
-    """A process's end. It says that it is up once it is started.
+    """A process's end. It reports the process as up once started.
 
     Args:
         descriptor: of the socket.
@@ -124,7 +124,7 @@ class Heartbeat:
         self._link.close()
 
     def _beat(self) -> None:
-        # A supervisor that reads nothing needs no more; one that is gone shows elsewhere.
+        # A supervisor that does not read needs no more; one that is gone is noticed elsewhere.
         with contextlib.suppress(OSError):
             self._link.send(b".")
         self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._beat)

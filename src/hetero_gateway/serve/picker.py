@@ -20,7 +20,7 @@ _ELSEWHERE = Refusal(404, "not_found", "This is the picker: engine paths are ser
 
 
 class ControlApp(App):
-    """The control paths alone: no engine path is served here."""
+    """Only the control paths: no engine path is served here."""
 
     def open(self, inbound: Inbound, downstream: Downstream) -> Listener:
         self.gateway.dataplane.rooms.ids.name(inbound)
@@ -29,7 +29,7 @@ class ControlApp(App):
 
 
 class _Nobody:
-    """Of a request that was answered at once."""
+    """For a request that was answered at once."""
 
     over = True
 
@@ -46,7 +46,7 @@ _NOBODY: Listener = _Nobody()
 
 
 class PickerServer(GatewayServer):
-    """The control paths over HTTP; what serves ext_proc lives within its start and its end.
+    """The control paths over HTTP; the ext_proc server runs within its start and stop.
 
     Args:
         on_ready: called with the address of ext_proc, and the URL of the control paths.
@@ -59,7 +59,7 @@ class PickerServer(GatewayServer):
         on_ready: Callable[[str, str], None],
         flags: Mapping[str, Any] | None = None,
     ) -> None:
-        # Nothing of a client goes through it, and so no line of a batch does.
+        # No client's body passes through it, so batches' lines cannot be sent.
         config = config.model_copy(update={"batches": BatchesConfig()})
         app = create_app(config, config_path, flags=flags)
         service = ControlApp(app.gateway, lambda _: app.control)

@@ -35,15 +35,15 @@ from hetero_gateway.serve.wiring.gateway import Parts
 
 _log = logging.getLogger(__name__)
 
-# Short backlogs drop connections when hundreds of clients come at once: with 128, first tokens
+# Short backlogs drop connections when hundreds of clients connect at once: with 128, first tokens
 # came a second late at 512 clients.
 BACKLOG = 4096
 
 
 class Given(NamedTuple):
-    """Sockets that are bound already; of ``clients`` none: to the address of the configuration.
+    """Sockets that are bound already; no ``clients``: use the configuration's address.
 
-    ``admin``: taken where the configuration names their address.
+    ``admin``: used if the configuration has their address.
     """
 
     clients: Sequence[socket.socket] = ()
@@ -59,11 +59,11 @@ class GatewayServer(uvicorn.Server):
     It is unready as soon as it is asked to stop.
 
     Args:
-        service: serves the engine's paths, and is an ASGI application for all others.
-        gateway: whose it is; its configuration says where to listen.
-        on_ready: called with its URL once it serves.
+        service: serves engine paths, and is an ASGI application for all others.
+        gateway: its configuration says where to listen.
+        on_ready: called with the URL once it serves.
         given: sockets that are bound already.
-        heartbeat: of a process that has a supervisor.
+        heartbeat: for a process that has a supervisor.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class GatewayServer(uvicorn.Server):
         self._is_taken = False  # another gateway serves by now
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = asyncio.Event()
-        # What accepts clients, with what makes their connections.
+        # The servers that accept clients, with the factories of their connections.
         self._accepting: dict[asyncio.base_events.Server, Callable[[], asyncio.Protocol]] = {}
-        # What accepts at the listeners of others, by their numbers.
+        # The servers that accept at others' listeners, by their numbers.
         self._covering: dict[int, asyncio.Task[asyncio.Server | None]] = {}
-        self.admin_url = ""  # of its listener, where it has one
+        self.admin_url = ""  # of its listener, if it has one
         metrics, settings, config = gateway.metrics, gateway.settings, gateway.config.server
         self.watch = Watch(
             client_limits(gateway.config), metrics.client_timeouts, metrics.client_refusals
@@ -111,7 +111,7 @@ class GatewayServer(uvicorn.Server):
                 port=config.port,
                 http=engine_protocol(service, self.watch),
                 loop="uvloop",
-                ws="none",  # our protocol makes them
+                ws="none",  # our protocol serves WebSockets
                 ws_max_size=MOST_MESSAGE_BYTES,
                 ws_per_message_deflate=False,
                 lifespan="on",
@@ -133,7 +133,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def _is_local(self) -> bool:
-        """It serves the gateway's own workers, over a Unix socket."""
+        """Whether it serves the gateway's own workers, over a Unix socket."""
         given = self._given.clients
         return bool(given) and all(each.family == socket.AF_UNIX for each in given)
 
@@ -146,8 +146,8 @@ class GatewayServer(uvicorn.Server):
                 self._heartbeat.stop()
 
     async def main_loop(self) -> None:
-        """Until it is to end. (uvicorn's looks ten times a second whether it is.)"""
-        await self.on_tick(0)  # makes the headers of all answers, of which none is a date
+        """Run until told to end. (uvicorn's own loop polls ten times a second.)"""
+        await self.on_tick(0)  # makes the default headers, without a date
         await self._ending.wait()
 
     @property
@@ -156,13 +156,13 @@ class GatewayServer(uvicorn.Server):
 
     @should_exit.setter
     def should_exit(self, value: bool) -> None:
-        # May be set by a signal's handler, or from another thread.
+        # May be set by a signal handler, or from another thread.
         self._should_exit = value
         if value and self._loop is not None:
             self._loop.call_soon_threadsafe(self._ending.set)
 
     def taken_over(self) -> None:
-        """Another gateway serves: this one ends, and its requests may take as long as ever."""
+        """Another gateway serves: this one ends, without a time limit for its requests."""
         self._is_taken = True
         self.config.timeout_graceful_shutdown = None
         self.should_exit = True
@@ -180,16 +180,16 @@ class GatewayServer(uvicorn.Server):
         if sig != signal.SIGTERM or not first or not drain_s or self._loop is None:
             super().handle_exit(sig, frame)
             return
-        # Who balances over gateways has so long to see that this one is unready.
+        # Gives load balancers in front of gateways time to see that this one is unready.
         end = functools.partial(super().handle_exit, sig, frame)
         self._loop.call_soon_threadsafe(self._loop.call_later, drain_s, end)
 
     def serve_until_signal(self) -> None:
-        """Until SIGINT or SIGTERM. Raises HeteroGatewayError when the address is taken."""
-        # uvicorn raises the signal again once it has shut down: to whoever listened before it.
+        """Until SIGINT or SIGTERM. Raises HeteroGatewayError if the address is taken."""
+        # uvicorn raises the signal again once it has shut down, for the earlier handler.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        # Until there is something that could reload, and once it has gone.
+        # Ignored until reloading is possible, and once it no longer is.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._takes_signals = True
         try:
@@ -213,7 +213,7 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         where = self.gateway.config.server.admin_listen
-        # Taken first: an address that cannot be is reported before anything serves.
+        # Taken first: an unusable address is reported before anything serves.
         given = self._given.admin
         admin = _bound(where, given) if where is not None and self.gateway.has_admin else None
         if self._tls is not None and not self._is_local:
@@ -231,7 +231,7 @@ class GatewayServer(uvicorn.Server):
             connection = self._connections({ADMIN_LISTENER: UNIX if is_unix else ADDRESS})
             if not is_unix:
                 served = await loop.create_server(connection, sock=admin)
-            elif sys.version_info >= (3, 13):  # its path may be another gateway's by its end
+            elif sys.version_info >= (3, 13):  # another gateway may have its path by then
                 served = await loop.create_unix_server(connection, sock=admin, cleanup_socket=False)
             else:
                 served = await loop.create_unix_server(connection, sock=admin)
@@ -243,14 +243,14 @@ class GatewayServer(uvicorn.Server):
             try:
                 self._on_ready(self.url)
             except HeteroGatewayError as error:
-                # What it has accepted by now is answered all the same.
+                # Connections accepted by now are still answered.
                 self._problem = error
                 self.should_exit = True
             if self._heartbeat is not None:
                 self._heartbeat.start(self)
 
     async def _serve_client_socket(self) -> None:
-        """Where it is configured, and no gateway before this one has handed it over."""
+        """The Unix socket, if configured and not inherited from an earlier gateway."""
         path = self.gateway.client_socket
         if path is None or not self.started:
             return
@@ -263,7 +263,7 @@ class GatewayServer(uvicorn.Server):
                 self._connections({}), sock=listener, ssl=self.config.ssl, backlog=BACKLOG
             )
         )
-        _log.info("clients are served on %s, too", url_of(listener))
+        _log.info("clients are also served on %s", url_of(listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.watch.ending = True
@@ -272,14 +272,14 @@ class GatewayServer(uvicorn.Server):
             server.close()
         for each in sockets or ():
             each.close()
-        if waiting:  # for TLS, too
+        if waiting:  # also for TLS
             await asyncio.wait(waiting, timeout=LAST_CALL_S)
         await super().shutdown(sockets)
 
     def _accept_what_waits(self) -> list[asyncio.Task[Any]]:
-        """Take in whoever has connected by now: the kernel resets those as a listener is closed.
+        """Accept all connections that wait: the kernel resets those when a listener is closed.
 
-        (A turn of uvloop's loop accepts one, and may serve hundreds before it.)
+        (One turn of uvloop's loop accepts one, and may serve hundreds before it.)
         """
         assert self._loop is not None
         waiting = []
@@ -306,7 +306,7 @@ class GatewayServer(uvicorn.Server):
         )
 
     def cover(self, number: int, listener: socket.socket) -> None:
-        """Accept what comes in at another process's listener as well, until ``leave``."""
+        """Also accept connections at another process's listener, until ``leave``."""
         assert self._loop is not None
         self.leave(number)
         self._covering[number] = self._loop.create_task(self._cover(listener))
@@ -321,13 +321,13 @@ class GatewayServer(uvicorn.Server):
                 connection, sock=listener, ssl=self.config.ssl, backlog=BACKLOG
             )
         except OSError as error:
-            _log.error("cannot accept what comes in for another worker: %s", error)
+            _log.error("cannot accept connections for another worker: %s", error)
             listener.close()
             return None
         if self.should_exit:
             server.close()
             return None
-        self.servers.append(server)  # whoever shuts down closes it with the others
+        self.servers.append(server)  # shutdown closes it with the others
         self._accepting[server] = connection
         return server
 
@@ -345,7 +345,7 @@ class GatewayServer(uvicorn.Server):
 
 
 def _is_at(listener: socket.socket, path: Path) -> bool:
-    """Whether a bound socket is the Unix one of that path."""
+    """Whether a bound socket is the Unix socket of that path."""
     if listener.family != socket.AF_UNIX:
         return False
     return str(os.path.abspath(listener.getsockname())) == os.path.abspath(path)
@@ -354,7 +354,7 @@ def _is_at(listener: socket.socket, path: Path) -> bool:
 def _bound(
     where: str, given: Sequence[socket.socket] = (), *, setting: str = "server.admin_listen"
 ) -> socket.socket:
-    """At an address of this setting: one of these, or a new one. Raises HeteroGatewayError."""
+    """A socket at this address: one of these, or a new one. Raises HeteroGatewayError."""
     try:
         address: Any = where.removeprefix("unix:")
         for each in given:
@@ -368,13 +368,13 @@ def _bound(
             for each in given:
                 if each.family == family and each.getsockname() == address:
                     return each
-            # With its protocol named, as asyncio turns Nagle's algorithm off for those alone.
+            # With an explicit protocol, as asyncio turns Nagle's algorithm off only for those.
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             _unlink_stale(Path(address))
             listener = socket.socket(socket.AF_UNIX)
-        # From the first moment on one of Unix is its owner's alone.
+        # A Unix socket is private to its owner from the first moment.
         mask = os.umask(0o177)
         try:
             listener.bind(address)
@@ -390,7 +390,7 @@ def _bound(
 
 
 def _unlink_stale(path: Path) -> None:
-    """A socket that nobody listens at any more, as one that was killed leaves it."""
+    """Remove a socket that nobody listens at any more, as a killed process leaves it."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
@@ -401,7 +401,7 @@ def _unlink_stale(path: Path) -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a bound socket is reached; of a Unix socket its path."""
+    """The URL of a bound socket; for a Unix socket its path."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -417,7 +417,7 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM; see ``GatewayServer``.
 
-    Raises HeteroGatewayError when the address is taken.
+    Raises HeteroGatewayError if the address is taken.
     """
 
     def ready(url: str) -> None:
@@ -428,7 +428,7 @@ def run(
     most = gateway.config.server.max_connections
     if most is not None and most > (allowed := default_max_connections()):
         _log.warning(
-            "server.max_connections is %d, and descriptors are enough for %d clients and their "
+            "server.max_connections is %d, but there are descriptors for only %d clients and their "
             "instances' connections: raise the process's limit (ulimit -n)", most, allowed,
         )  # fmt: skip
     GatewayServer(service, gateway, ready, given, heartbeat).serve_until_signal()

@@ -1,11 +1,11 @@
-"""One instance alone, with always enough to do: what it generates in its stride. Pure.
+"""One instance alone and saturated: its throughput in steady state. Pure.
 
 The planner ranks instance types by it, and the sum over a cluster's instances is the bound that
-simulations are compared with. docs/design/search.md says how the start and the end of a run are
-kept out of it; what half-done requests have generated counts as prompt. Fresh requests only, from
+simulations are compared with. docs/design/search.md explains how the start and the end of a run are
+excluded; what half-done requests have generated counts as prompt. Using only fresh requests, from
 the first third to the last first token, was 1.5 to 2.0 % high.
 
-All instances get the same requests in the same order, as far as they take them: what is left of a
+All instances get the same requests in the same order, as far as they accept them: the remaining
 difference between two is theirs, not the draw's. Tokens are output tokens in the window; the
 prompts' are added in the mix's proportion.
 """
@@ -24,17 +24,17 @@ from hetero_gateway.sim.recorded import Placements, run_as_placed
 from hetero_gateway.sim.result import tokens_between
 from hetero_gateway.sim.workload import Lengths, Workload
 
-# The mix's moments, and the pool that half-done requests are drawn from.
+# Samples for the mix's moments, and the pool of half-done requests.
 _POOL = 20_000
-# Requests of an instance alone, and how many of its batches they must be at least. All instances
-# get the same requests, so that their number decides how well the mix is known, not who wins.
+# Requests of an instance alone, and the minimum in its batches. All instances get the same
+# requests, so that their number decides how well the mix is known, not which instance wins.
 _REQUESTS = 5000
 _BATCHES = 6
-# Of the run before it that only finds the batch.
+# Requests of the preceding run that only finds the batch.
 _FIRST_BATCHES = 3
 # New requests are drawn this many at a time.
 _BLOCK = 500
-# A batch below this share of what fits is not kept small by memory.
+# A batch below this share of what fits is not limited by memory.
 FILLED = 0.85
 
 _MIX, _HALF_DONE, _FRESH = range(3)
@@ -50,9 +50,9 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A workload's lengths, and what is known of them. Make it with ``of``.
+    """A workload's lengths, and their statistics. Make it with ``of``.
 
-    ``held_tokens``: what a request that runs holds in the cache, in the mean over its stay.
+    ``held_tokens``: a running request's tokens in the cache, in the mean over its stay.
     """
 
     lengths: Lengths
@@ -85,7 +85,7 @@ class Mix:
         return 1 + self.mean_prompt / self.mean_output
 
     def batch(self, profile: Profile) -> float:
-        """About how many sequences an instance runs when it has enough to do."""
+        """About how many sequences an instance runs when saturated."""
         return max(1.0, min(profile.max_num_seqs, profile.kv_capacity_tokens / self.held_tokens))
 
     def requests(self, half_done: int, fresh: int) -> tuple[Integers, Integers]:
@@ -109,29 +109,29 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What one instance of a type does alone on the mix when it always has enough to do.
+    """The performance of one saturated instance of a type, alone, on the mix.
 
-    ``batch`` is the mean number of sequences that run; ``step_s`` the mean time between two tokens
-    of one of them, prefills in between included. ``limit``: what keeps the batch from growing.
+    ``batch`` is the mean number of running sequences; ``step_s`` the mean time between two tokens
+    of one of them, including prefills in between. ``limit``: what keeps the batch from growing.
     """
 
     tokens_per_s: float
     output_tokens_per_s: float
     batch: float
     step_s: float
-    limit: str  # "KV", "max_num_seqs", or "prefill": they take the time, and nothing waits for KV
+    limit: str  # "KV", "max_num_seqs", or "prefill": they use the time, and nothing waits for KV
 
 
 def run_alone(
     profile: Profile, mix: Mix, engines: Engines, requests: int | None = None
 ) -> Alone | None:
-    """One instance that always has enough to do; None where nothing of the mix fits it.
+    """One saturated instance; None if nothing of the mix fits it.
 
-    It is run twice: the first run finds how many sequences it comes to, which is fewer than fit
-    where prefills take most of the time, and the second begins with as many half done.
+    It is run twice: the first run finds its number of sequences, which is fewer than fit if
+    prefills take most of the time, and the second begins with as many half-done ones.
 
     Args:
-        requests: at least this many, beside the half-done ones; None: 5 000.
+        requests: at least this many, besides the half-done ones; None: 5 000.
     """
     fitting = math.ceil(mix.batch(profile))
     found = _run_alone(profile, mix, engines, fitting, _FIRST_BATCHES * fitting)
@@ -168,7 +168,7 @@ def _run_alone(
 
 
 def simulate_alone(profile: Profile, workload: Workload, engines: Engines) -> Records:
-    """Run requests on one instance, as they arrive; those that can never fit stay unfinished."""
+    """Run requests on one instance, as they arrive; those that never fit stay unfinished."""
     placements = Placements(
         np.zeros(len(workload), np.int64),
         workload.arrival_s,
@@ -180,9 +180,10 @@ def simulate_alone(profile: Profile, workload: Workload, engines: Engines) -> Re
 
 
 def stride(records: Records, half_done: int) -> tuple[float, float] | None:
-    """From when the half-done requests run until a batch before nothing replaces what finishes.
+    """The steady state: from when the half-done requests run until a batch before the queue is
+    empty.
 
-    Of a run with everything at once, in seconds; None where too little finished.
+        Of a run with everything at once, in seconds; None if too little finished.
     """
     first_s = np.sort(records.first_token_s[np.isfinite(records.finish_s)])
     if first_s.size < 2:

@@ -2,18 +2,18 @@
 
 vLLM's rules (vllm/v1/core/block_pool.py, kv_cache_manager.py, single_type_kv_cache_manager.py):
 
-- A full block has a key: the hash of its tokens and of the key in front of it, so that equal keys
-  mean equal text up to the block's end. Here keys come from outside, as integers; 0 is none.
-- A lookup takes blocks from the front for as long as their keys are there, and never the whole
-  prompt: its last token has to be computed for the first one of the answer.
-- Sequences share blocks and count their references. What nobody refers to is free, and stays
-  cached until it is taken for something else. Free blocks are taken from the front of a queue;
-  those that are freed go to its end, a sequence's last block first, so that a prefix goes after
-  what follows it. Blocks without a key go to the front.
+- A full block has a key: the hash of its tokens and of the key before it, so that equal keys mean
+  equal text up to the block's end. Here keys are given from outside, as integers; 0 is none.
+- A lookup takes blocks from the front as long as their keys are cached, but never the whole prompt:
+  its last token has to be computed for the first one of the answer.
+- Sequences share blocks and count their references. Unreferenced blocks are free, and stay cached
+  until they are reused. Free blocks are taken from the front of a queue; released ones go to its
+  end, a sequence's last block first, so that a prefix outlives its continuation. Blocks without a
+  key go to the front.
 - Equal blocks that were computed twice are both kept; the older one is found first.
 
-Not as in vLLM: the blocks of an answer get their keys when the sequence leaves the batch, not one
-by one. Only a prompt with a part of an answer that is still running could see the difference.
+Different from vLLM: the blocks of an answer get their keys when the sequence leaves the batch, not
+one by one. Only a prompt with a part of an answer that is still running could see the difference.
 
     c[field]  of one instance: a number for each block, the fields KEY, …; and the buckets of
               the table from keys to blocks, which are chained through CHAIN
@@ -27,8 +27,8 @@ Row = list[int]
 Rows = list[list[int]]
 
 # Fields of a block. The free ones form a ring through NEXT_FREE and PREVIOUS_FREE; its head has the
-# number of blocks as its index. SPARE is a stack: blocks in use by decoding sequences, of which it
-# does not matter who has which until one leaves.
+# number of blocks as its index. SPARE is a stack: blocks in use by decoding sequences, whose owners
+# do not matter until one leaves.
 KEY, REFERENCES, NEXT_FREE, PREVIOUS_FREE, CHAIN, BUCKET, SPARE = range(7)
 
 NOTHING = -1
@@ -49,7 +49,7 @@ def bucket_mask(total_blocks: int) -> int:
 
 
 def find(c: Rows, mask: int, key: int) -> int:
-    """The block with this key that was cached first; NOTHING where none is."""
+    """The earliest cached block with this key; NOTHING if there is none."""
     block = c[BUCKET][key & mask]
     while block != NOTHING and c[KEY][block] != key:
         block = c[CHAIN][block]
@@ -57,7 +57,7 @@ def find(c: Rows, mask: int, key: int) -> int:
 
 
 def look_up(c: Rows, mask: int, keys: Row, held: Row, most: int) -> int:
-    """How many of the first ``most`` keys are there; their blocks are written into ``held``."""
+    """How many of the first ``most`` keys are cached; their blocks are written into ``held``."""
     buckets, stored, chain = c[BUCKET], c[KEY], c[CHAIN]
     for hits in range(most):  # ``find``, without a call for each block
         key = keys[hits]
@@ -71,7 +71,7 @@ def look_up(c: Rows, mask: int, keys: Row, held: Row, most: int) -> int:
 
 
 def count_free(c: Rows, held: Row, hits: int) -> int:
-    """How many of the first ``hits`` blocks nobody refers to."""
+    """How many of the first ``hits`` blocks are unreferenced."""
     free, references = 0, c[REFERENCES]
     for i in range(hits):
         if references[held[i]] == 0:
@@ -80,7 +80,7 @@ def count_free(c: Rows, held: Row, hits: int) -> int:
 
 
 def share(c: Rows, held: Row, hits: int) -> None:
-    """Refer to the first ``hits`` blocks; those that were free no longer are."""
+    """Reference the first ``hits`` blocks; free ones no longer are."""
     references, next_free, previous_free = c[REFERENCES], c[NEXT_FREE], c[PREVIOUS_FREE]
     for i in range(hits):
         block = held[i]
@@ -92,7 +92,7 @@ def share(c: Rows, held: Row, hits: int) -> None:
 
 
 def take(c: Rows, mask: int, head: int) -> int:
-    """The block at the front of the free ones; what it cached is forgotten."""
+    """The first free block; its cached content is forgotten."""
     next_free = c[NEXT_FREE]
     block = next_free[head]
     following = next_free[block]
@@ -132,7 +132,7 @@ def keep(c: Rows, mask: int, block: int, key: int) -> None:
 
 
 def release(c: Rows, head: int, held: Row, count: int) -> int:
-    """Refer to ``count`` blocks no more, the last one first; returns how many are free by that."""
+    """Dereference ``count`` blocks, the last one first; returns how many became free."""
     references, next_free, previous_free = c[REFERENCES], c[NEXT_FREE], c[PREVIOUS_FREE]
     freed, stored = 0, c[KEY]
     for i in range(count - 1, -1, -1):
@@ -151,7 +151,7 @@ def release(c: Rows, head: int, held: Row, count: int) -> int:
 
 
 def clear(c: Rows, mask: int, total_blocks: int) -> None:
-    """Forget all that is cached. The blocks in use stay in use, and are found no more."""
+    """Forget everything cached. Blocks in use stay in use, but are no longer found."""
     for block in range(total_blocks):
         c[KEY][block] = 0
         c[CHAIN][block] = NOTHING

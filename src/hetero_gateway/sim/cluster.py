@@ -1,8 +1,8 @@
 """A cluster in virtual time: the gateway's scheduler in front of simulated instances.
 
-``simulate`` drives the very scheduler, ledger, policies and predictors of the gateway, and the
-engines of ``kernel.py``. It stands where the gateway's shell stands, and feeds the scheduler the
-same events in the order of time:
+``simulate`` drives the gateway's own scheduler, ledger, policies and predictors, and the engines of
+``kernel.py``. It takes the place of the gateway's shell, and feeds the scheduler the same events in
+order of time:
 
     arrival        predict, submit, pump
     first token    first_token, pump
@@ -11,15 +11,15 @@ same events in the order of time:
     fault          an instance is replaced by an unavailable one, and back; or its steps stretch
     wake-up        pump, when the scheduler asked for it
 
-External events (fault, arrival, tick) lie in a heap by ``(time_s, kind, sequence)``; the engines'
+External events (fault, arrival, tick) are in a heap by ``(time_s, kind, sequence)``; the engines'
 own, in their tournament. At one time, steps end first, then external events happen, then steps
-begin. What ends at one time is told in full before one pump. While nothing is queued in the
-scheduler, nothing that an engine does can change a placement, so the engines run up to the next
-external event in one call; otherwise they stop at the first thing that they have to tell.
+begin. All endings at one time are reported before one pump. While nothing is queued in the
+scheduler, no engine event can change a placement, so the engines run up to the next external event
+in one call; otherwise they stop at the first event to report.
 
 A request that an instance could never finish, because its cache is too small, is refused by it,
-as vLLM refuses what is longer than max_model_len. Memory holds a few arrays by request and a
-few objects for each request in flight; nothing is kept of an event.
+as vLLM refuses one longer than max_model_len. Memory holds a few arrays by request and a few
+objects for each open request; events are not kept.
 """
 
 import dataclasses
@@ -72,10 +72,10 @@ class SimulatedInstance:
 
     Args:
         instance_id: unique in the cluster.
-        profile: what its engine runs.
-        believed: what the scheduler thinks that it runs; None: it is unprofiled.
+        profile: its engine's true behaviour.
+        believed: the scheduler's profile of it; None: it is unprofiled.
         weight: as ``InstanceSpec``.
-        prefix_caching: whether its engine keeps the blocks of what it has computed.
+        prefix_caching: whether its engine keeps computed blocks.
         kv_role: which legs it may serve, as ``InstanceSpec``.
     """
 
@@ -89,12 +89,12 @@ class SimulatedInstance:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What became of every request; arrays of shape (N,), in the workload's order.
+    """The outcome of every request; arrays of shape (N,), in the workload's order.
 
-    ``instance``: position of the (last) one it was placed on; -1: never placed. ``placed_s``: when
-    it was; nan: never. ``first_token_s``: nan: none. ``finish_s``: nan where it was refused, or
-    lost in mid-stream with a dead instance. ``preemptions``: how often an engine evicted it.
-    ``cached_tokens``: of its prompt, what its engine had in its prefix cache. ``split``: 1 where
+    ``instance``: index of the (last) one it was placed on; -1: never placed. ``placed_s``: when
+    it was; nan: never. ``first_token_s``: nan: none. ``finish_s``: nan if it was refused, or lost
+    in mid-stream with a dead instance. ``preemptions``: how often an engine evicted it.
+    ``cached_tokens``: of its prompt, those in its engine's prefix cache. ``split``: 1 if
     another instance computed its prompt.
     """
 
@@ -108,7 +108,7 @@ class Records:
 
     @classmethod
     def empty(cls, size: int) -> Self:
-        """Of requests that nothing has become of."""
+        """Initial records, without outcomes."""
         times_s = (np.full(size, math.nan) for _ in range(3))
         counts = (np.zeros(size, np.int64) for _ in range(3))
         return cls(np.full(size, -1, np.int64), *times_s, *counts)
@@ -135,25 +135,26 @@ def simulate(
 
     Args:
         instances: at least one.
-        scheduler: an empty one, policy and rng set; the instances are added to it. Whatever takes
-            the same calls may stand in its place, as several gateways do
+        scheduler: an empty one, policy and rng set; the instances are added to it. Anything
+            with the same calls may replace it, such as several gateways
             (``benchmarks/scheduling/several_gateways.py``).
         predictor: predicts output lengths, and learns from those that finish.
         model: the name that requests ask for and all instances serve.
-        predictions: (N,), output tokens, in place of the predictor's: the true lengths, say.
+        predictions: (N,), output tokens, replacing the predictor's: for example, the true
+            lengths.
         observe_interval_s: time between two ticks, above 0.
-        compiled: run the engines compiled by numba; and where ``compiled/cases.py`` covers the
-            case, all of the loop, in which the scheduler and the predictor then take no part: they
-            stay as they were, but for their generators. None: where it is installed and the
-            workload is long enough to be worth it. The records are the same.
-        watch: is given the engines before they run: what no gateway can see, for comparisons.
+        compiled: run the engines compiled by numba; and if ``compiled/cases.py`` covers the
+            case, the whole loop, without the scheduler and the predictor: they keep their state,
+            except their generators. None: if it is installed and the workload is long enough to be
+            worth it. The records are the same.
+        watch: is given the engines before they run: data that no gateway sees, for comparisons.
         pairs: who can hand prompts over to whom, and how fast: the scheduler is told, and the
             transfers take as long. The loop of these is never compiled.
-        roles: what the scheduler is told of them; without ``pairs`` of no account.
+        roles: passed to the scheduler; ignored without ``pairs``.
 
     Raises:
-        ValueError: a profile that no engine can run; see ``Engine``. Or instances that die, where
-            there are pairs.
+        ValueError: a profile that no engine can run; see ``Engine``. Or instances that die,
+            with pairs.
     """
     if pairs is not None and any(fault.kind is not FaultKind.SLOW for fault in faults):
         raise ValueError("instances that hand prompts over cannot die in a simulation")
@@ -185,8 +186,8 @@ def simulate(
 def with_first_token_s(records: Records, profiles: Sequence[Profile]) -> Records:
     """Later by each profile's ``first_token_s``, which comes before all steps of a request.
 
-    All of an instance's requests come to its engine later by the same time, so all that it does
-    is later by that. The scheduler was told without: so much sooner than over HTTP.
+    All of an instance's requests reach its engine later by the same time, so everything it does
+    is later by that. The scheduler was told earlier times: so much sooner than over HTTP.
     """
     more_s = np.array([profile.first_token_s for profile in profiles])
     if not more_s.any():
@@ -245,7 +246,7 @@ class _Run:
         ) = (_view(getattr(self.records, field)) for field in Records.__slots__)  # fmt: skip
         self._prefixes = workload.prefixes
         self._classes = workload.classes
-        # Transfers: when each way of each instance's link is free, s, and those under way.
+        # Transfers: when each direction of each instance's link is free, s, and those in progress.
         self._pairs = pairs
         self._out_s = [0.0] * len(instances)
         self._in_s = [0.0] * len(instances)
@@ -254,11 +255,11 @@ class _Run:
         self._links = {}
         if pairs is not None:
             scheduler.legs.set_roles(roles, pairs)
-            # As told: what the scheduler learns of them changes nothing of how fast they are.
+            # As given: what the scheduler learns of them does not change their speed.
             for pair in itertools.permutations(self._positions, 2):
                 if (link := pairs.link(*pair, -math.inf)) is not None:
                     self._links[pair] = link
-        # By the fleet's slot: who has it.
+        # By the fleet's slot: its request.
         self._requests: list[int] = []
         self._dispatches: list[Dispatch | None] = []
         self._in_flight = 0
@@ -280,7 +281,7 @@ class _Run:
         while True:
             if self._in_flight and not self._ticking:
                 self._ticking = True
-                # At least the one after the last, wherever the division is rounded to.
+                # At least the one after the last, however the division is rounded.
                 self._tick = max(self._tick, math.floor(self._now_s / interval_s)) + 1
                 heapq.heappush(events, (self._tick * interval_s, _TICK, self._tick))
             until_s = events[0][0] if events else math.inf
@@ -294,7 +295,7 @@ class _Run:
             complete = fleet.advance(until_s, scheduler.queued > 0 or self._pairs is not None)
             if fleet.log[0]:
                 self._tell()
-            # What was handed over just now may arrive before anything else happens.
+            # A transfer begun just now may arrive before anything else happens.
             if not complete or (events and events[0][0] < until_s):
                 continue
             self._now_s = until_s
@@ -341,19 +342,19 @@ class _Run:
         return not isinstance(ticket, Reject)
 
     def _keys(self, request: int) -> PrefixKeys | None:
-        """Of its prompt, as the scheduler knows it."""
+        """The prompt's keys, as the scheduler knows them."""
         if self._prefixes is None or self._scheduler.caches is None:
             return None
         return self._prefixes.gateway_keys(request)
 
     def _features(self, request: int) -> LengthFeatures:
-        """What is known of it before it is answered."""
+        """Its properties known before it is answered."""
         keys = self._keys(request)
         beginning = keys.hashes[0] if keys is not None and keys.hashes else None
         return LengthFeatures(self._model, self._prompt_tokens[request], beginning=beginning)
 
     def _pump(self) -> None:
-        # What an instance refuses at once makes room for another.
+        # A refusal makes room for another.
         tickets = self._scheduler.pump(self._now_s)
         while tickets:
             refused = 0
@@ -365,7 +366,7 @@ class _Run:
             tickets = self._scheduler.pump(self._now_s)
 
     def _start(self, ticket: Ticket, dispatch: Dispatch) -> bool:
-        """Put a placed request into its instance's engine; False when it refuses."""
+        """Put a placed request into its instance's engine; False if it refuses."""
         request: int = ticket.owner
         position = self._positions[dispatch.instance_id]
         self._instance[request] = position
@@ -409,7 +410,11 @@ class _Run:
         self._tickets[slot] = ticket
 
     def _hand_over(self, slot: int, at_s: float) -> None:
-        """A prompt is computed: its KV goes over both links, one transfer after the other."""
+        """A prompt is computed: its KV goes over both links, one transfer after the other.
+
+        Its server began it, as all that comes there, later than its engine here: what it has
+        computed can be fetched so much later (``with_first_token_s`` adds the other server's part).
+        """
         ticket = self._tickets.pop(slot)
         prefill, dispatch, pairs = ticket.prefill, ticket.dispatch, self._pairs
         assert prefill is not None
@@ -417,6 +422,7 @@ class _Run:
         assert pairs is not None
         self._scheduler.legs.prefilled(prefill, at_s)
         one, other = (self._positions[d.instance_id] for d in (prefill, dispatch))
+        at_s += self._fleet.profiles[one].first_token_s
         link = self._links[prefill.instance_id, dispatch.instance_id]
         size_bytes = self._prompt_tokens[ticket.owner] * pairs.kv_bytes_per_token
         end_s = max(at_s, self._out_s[one], self._in_s[other]) + link.takes_s(size_bytes)
@@ -425,7 +431,7 @@ class _Run:
         heapq.heappush(self._events, (end_s, _FETCHED, slot))
 
     def _fetched(self, slot: int) -> None:
-        """A prompt's KV has arrived: who has it goes on, and who had it has room again."""
+        """A prompt's KV has arrived: the receiver continues, and the sender has room again."""
         ticket, one = self._transfers.pop(slot)
         prefill, dispatch, request = ticket.prefill, ticket.dispatch, ticket.owner
         assert prefill is not None
@@ -440,7 +446,7 @@ class _Run:
             self._pump()
 
     def _tell(self) -> None:
-        """Pass on what the engines have logged."""
+        """Report the engines' logged events."""
         log, log_s, scheduler = self._fleet.log, self._fleet.log_s, self._scheduler
         for k in range(1, 1 + log[0]):
             slot, kind = log[k] >> 2, log[k] & 3
@@ -498,7 +504,8 @@ class _Run:
         self._pump()
 
     def _lose_all(self, i: int) -> None:
-        """The instance is gone. What has no first token is tried elsewhere, the oldest first."""
+        """The instance is gone. Requests without a first token are retried elsewhere, oldest
+        first."""
         again = []
         for slot, dispatch in enumerate(self._dispatches):
             if dispatch is None or self._instance[self._requests[slot]] != i:

@@ -1,7 +1,7 @@
 """One vLLM instance's engine in virtual time: continuous batching over a paged KV cache.
 
-It knows sequences and steps, not seconds that have passed: whoever drives it asks for the next
-step, lets ``duration_s`` go by on a clock of its own, and says that the step has ended.
+It knows sequences and steps, not elapsed seconds: its driver asks for the next step, lets
+``duration_s`` pass on a clock of its own, and reports that the step has ended.
 
     engine.submit(sequence)
     while step := engine.begin_step():
@@ -12,9 +12,9 @@ Scheduling, after vllm/v1/core/sched/scheduler.py (chunked, the default) and vll
 (prefill-first, vLLM V0):
 
 - The waiting queue is first-come-first-served; its head blocks those behind it.
-- ``chunked``: every decoding sequence gets one token of the step's budget, prompts share what is
-  left, in chunks. ``prefill-first``: when a prompt can be admitted the step prefills whole
-  prompts and nothing decodes.
+- ``chunked``: every decoding sequence gets one token of the step's budget, prompts share the rest,
+  in chunks. ``prefill-first``: when a prompt can be admitted the step prefills whole prompts and
+  nothing decodes.
 - A sequence is admitted when the blocks of its whole prompt are free and a watermark of 1 % stays
   free beside them (waived when nothing runs); they are taken at once. vLLM V1 takes a chunked
   prompt's blocks chunk by chunk after the same check; taking them at once never admits more.
@@ -27,23 +27,23 @@ The newest token's KV is computed by the step that emits the next one, so a sequ
 tokens that has emitted k tokens decodes over I + k cached tokens, which is Eq. (4)'s I + k.
 
 Step time (Eqs. 3 and 4 of the paper, section 4.1, and attention over the prompts), for m prompts
-with n tokens in this step, u of one of them behind C that are computed, and b decoding sequences
-with S cached tokens in all:
+with n tokens in this step, u of one of them after C computed ones, and b decoding sequences with S
+cached tokens in all:
 
     prefill   p1·n + p2·m + p3·n/m + p4 + p9·Σ u·(C + u/2)
     decode    p5·S + p6·b + p7·S/b + p8
     mixed     their sum, less min(p4, p8): the weights are read and the kernels launched once,
               so the fixed part is paid once, at the larger of the two fits
-    experts   where a step decodes, less idle_expert_s·(experts_awake_at − b − n) while b + n tokens
+    experts   if a step decodes, less idle_expert_s·(experts_awake_at − b − n) while b + n tokens
               leave some experts unread
 
-The rules themselves are functions in ``kernel.py``. This class drives them step by step, which is
-what an instance that must emit every token in time needs; ``fleet.py`` drives the same functions
-many steps at once.
+The rules themselves are functions in ``kernel.py``. This class drives them step by step, as needed
+by an instance that must emit every token in time; ``fleet.py`` drives the same functions many steps
+at once.
 
-With ``prefix_caching`` a sequence whose blocks have keys shares those that are cached already
-(``block_cache.py``): its prefill computes, and its steps are charged for, the others only. While it
-decodes, all of its tokens are context, cached or not.
+With ``prefix_caching`` a sequence whose blocks have keys shares those that are already cached
+(``block_cache.py``): its prefill computes only the others, and its steps are charged for only
+those. While it decodes, all of its tokens are context, cached or not.
 """
 
 import math
@@ -59,13 +59,13 @@ Scheduling = Literal["chunked", "prefill-first"]
 DEFAULT_MAX_BATCHED_TOKENS = 2048
 # vLLM's default.
 DEFAULT_BLOCK_TOKENS = 16
-# vLLM V0's BlockSpaceManager default: blocks kept free at admission, so that the sequences already
-# running are not evicted by the very next step.
+# vLLM V0's BlockSpaceManager default: blocks kept free at admission, so that the next step does not
+# evict running sequences at once.
 WATERMARK = 0.01
 
 
 class _Number:
-    """A field of the kernel's row of a sequence or an engine, as an attribute of that."""
+    """A field of the kernel's row of a sequence or an engine, as an attribute."""
 
     def __init__(self, field: int) -> None:
         self._field = field
@@ -80,8 +80,8 @@ class Sequence:
     Args:
         prompt_tokens: at least 1.
         output_tokens: how many tokens it will generate, at least 1.
-        keys: of its first full blocks, prompt and output in one, as far as they are known: not 0,
-            below 2^62, and well spread in their low bits. Read while it is in an engine.
+        keys: of its first full blocks, prompt and output together, as far as known: not 0,
+            below 2^62, and well distributed in their low bits. Read while it is in an engine.
 
     Raises:
         ValueError: a length below 1.
@@ -94,7 +94,7 @@ class Sequence:
     # NEW → WAITING → PREFILLING → DECODING → DONE; eviction leads back to WAITING, abort to DONE.
     state = _Number(kernel.STATE)
     preemptions = _Number(kernel.PREEMPTIONS)  # how often it was evicted
-    # Prompt tokens that the prefix cache had when it was first admitted.
+    # Prompt tokens in the prefix cache when it was first admitted.
     cached_tokens = _Number(kernel.CACHED_TOKENS)
 
     def __init__(
@@ -102,7 +102,7 @@ class Sequence:
     ) -> None:
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError(f"lengths must be at least 1, got {prompt_tokens} and {output_tokens}")
-        # The kernel's row of this sequence: it lies in the engine's table from submit on.
+        # The kernel's row of this sequence: in the engine's table from submit on.
         self._row = [0] * kernel.SEQUENCE_FIELDS
         self._row[kernel.PROMPT] = prompt_tokens
         self._row[kernel.OUTPUT] = output_tokens
@@ -111,7 +111,7 @@ class Sequence:
 
     @property
     def prefill_tokens(self) -> int:
-        """What a prefill must compute: the prompt, and after an eviction its tokens as well."""
+        """The tokens to prefill: the prompt, and after an eviction its generated tokens as well."""
         return self._row[kernel.PROMPT] + self._row[kernel.GENERATED]
 
 
@@ -120,7 +120,7 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[S]):
-    """A step that has been planned: its length, and what is in it."""
+    """A planned step: its length, and its contents."""
 
     duration_s: float
     prefill_sequences: int
@@ -132,7 +132,7 @@ class Step(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class StepResult(Generic[S]):
-    """What a step did: ``emitted`` got one token each, and ``finished`` (among them) their last."""
+    """A step's result: ``emitted`` got one token each, and ``finished`` (among them) their last."""
 
     emitted: list[S]
     finished: list[S]
@@ -215,11 +215,11 @@ class Engine(Generic[S]):
         max_batched_tokens: most tokens in one step. In prefill-first mode a longer prompt is
             prefilled alone.
         slowdown: every step takes this many times longer; may be changed between steps.
-        prefix_caching: keep the blocks of what has been computed, and share them.
+        prefix_caching: keep computed blocks, and share them.
 
     Raises:
-        ValueError: a size below 1, no room for one block, or (chunked) a token budget that could
-            not hold every running sequence's decode.
+        ValueError: a size below 1, no room for one block, or (chunked) a token budget that
+            could not hold every running sequence's decode.
     """
 
     max_num_seqs = _Number(kernel.MAX_SEQS)
@@ -230,7 +230,7 @@ class Engine(Generic[S]):
     preemptions_total = _Number(kernel.PREEMPTIONS_TOTAL)
     prompt_tokens_total = _Number(kernel.PROMPT_TOTAL)  # of prefilled prompts, each counted once
     generation_tokens_total = _Number(kernel.GENERATION_TOTAL)
-    # Prompt tokens that were looked up in the prefix cache, and those that were found there.
+    # Prompt tokens that were looked up in the prefix cache, and those found there.
     prefix_queries_total = _Number(kernel.QUERIES_TOTAL)
     prefix_hits_total = _Number(kernel.HITS_TOTAL)
 
@@ -248,7 +248,7 @@ class Engine(Generic[S]):
         self._log_s = [0.0] * entries
         self._step: Step[S] | None = None
 
-    # -- what the outside sees
+    # -- the public interface
 
     @property
     def slowdown(self) -> float:
@@ -272,7 +272,7 @@ class Engine(Generic[S]):
         return bool(self._row[kernel.CACHING])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what is cached. False, and nothing is done, while a block is in use."""
+        """Forget cached blocks. False, without effect, while a block is in use."""
         n = self._row
         if n[kernel.FREE_BLOCKS] < n[kernel.TOTAL_BLOCKS]:
             return False
@@ -321,9 +321,9 @@ class Engine(Generic[S]):
         kernel.enqueue(self._q, self._row, slot)
 
     def abort(self, sequence: S) -> None:
-        """Drop a sequence and free its blocks at once, within a step too; a no-op when it is done.
+        """Drop a sequence and free its blocks at once, even within a step; a no-op when it is done.
 
-        A step under way keeps its length: the accelerator does not stop for it.
+        A step in progress keeps its length: the accelerator does not stop for it.
         """
         if sequence._slot >= 0:
             kernel.drop(self._q, self._row, self._c, self._k, sequence._slot)
@@ -332,7 +332,7 @@ class Engine(Generic[S]):
         sequence._row[kernel.STATE] = kernel.DONE
 
     def begin_step(self) -> Step[S] | None:
-        """Plan the next step; None when there is nothing to do.
+        """Plan the next step; None if there is nothing to do.
 
         Raises:
             RuntimeError: the last step has not ended.
@@ -363,7 +363,7 @@ class Engine(Generic[S]):
         """Apply the step that ``begin_step`` planned; sequences aborted meanwhile emit nothing.
 
         Raises:
-            RuntimeError: no step is under way.
+            RuntimeError: no step is in progress.
         """
         step = self._step
         if step is None:

@@ -1,11 +1,11 @@
 """Policies × rates × seeds on one simulated cluster. Pure.
 
-What is the same for every policy: with one seed, the requests, their times and the faults. What a
-seed changes: all of those draws, the scheduler's ties and the predictor's draws.
+With one seed, every policy gets the same requests, times and faults. The seed changes all of those
+draws, the scheduler's ties and the predictor's draws.
 
-The bound that results are compared with is the sum of the instances' own throughputs on the same
-mix, each alone and with always enough to do. It is not a strict one: a policy that sorts requests
-by length, so that each instance gets those that suit it, may come out a little above.
+Results are compared with a bound: the sum of the instances' own throughputs on the same mix, each
+alone and saturated. It is not strict: a policy that sorts requests by length, so that each instance
+gets those that suit it, may come out a little above.
 """
 
 import math
@@ -50,42 +50,42 @@ from hetero_gateway.sim.workload import (
 
 PredictorChoice = Literal["auto", "bucket-mean", "constant", "normal", "trained", "oracle"]
 
-# For the mix's mean and standard deviation: enough that heavy tails are known within 2 %.
+# For the mix's mean and standard deviation: enough for heavy tails to be within 2 %.
 _MOMENT_DRAWS = 20_000
-# Of the bound's runs. Drawn evenly from the mix's rows, this many know the bound to 0.4 % (standard
-# deviation over seeds); the rows themselves know the mix to 1 %.
+# Requests of the bound's runs. With an even sample of the mix's rows, this many give the bound to
+# 0.4 % (standard deviation over seeds); the rows themselves give the mix to 1 %.
 _BOUND_REQUESTS = 10_000
-# Seeds of what does not depend on the run's seed.
+# Seeds of draws that do not depend on the run's seed.
 _MOMENTS_STREAM, _BOUND_STREAM = 1_000_001, 1_000_002
 
 
 # The signature of ``sim.cluster.simulate``.
 Simulate = Callable[..., Records]
-# Of a policy at a rate, per second: who can hand over to whom, new for each run, and the roles;
+# For a policy at a rate, per second: who can hand over to whom, new for each run, and the roles;
 # None: nothing is split.
 Splits = Callable[[str, float], tuple[Pairs, Mapping[InstanceId, RolePrice]] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What all runs share; ``simulate --help`` says what each option does.
+    """The settings common to all runs; ``simulate --help`` explains each option.
 
     Args:
         instances: at least one.
-        lengths: where requests' lengths come from.
+        lengths: source of the requests' lengths.
         count: requests of one run.
         arrival_cv: coefficient of variation of the gaps between arrivals; 1: Poisson.
-        trace_arrival_s: (count,) a trace's own times, from 0; stretched to each rate in place of
-            random arrivals. None: random arrivals.
-        predictor: ``auto`` is ``normal`` for the policy ``paper`` and ``bucket-mean`` for others.
-            These start from the mix's mean. ``trained`` starts from ``length_model``; ``oracle``
-            knows each request's true length.
-        length_model: of the predictor ``trained``, which alone has one.
+        trace_arrival_s: (count,) a trace's own times, from 0; stretched to each rate in place
+            of random arrivals. None: random arrivals.
+        predictor: ``auto`` is ``normal`` for the policy ``paper`` and ``bucket-mean`` for
+            others. These start from the mix's mean. ``trained`` starts from ``length_model``;
+            ``oracle`` knows each request's true length.
+        length_model: of the predictor ``trained``, and only of that.
         prefixes: of the requests, in the order of ``lengths``; then their engines have prefix
-            caches, as far as they are not switched off. The bound is without them.
+            caches, unless switched off. The bound is without them.
         prefix_cache: whether the scheduler knows of them.
-        policies: that are not built in, by the names that they are compared under.
-        heeds_slo: ``finish-time`` knows ``slo``; or else it is only judged by it.
+        policies: further ones, by the names that they are compared under.
+        heeds_slo: ``finish-time`` knows ``slo``; else it is only judged by it.
         splits: how requests are split; None: they are not.
 
     Raises:
@@ -141,7 +141,7 @@ class Bound:
         return sum(self.instances_tokens_per_s)
 
     def rate_per_s(self, load: float, moments: Moments) -> float:
-        """The arrivals whose output is this share of the bound."""
+        """The arrival rate whose output is this share of the bound."""
         return load * self.tokens_per_s / moments.mean_output
 
 
@@ -234,7 +234,7 @@ def held(
 ) -> tuple[float, ...]:
     """The highest loads at which ``held.SHARES`` of the requests are within the SLO.
 
-    The share is the mean over the seeds; ``on_load`` is called before a load is tried.
+    The share is the mean over the seeds; ``on_load`` is called before each tried load.
     """
     moments = mix_moments(experiment.lengths)
 

@@ -1,6 +1,6 @@
-"""Times of requests, and how they are summed up: simulated and measured ones alike. Pure.
+"""Times of requests and their summaries, for simulated and measured ones alike. Pure.
 
-TTFT     s        first output token, from the arrival (what is measured: from the sending)
+TTFT     s        first output token, from the arrival (measured: from the sending)
 TPOT     s/token  (last − first) / (output tokens − 1), of outputs of 2 or more
 latency  s        last output token, from the arrival
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # measuring runs needs no simulator
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean and percentiles, in the unit of the values; nan where there were none."""
+    """Mean and percentiles, in the unit of the values; nan if there were none."""
 
     mean: float = math.nan
     p50: float = math.nan
@@ -50,7 +50,7 @@ class Distribution:
 
 
 def finite(value: float) -> float | None:
-    """A figure as JSON has it."""
+    """A figure for JSON."""
     return value if math.isfinite(value) else None
 
 
@@ -74,7 +74,7 @@ def request_times(workload: Workload, records: Records, chosen: Flags) -> Reques
 
 
 def within_slo(workload: Workload, records: Records, slo: Slo) -> Flags:
-    """(N,): which requests finished within both limits; what was refused or lost did not."""
+    """(N,): which requests finished within both limits; refused or lost ones did not."""
     done = np.isfinite(records.finish_s)
     times = request_times(workload, records, done)
     kept = times.ttft_s <= slo.ttft_s

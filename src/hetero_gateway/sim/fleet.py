@@ -1,8 +1,7 @@
 """The engines of a cluster's instances in one virtual time: ``kernel.advance``, and its tables.
 
-Where numba is installed (the extra ``fast``) and asked for, the tables are numpy arrays and the
-kernel is compiled; otherwise they are lists and it runs as it is written. The results are the
-same.
+If numba is installed (the extra ``fast``) and requested, the tables are numpy arrays and the kernel
+is compiled; otherwise they are lists and it runs as plain Python. The results are the same.
 """
 
 from collections.abc import Sequence
@@ -19,27 +18,27 @@ from hetero_gateway.sim.engine import (
     list_heads,
 )
 
-# What is called from here; the rest of the kernel is called by these.
+# The functions called from here; these call the rest of the kernel.
 ENTRIES = (
     kernel.submit, kernel.unpin, kernel.change_slowdown, kernel.advance, kernel.decoded,
 )  # fmt: skip
-# Room for what many instances log between two external events, beside one full step.
+# Room for the logs of many instances between two external events, besides one full step.
 _LOGENTRIES = 4096
 
 
 def compile_kernel() -> tuple[Any, ...]:
-    """What a fleet calls of the kernel, compiled."""
+    """The kernel functions that a fleet calls, compiled."""
     return tuple(jit.compiled(function) for function in ENTRIES)
 
 
 class EngineFleet:
-    """Instances by position, sequences by slot.
+    """Instances by index, sequences by slot.
 
     Args:
-        profiles: what each instance runs.
+        profiles: of each instance.
         compiled: run the kernel compiled; needs numba.
         prefix_caching: by instance, whether it has a prefix cache; empty: none has.
-        most_blocks: of any one sequence, where there is a prefix cache.
+        most_blocks: of any one sequence, if there is a prefix cache.
 
     Raises:
         ValueError: as ``Engine``.
@@ -62,7 +61,7 @@ class EngineFleet:
         # By instance: the largest prompt + output - 1 that it can ever finish.
         self.capacity_tokens = [n[kernel.TOTAL_BLOCKS] * n[kernel.BLOCK_TOKENS] for n, _ in rows]
         leaves = 1 << (len(rows) - 1).bit_length()
-        if leaves > len(rows):  # one more instance, never busy, fills the tournament up
+        if leaves > len(rows):  # one more, idle instance fills up the tournament
             rows.append(instance_rows(profiles[0], 0, max_num_seqs=1))
         width = max(len(n) for n, _ in rows)
         self.compiled = compiled
@@ -128,7 +127,7 @@ class EngineFleet:
         return [[0] * self._most_blocks for _ in range(2 * slots)]
 
     def new_slot(self) -> int:
-        """A slot for one sequence; whoever has it gives it back to ``free_slots``."""
+        """A slot for one sequence; its owner returns it to ``free_slots``."""
         if not self.free_slots:
             size = len(self._q)
             more = self._key_rows(size if self._most_blocks else 0)
@@ -141,7 +140,7 @@ class EngineFleet:
         return self.free_slots.pop()
 
     def tables(self) -> tuple[Any, ...]:
-        """What the kernel works on, for a loop of one's own: q, n, x, c, k, first, log, log_s."""
+        """The kernel's tables, for a caller's own loop: q, n, x, c, k, first, log, log_s."""
         engines = (self._q, self._n, self._x, self._c, self._k, self._first)
         return (*engines, self._log, self._log_s)
 
@@ -159,10 +158,12 @@ class EngineFleet:
     ) -> None:
         """Queue a sequence that fits; the step that begins at ``now_s`` or next may admit it.
 
-        ``keys`` are those of ``Sequence``: at most ``most_blocks``; an array where it is compiled.
+        ``keys`` are those of ``Sequence``: at most ``most_blocks``; an array if it is
+            compiled.
 
         Args:
-            fetched: prompt tokens, all but one at most, whose KV has come from another instance.
+            fetched: prompt tokens, at most all but one, whose KV has come from another
+                instance.
             pins: its output is one token, and its blocks stay until ``unpin``.
         """
         if self._most_blocks:
@@ -173,7 +174,7 @@ class EngineFleet:
         self._submit(*tables, i, slot, prompt, output, len(keys), now_s)
 
     def unpin(self, i: int, slot: int, now_s: float) -> None:
-        """What a sequence that pins, and is done, has left on instance i was fetched."""
+        """The remaining blocks of a finished, pinning sequence on instance i were fetched."""
         tables = (self._q, self._n, self._x, self._c, self._k, self._first)
         self._unpin(*tables, i, slot, now_s)
 
@@ -186,7 +187,7 @@ class EngineFleet:
         self._change_slowdown(self._n, self._x, self._first, i, slowdown, now_s)
 
     def clear(self, i: int) -> None:
-        """Drop all that instance i has, as a crash does; its slow-down stays."""
+        """Drop everything on instance i, as a crash does; its slow-down stays."""
         n, x = self._rows(i, self._x[i][kernel.SLOWDOWN])
         if self._prefix_caching[i]:
             cache = block_cache.cache_rows(n[kernel.TOTAL_BLOCKS])
@@ -199,7 +200,8 @@ class EngineFleet:
         kernel.rank(self._n, self._x, self._first, i)
 
     def advance(self, until_s: float, stop: bool) -> bool:
-        """Let time pass; ``log`` and ``log_s`` then tell of this call. See ``kernel.advance``."""
+        """Let time pass; ``log`` and ``log_s`` then have this call's events. See
+        ``kernel.advance``."""
         tables = (self._q, self._n, self._x, self._c, self._k, self._first)
         return bool(self._advance(*tables, self._log, self._log_s, until_s, stop))
 

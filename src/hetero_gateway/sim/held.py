@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-# What ``simulate --held`` looks for.
+# The shares that ``simulate --held`` looks for.
 SHARES = (0.90, 0.95, 0.99)
-# Loads are tried in hundredths of the bound: finer than what a few seeds can tell apart. No load
-# is held far above the bound, but by short runs, which are over before a queue has grown.
+# Loads are tried in hundredths of the bound: finer than a few seeds can tell apart. No load far
+# above the bound is held, except by short runs, which are over before a queue has grown.
 _STEP = 0.01
 _MOST = 2.0
-# How far from a likely answer is looked first, in steps.
+# How far from a likely answer the first tries are, in steps.
 _NEAR_STEPS = 4
 
 
@@ -23,11 +23,11 @@ def held_loads(
     """For each of ``shares``: the highest load that has it, in steps from 0 to ``most``.
 
     Args:
-        share_at: the share of the requests that are within their limits at a load, 0 to 1. It is
-            taken to fall with the load, and asked for each load once.
+        share_at: the share of the requests that are within their limits at a load, 0 to 1. It
+            is assumed to fall with the load, and called for each load once.
         most: the highest load to try, above 0.
-        step: of the loads that are tried, above 0.
-        likely: about what is expected, which saves tries; None: nothing is.
+        step: of the tried loads, above 0.
+        likely: a rough expectation, which saves tries; None: unknown.
     """
     known: dict[int, float] = {}
     most_steps = round(most / step)

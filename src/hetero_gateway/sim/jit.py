@@ -1,8 +1,8 @@
-"""Compiling a function and all that it calls by numba (the extra ``fast``), and keeping the result.
+"""Compiling a function and all that it calls by numba (the extra ``fast``), and caching the result.
 
-What is kept has the name of a function, and a digest of everything that is compiled into it. So it
-lies in the user's own cache (or ``NUMBA_CACHE_DIR``), where another checkout or environment of the
-same source finds it; numba's own place is beside the source, under the time of that one file.
+A cache entry has the name of a function, and a digest of everything that is compiled into it. So it
+can be in the user's own cache (or ``NUMBA_CACHE_DIR``), where another checkout or environment with
+the same source finds it; numba's own place is next to the source, keyed by that one file's time.
 """
 
 import functools
@@ -14,9 +14,9 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-# Without its counting of references, which would take half of the time: wherever a tuple of arrays
-# is taken apart, each of them is counted. What is compiled so can neither make an array nor return
-# one that it was not given; numba says so where it would. Nobody calls it through a wrapper.
+# Without reference counting, which would take half of the time: wherever a tuple of arrays is taken
+# apart, each of them is counted. Code compiled like this can neither make an array nor return one
+# that it was not given; numba reports such code. Nobody calls it through a wrapper.
 _OPTIONS: Any = {"_nrt": False, "no_cfunc_wrapper": True}
 
 
@@ -27,7 +27,7 @@ def can_compile() -> bool:
 
 @functools.cache
 def compiled(function: FunctionType) -> Any:
-    """A function of plain numbers and arrays, compiled by numba as soon as it is called."""
+    """A function of plain numbers and arrays, compiled by numba on its first call."""
     import numba
 
     functions = _called(function)
@@ -64,7 +64,7 @@ def _kept() -> Any:
             try:
                 locator.ensure_cache_path()
             except OSError:
-                return None  # nobody may write there: it stays where numba has it
+                return None  # not writable: use numba's own place
             return locator
 
     class Place(caching.CompileResultCacheImpl):  # type: ignore[misc]
@@ -78,8 +78,8 @@ def _kept() -> Any:
 
 @functools.cache
 def with_function(caller: FunctionType, old: Any, new: Any) -> Any:
-    """A loop with one function in the place of another: a copy, where it or what it calls by name
-    calls that.
+    """A loop with one function replaced by another: a copy, if it or a function that it calls by
+    name calls that.
     """
     replaced = {old: new}
     for called in _functions(caller):
@@ -107,7 +107,7 @@ def _register(function: FunctionType) -> None:
 
 
 def _called(loop: FunctionType) -> set[FunctionType]:
-    """A loop, and all that it calls, or that what it calls does."""
+    """A loop, and everything that it calls, directly or indirectly."""
     found, left = {loop}, [loop]
     while left:
         new = {*_functions(left.pop())} - found
@@ -117,9 +117,7 @@ def _called(loop: FunctionType) -> set[FunctionType]:
 
 
 def _functions(caller: FunctionType) -> Iterator[FunctionType]:
-    """Those whose names are in its code, or behind the name of a module; not those that numba has
-    of its own.
-    """
+    """The functions whose names are in its code, or after a module's name; without numba's own."""
     names = caller.__code__.co_names
     values = [caller.__globals__.get(name) for name in names]
     modules = [value for value in values if isinstance(value, ModuleType)]
@@ -130,9 +128,9 @@ def _functions(caller: FunctionType) -> Iterator[FunctionType]:
 
 
 def _digest(functions: Iterable[FunctionType]) -> str:
-    """Of their code, and of the constants and types that they take from their modules.
+    """Of their code, and of the constants and types that they use from their modules.
 
-    What is kept names the types of a loop's arguments, and cannot be read once one has moved.
+    An entry names the types of a loop's arguments, and cannot be read once one has moved.
     """
     values = [value for function in functions for value in function.__globals__.values()]
     types = {f"{t.__module__}.{t.__qualname__}" for t in values if isinstance(t, type)}

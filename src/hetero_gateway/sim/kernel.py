@@ -1,31 +1,31 @@
 """The engine's rules on tables of numbers: plan a step, end a run of steps, advance many engines.
 
-``engine.py`` (one instance, step by step) and ``fleet.py`` (all instances of a cluster, in
-virtual time) are the two ways to drive these functions, and the only ones. What a step does and
-costs is told in ``engine.py``. The functions index rows and do arithmetic, and nothing else: so
-they run on lists as plain Python, and on numpy arrays when numba compiles them
-(``fleet.compile_kernel``), with the same results to the last bit.
+``engine.py`` (one instance, step by step) and ``fleet.py`` (all instances of a cluster, in virtual
+time) are the only drivers of these functions. ``engine.py`` explains what a step does and costs.
+The functions index rows and do arithmetic, and nothing else: so they run on lists as plain Python,
+and on numpy arrays when numba compiles them (``fleet.compile_kernel``), with the same results to
+the last bit.
 
     q[slot]  one sequence: integers, the fields PROMPT, OUTPUT, …; or the head of a list
     k[2·slot], k[2·slot + 1]  its blocks' keys, and its blocks; only with a prefix cache
     n[i]     one instance: integers, the fields FREE_BLOCKS, …, then block phases, then a heap
     x[i]     one instance: floats, the fields P1, …
-    c[i]     one instance: its blocks, see ``block_cache.py``; None where nobody has a prefix cache:
-             then numba leaves out all that is about them
+    c[i]     one instance: its blocks, see ``block_cache.py``; None if nobody has a prefix cache:
+             then numba leaves out the code for them
     log      what happened: log[0] counts the entries, log[1], … are slot · 4 + kind
     log_s    when: log_s[1], …
 
-A running or waiting sequence is in one of three doubly linked lists of its instance, which close
-in a ring through a head that is itself a row of ``q``.
+A running or waiting sequence is in one of three doubly linked lists of its instance, which form a
+ring through a head that is itself a row of ``q``.
 
 A decode run is advanced in closed form. A step of b sequences with S cached tokens takes
 A + p5·S + p7·S/b with A = p6·b + p8, S grows by b a step, so k steps take
 
     k·(A + p5·S + p7·S/b) + (p5·b + p7)·k(k−1)/2
 
-A run ends at the next finish (the heap's top), at the next shortage of blocks (counted per
-residue of the step number), or at the end of the step under way when something arrives or the
-slow-down changes.
+A run ends at the next finish (the heap's top), at the next shortage of blocks (counted per residue
+of the step number), or at the end of the current step when something arrives or the slow-down
+changes.
 """
 
 import math
@@ -38,26 +38,26 @@ Times = list[float]
 TimeRows = list[list[float]]
 Kept = list[Rows] | None
 
-# Fields of a sequence's row. A cached token is one of the prompt or one emitted; while it decodes,
-# a sequence has OFFSET + the instance's EPOCH of them. JOIN orders the stays in the decoding batch.
+# Fields of a sequence's row. A cached token is one of the prompt or an emitted one; a decoding
+# sequence has OFFSET + the instance's EPOCH of them. JOIN orders the stays in the decoding batch.
 PROMPT, OUTPUT, GENERATED, COMPUTED, CHUNK, OFFSET, LAST_EPOCH, JOIN = range(8)
 HEAP_AT, PREEMPTIONS, STATE, NEXT, PREVIOUS = range(8, 13)
-# With a prefix cache. KEYS: how many blocks have a key; HITS: blocks that the last look-up found;
-# KEPT: blocks that others can find; HELD: blocks taken at admission; CACHED_TOKENS: found then, the
-# first time.
+# With a prefix cache. KEYS: how many blocks have a key; HITS: blocks found by the last look-up;
+# KEPT: blocks that others can find; HELD: blocks taken at admission; CACHED_TOKENS: found at the
+# first admission.
 KEYS, HITS, KEPT, HELD, CACHED_TOKENS = range(13, 18)
-# Of a leg. FETCHED: prompt tokens whose KV came from elsewhere; PINS: 1 where its blocks stay when
-# it is done, until they are fetched.
+# Of a leg. FETCHED: prompt tokens whose KV came from elsewhere; PINS: 1 if its blocks stay when it
+# is done, until they are fetched.
 FETCHED, PINS = range(18, 20)
-# Where steps are planned ahead: the number of the step that was under way when it came; -1: none.
+# If steps are planned ahead: the number of the step in progress when it came; -1: none.
 CAME_IN = 20
 SEQUENCE_FIELDS = 21
 
 # Values of STATE.
 NEW, WAITING, PREFILLING, DECODING, DONE = range(5)
 
-# Fields of an instance's integers. NUM_*: how many sequences are in that state. STEP_*: what is in
-# the step that is planned or under way; STEPS of them follow each other, 0 when none is.
+# Fields of an instance's integers. NUM_*: how many sequences are in that state. STEP_*: contents of
+# the planned or current step; STEPS of them follow each other, 0 when none is.
 FREE_BLOCKS, TOTAL_BLOCKS, BLOCK_TOKENS, WATERMARK_BLOCKS = range(4)
 MAX_SEQS, MAX_BATCHED, CHUNKED = range(4, 7)
 HEAD_WAITING, HEAD_PREFILLING, HEAD_DECODING = range(7, 10)
@@ -69,19 +69,19 @@ PHASE = 24
 # Of the prefix cache: whether there is one; tokens looked up and found; blocks on its stack.
 CACHING, BUCKET_MASK, QUERIES_TOTAL, HITS_TOTAL, SPARES = range(25, 30)
 INSTANCE = 30  # its place in ``c``
-# AHEAD: 1 where a step is planned while the one before it runs; how many have ENDED.
+# AHEAD: 1 if a step is planned while the one before it runs; how many have ENDED.
 AHEAD, ENDED = range(31, 33)
 PHASES_AT = 33  # BLOCK_TOKENS counters, then a heap of MAX_SEQS slots
 
-# Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: by how
-# much each step is longer than the one before. DECODE_S: spent so far in steps that decode.
+# Fields of an instance's floats. START_S: of the run; FIRST_S: its first step; GROWTH_S: how much
+# longer each step is than the one before. DECODE_S: time spent so far in steps that decode.
 P1, P2, P3, P4, P5, P6, P7, P8, P9 = range(9)
 SLOWDOWN, START_S, FIRST_S, GROWTH_S, NEXT_S, DECODE_S = range(9, 15)
 # Of a mixture of experts, as in ``Profile``.
 AWAKE_AT, IDLE_EXPERT_S = range(15, 17)
 
-# Values of PHASE: what NEXT_S is the time of. At one time, steps end before others begin, so that
-# what a caller does at that time is seen by the steps that begin then.
+# Values of PHASE: the event at NEXT_S. At one time, steps end before others begin, so that a
+# caller's actions at that time are seen by the steps that begin then.
 END, BEGIN = 0, 1
 
 # Kinds of log entries. FIRST: its first token; RESUMED: the token of a prefill after an eviction.
@@ -98,7 +98,7 @@ def record(log: Row, log_s: Times, now_s: float, slot: int, kind: int) -> None:
 
 
 def link(q: Rows, slot: int, before: int) -> None:
-    """Insert a sequence before another one; before the head is at the end."""
+    """Insert a sequence before another one; before the head means at the end."""
     ahead = q[before]
     s = q[slot]
     previous = ahead[PREVIOUS]
@@ -155,7 +155,7 @@ def blocks(n: Row, tokens: int) -> int:
 
 
 def prefill_tokens(q: Rows, slot: int) -> int:
-    """What a prefill must compute: the prompt, and after an eviction its tokens as well."""
+    """The tokens to prefill: the prompt, and after an eviction its generated tokens as well."""
     return q[slot][PROMPT] + q[slot][GENERATED]
 
 
@@ -177,7 +177,7 @@ def join_decoding(q: Rows, n: Row, slot: int) -> None:
 
 
 def leave_decoding(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
-    """Take a sequence out of the batch, remember how far it came, and free its blocks."""
+    """Take a sequence out of the batch, record its progress, and free its blocks."""
     unlink(q, slot)
     s = q[slot]
     size = n[NUM_DECODING] - 1
@@ -189,7 +189,7 @@ def leave_decoding(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
     s[GENERATED] = cached - s[PROMPT]
     n[CACHED] -= cached
     n[PHASES_AT + (1 - s[OFFSET]) % n[BLOCK_TOKENS]] -= 1
-    # All but the newest token have KV; within a decode step there is room for that one too.
+    # All tokens but the newest have KV; within a decode step there is room for that one too.
     growing = n[STEPS] > 0 and n[STEP_DECODES] > 0
     tokens = cached if growing else cached - 1
     if c is not None and n[CACHING]:
@@ -206,7 +206,7 @@ def free(q: Rows, n: Row, c: Kept, k: Rows, slot: int, tokens: int) -> None:
 
 
 def use(n: Row, c: Kept, count: int) -> None:
-    """Take free blocks for the sequences that decode; who has which is settled as they leave."""
+    """Take free blocks for the decoding sequences; the owners are settled as they leave."""
     n[FREE_BLOCKS] -= count
     if c is not None and n[CACHING]:
         cache = c[n[INSTANCE]]
@@ -217,7 +217,7 @@ def use(n: Row, c: Kept, count: int) -> None:
 
 
 def keep_full(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> None:
-    """Those of a sequence's blocks that so many tokens fill can be found from now on."""
+    """A sequence's blocks that so many tokens fill can be found from now on."""
     s, mask = q[slot], n[BUCKET_MASK]
     keys, held, full = k[2 * slot], k[2 * slot + 1], min(tokens // n[BLOCK_TOKENS], s[KEYS])
     for i in range(s[KEPT], full):
@@ -234,7 +234,7 @@ def keep_answer(q: Rows, n: Row, c: Rows, k: Rows, slot: int, tokens: int) -> No
 
 
 def drop(q: Rows, n: Row, c: Kept, k: Rows, slot: int) -> None:
-    """Abort a sequence and free its blocks at once; a step under way keeps its length."""
+    """Abort a sequence and free its blocks at once; the current step keeps its length."""
     state = q[slot][STATE]
     if state == WAITING:
         unlink(q, slot)
@@ -260,8 +260,8 @@ def enqueue(q: Rows, n: Row, slot: int) -> None:
 
 
 def comes_too_late(q: Rows, n: Row) -> bool:
-    """Whether the head of the waiting queue came while the step before this one ran, and this one
-    had been planned. Where nothing runs, nothing was.
+    """Whether the head of the waiting queue came while the step before this one ran, when this one
+    was already planned. If nothing runs, nothing was planned.
     """
     if n[AHEAD] == 0 or n[NUM_WAITING] == 0 or n[NUM_PREFILLING] + n[NUM_DECODING] == 0:
         return False
@@ -269,7 +269,7 @@ def comes_too_late(q: Rows, n: Row) -> bool:
 
 
 def admissible(q: Rows, n: Row, c: Kept, k: Rows) -> bool:
-    """Whether there is a slot and room for the head of the waiting queue; looks its prompt up."""
+    """Whether there is a slot and room for the head of the waiting queue; looks up its prompt."""
     running = n[NUM_PREFILLING] + n[NUM_DECODING]
     if n[NUM_WAITING] == 0 or running >= n[MAX_SEQS] or comes_too_late(q, n):
         return False
@@ -280,7 +280,7 @@ def admissible(q: Rows, n: Row, c: Kept, k: Rows) -> bool:
         most = min(q[slot][KEYS], (prefill_tokens(q, slot) - 1) // n[BLOCK_TOKENS])
         hits = look_up(cache, n[BUCKET_MASK], k[2 * slot], held, most)
         q[slot][HITS] = hits
-        # A free block that is shared is free no longer.
+        # A free block that is shared is no longer free.
         needed -= hits - count_free(cache, held, hits)
     if running > 0:
         needed += n[WATERMARK_BLOCKS]
@@ -300,7 +300,7 @@ def admit(q: Rows, n: Row, c: Kept, k: Rows) -> int:
         begin_with_hits(q, n, c[n[INSTANCE]], k, slot)
     else:
         n[FREE_BLOCKS] -= blocks(n, prefill_tokens(q, slot))
-    # What was fetched is gone with an eviction: then all is computed here.
+    # After an eviction fetched KV is gone: then everything is computed here.
     if q[slot][PREEMPTIONS] == 0 and q[slot][FETCHED] > q[slot][COMPUTED]:
         q[slot][COMPUTED] = q[slot][FETCHED]
     return slot
@@ -319,7 +319,7 @@ def begin_with_hits(q: Rows, n: Row, c: Rows, k: Rows, slot: int) -> None:
     s[HELD] = count
     s[KEPT] = hits
     s[COMPUTED] = hits * n[BLOCK_TOKENS]
-    # vLLM keeps the look-ups of evicted sequences apart.
+    # vLLM counts the look-ups of evicted sequences separately.
     if s[PREEMPTIONS] == 0:
         s[CACHED_TOKENS] = s[COMPUTED]
         n[QUERIES_TOTAL] += s[PROMPT]
@@ -626,13 +626,14 @@ def submit(
         ended = steps_ended_by(x[i], instance[STEPS], now_s)
         between = ended > 0 and run_end_s(x[i], ended) == now_s
         s[CAME_IN] = -1 if between else instance[ENDED] + ended + 1
-    # Behind others it changes nothing: what they lack comes free at the end of the run at best.
+    # Behind others it changes nothing: their missing blocks come free at the end of the run at
+    # best.
     if instance[STEPS] == 0 or instance[NUM_WAITING] == 1:
         look_again(n, x, first, i, now_s)
 
 
 def look_again(n: Rows, x: TimeRows, first: Row, i: int, now_s: float) -> None:
-    """Have instance i plan a step that begins at ``now_s``, or as the one under way ends."""
+    """Have instance i plan a step that begins at ``now_s``, or when the current one ends."""
     instance = n[i]
     if instance[STEPS] > 0:
         cut_run(instance, x[i], now_s)
@@ -645,7 +646,7 @@ def look_again(n: Rows, x: TimeRows, first: Row, i: int, now_s: float) -> None:
 def unpin(
     q: Rows, n: Rows, x: TimeRows, c: Kept, k: Rows, first: Row, i: int, slot: int, now_s: float
 ) -> None:
-    """Instance i's blocks of a prompt that is computed were fetched: they are free."""
+    """Instance i's blocks of a computed prompt were fetched: they are free."""
     free(q, n[i], c, k, slot, q[slot][PROMPT])
     if n[i][NUM_WAITING] > 0:
         look_again(n, x, first, i, now_s)
@@ -664,11 +665,11 @@ def advance(
     q: Rows, n: Rows, x: TimeRows, c: Kept, k: Rows, first: Row, log: Row, log_s: Times,
     until_s: float, stop: bool,
 ) -> bool:  # fmt: skip
-    """Let every instance work until ``until_s``; what happened is in the log, in time order.
+    """Let every instance work until ``until_s``; the events are in the log, in time order.
 
-    Steps that begin at ``until_s`` itself have not begun when this returns. It returns False when
-    it returns early: after the first events that are logged (with ``stop``, and all those of the
-    same time), or when the log could overflow.
+    Steps that begin at ``until_s`` itself have not begun when this returns. It returns False if
+    it returns early: after the first logged events (with ``stop``, and all those of the same
+    time), or if the log could overflow.
     """
     log[0] = 0
     while True:

@@ -1,7 +1,7 @@
 """A trace that is run in its order, because its prompts begin alike. Pure.
 
-docs/design/search.md says why its rows are not sampled, and what a share of its sessions is for.
-A run that is longer than the trace begins it again as other text: nothing is found of a lap before.
+docs/design/search.md explains why its rows are not sampled, and the use of a share of its sessions.
+A run that is longer than the trace repeats it with other text: nothing of an earlier lap is found.
 """
 
 import math
@@ -28,7 +28,7 @@ class OrderedTrace:
     Args:
         arrival_s: (rows,), never decreasing; at least one row.
         prompt_tokens, output_tokens: (rows,), at least 1.
-        sessions: (rows,), whose each is.
+        sessions: (rows,), the session of each.
         texts: one per row, in blocks of ``block_tokens``.
     """
 
@@ -40,7 +40,7 @@ class OrderedTrace:
     block_tokens: int
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[Integers, Integers]:
-        """Rows sampled with replacement, for what only asks for lengths."""
+        """Rows sampled with replacement, for callers that only need lengths."""
         chosen = rng.integers(self.prompt_tokens.size, size=count)
         return self.prompt_tokens[chosen], self.output_tokens[chosen]
 
@@ -50,9 +50,10 @@ class OrderedTrace:
         """The trace's next ``count`` requests, with their texts.
 
         Args:
-            rate_per_s: that their times are stretched to, in the mean; infinite: all at once.
+            rate_per_s: their times are stretched to it, in the mean; infinite: all at once.
             share: of the sessions, above 0, at most 1.
-            seed: 0 begins with the first row, each further one where the one before has ended.
+            seed: 0 begins with the first row, each further one where the one before has
+                ended.
         """
         rows = self._rows(share, seed)
         row, laps = _next(rows, count, seed)
@@ -64,7 +65,7 @@ class OrderedTrace:
     ) -> Workload:
         """All at once: requests as a running engine would hold them, then the trace's next ones.
 
-        The half-done ones are of other text, as of a lap before; see ``Mix.requests``.
+        The half-done ones have other text, as of an earlier lap; see ``Mix.requests``.
         """
         rows = self._rows(share, seed)
         row, laps = _next(rows, fresh, seed)
@@ -97,7 +98,7 @@ class OrderedTrace:
         if not laps[-1]:
             return [self.texts[i] for i in row.tolist()]
         ids = 1 + max((r.first + r.count for text in self.texts for r in text.runs), default=0)
-        # Ids of later laps are others, as far as there are ids.
+        # Later laps have other ids, as far as there are ids.
         most = max(1, FIRST_OWN_ID // ids)
         return [
             KnownText(tuple(Run(run.first + lap % most * ids, run.count) for run in text.runs))
@@ -120,7 +121,7 @@ class OrderedTrace:
 
 
 def _next(rows: Integers, count: int, seed: int) -> tuple[Integers, Integers]:
-    """The next ``count`` of the rows, and the lap that each is of."""
+    """The next ``count`` of the rows, and the lap of each."""
     positions = seed * count + np.arange(count)
     laps = positions // rows.size
     return rows[positions % rows.size], laps - laps[0]

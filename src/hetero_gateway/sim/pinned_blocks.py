@@ -1,11 +1,11 @@
-"""KV blocks of an engine that no sequence of it has: kept for another engine, or filled by one.
+"""KV blocks of an engine that none of its sequences has: kept for another engine, or filled by one.
 
-What a prefill has computed for another instance stays pinned after it has ended, until that has
-fetched it. There, the blocks are taken before they are fetched, and are found by the sequence that
-waits for them as if they had been computed there (``block_cache``). So the rules of ``kernel`` need
-not know of transfers: pinned blocks are missing from the free ones, and that is all.
+A prefill computed for another instance stays pinned after it has ended, until that instance has
+fetched it. There, the blocks are taken before they are fetched, and the sequence that waits for
+them finds them as if they had been computed there (``block_cache``). So the rules of ``kernel``
+need not know of transfers: pinned blocks are missing from the free ones, and that is all.
 
-Only for engines with a prefix cache: without, nobody knows which block has what.
+Only for engines with a prefix cache: others do not know the content of blocks.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from hetero_gateway.sim.engine import Engine
 
 
 class PinnedBlocks:
-    """Blocks of an engine, each referred to until it is freed.
+    """Blocks of an engine, each referenced until it is freed.
 
     Args:
-        blocks: in the order of the tokens that they are for.
+        blocks: in the order of their tokens.
         hits: how many of them were in the cache already.
     """
 
@@ -28,14 +28,14 @@ class PinnedBlocks:
         self.hits = hits
 
     def keep(self, keys: list[int]) -> None:
-        """What the first ``len(keys)`` blocks hold is there, and others may find it."""
+        """The first ``len(keys)`` blocks are filled, and others may find them."""
         cache, mask = _cache_of(self._engine)
         for block, key in zip(self.blocks, keys, strict=False):
             if cache[block_cache.KEY][block] == 0:
                 block_cache.keep(cache, mask, block, key)
 
     def free(self, first: int = 0) -> None:
-        """Refer to the blocks from the ``first`` one on no more; it may be called again."""
+        """Dereference the blocks from the ``first`` one on; it may be called again."""
         cache, _ = _cache_of(self._engine)
         n = self._engine._row
         left = self.blocks[first:]
@@ -46,11 +46,11 @@ class PinnedBlocks:
 def pin(
     engine: Engine[Any], keys: list[int], tokens: int, spare_blocks: int = 0
 ) -> PinnedBlocks | None:
-    """Take the blocks for so many tokens: those that are cached, and others. None: no room.
+    """Take the blocks for so many tokens: the cached ones, and others. None: no room.
 
     Args:
         keys: of the first of them, as far as they are known.
-        spare_blocks: how many have to stay free beside them.
+        spare_blocks: how many must stay free besides them.
     """
     n = engine._row
     cache, mask = _cache_of(engine)
@@ -68,7 +68,7 @@ def pin(
 
 
 def keys_in(engine: Engine[Any], blocks: list[int]) -> list[int]:
-    """The keys of what these blocks hold; 0: of what is not known. Raises ValueError: no block."""
+    """The keys of these blocks' contents; 0: unknown. Raises ValueError: no such block."""
     cache, _ = _cache_of(engine)
     if not all(0 <= block < engine.total_blocks for block in blocks):
         raise ValueError("there is no such block")

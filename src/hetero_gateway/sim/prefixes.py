@@ -1,13 +1,13 @@
-"""Which prompts begin alike: as an engine's cache sees it, and as the gateway does. Pure.
+"""Which prompts begin alike: for an engine's cache, and for the gateway. Pure.
 
 A workload's text is known by block: block i of a request covers its tokens from i·block_tokens on,
-prompt and answer in one, and equal ids mean equal text up to the block's end. What is behind the
-last known block is its request's own.
+prompt and answer together, and equal ids mean equal text up to the block's end. Text after the last
+known block is unique to its request.
 
     engine    a key for each of its blocks (``block_cache.py``), made from the id of the block that
               the last token lies in
-    gateway   ``core/request``, over a text of 4 bytes per token that stands for the prompt;
-              its parts end where a prompt or a run of blocks does in any request, as messages do
+    gateway   ``core/request``, over a text of 4 bytes per token that represents the prompt; its
+              parts end where a prompt or a run of blocks does in any request, as messages do
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from hetero_gateway.core.request import keys_of
 from hetero_gateway.core.types import PrefixKeys
 
 BYTES_PER_TOKEN = 4
-# 64-bit constants of splitmix64 (Steele, Lea, Flood 2014): they spread what differs in few bits.
+# 64-bit constants of splitmix64 (Steele, Lea, Flood 2014): they spread differences in a few bits.
 _STEP, _MIX_1, _MIX_2 = (
     np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
-    """What is known of one request's text: its blocks, in order; only full ones."""
+    """The known part of one request's text: its blocks, in order; only full ones."""
 
     runs: tuple[Run, ...]
 

@@ -1,9 +1,9 @@
-"""A recorded run again, in simulated engines. Pure.
+"""A recorded run repeated in simulated engines. Pure.
 
-Two questions of one record. *As placed*: every request is on the instance that it went to, from
-when it was sent there: what differs from the measured times is the engines' (profiles, networks).
+It answers two questions on one record. *As placed*: every request is on its recorded instance, from
+the time of its placement: differences to the measured times are the engines' (profiles, networks).
 *By the policy*: the gateway's scheduler decides again, from the same arrivals and the same
-predictions: what differs from "as placed" is the scheduler's.
+predictions: differences to "as placed" are the scheduler's.
 """
 
 import math
@@ -35,7 +35,7 @@ class Placements:
     """Requests on their instances, in any order; all (N,).
 
     Args:
-        instance: position.
+        instance: index.
         placed_s: when it was sent there, at least 0.
         prompt_tokens, output_tokens: at least 1.
     """
@@ -52,9 +52,9 @@ def run_as_placed(
     scheduling: Scheduling = "chunked",
     max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
 ) -> Records:
-    """What engines with these profiles make of it; in the order of the placements.
+    """The times in engines with these profiles; in the order of the placements.
 
-    What an engine can never hold is refused: its times are nan.
+    A request that an engine can never hold is refused: its times are nan.
     """
     records = replace(
         Records.empty(placements.placed_s.size),
@@ -87,7 +87,7 @@ def run_as_placed(
 def _work_until(
     fleet: EngineFleet, until_s: float, owners: Mapping[int, int], records: Records
 ) -> None:
-    """Let time pass and write down what the fleet logs; slots of what finished are free again."""
+    """Let time pass and record the fleet's log; slots of finished requests are free again."""
     complete = False
     while not complete:
         complete = fleet.advance(until_s, False)
@@ -140,7 +140,7 @@ def figures(
     finish_s: FloatArray,
     only: int,
 ) -> RequestFigures:
-    """Sum up times, measured or simulated; of one instance (position), or -1: of all.
+    """Summarise times, measured or simulated; of one instance (index), or -1: of all.
 
     TTFT and TPOT are of those that stream.
     """
@@ -181,7 +181,7 @@ def replay(
     """Run a recording again.
 
     Args:
-        policies: by name; none: as placed only.
+        policies: by name; none: only as placed.
 
     Raises:
         KeyError: there is no such policy.

@@ -1,12 +1,12 @@
 """From the records of simulated requests to figures; docs/guide/simulate.md has them. Pure.
 
 Times (``figures``) count from a request's arrival: waiting in the gateway's queue is part of them.
-By arrivals, an overloaded cluster would be seen while it fills up, so ``steady`` goes by what has
-finished. With everything at once it is from the start: leaving that out, which only prefills, would
-flatter it.
+By arrivals, an overloaded cluster would be seen while it fills up, so ``steady`` goes by finished
+requests. With everything at once it counts from the start: leaving out the start, which only
+prefills, would flatter it.
 
 Requests that were refused, or lost with a dead instance, count in ``refused``, ``lost`` and the
-share within the SLO, and nowhere else. What is not a number (no request finished) is None in JSON.
+share within the SLO, and nowhere else. nan (no request finished) becomes None in JSON.
 """
 
 import math
@@ -23,15 +23,15 @@ from hetero_gateway.sim.cluster import Records
 from hetero_gateway.sim.figures import Distribution, RequestTimes, finite, request_times, within_slo
 from hetero_gateway.sim.workload import Workload
 
-# Shares of finished requests between which the cluster is taken to be in its stride.
+# Shares of finished requests between which the cluster is assumed to be in steady state.
 _FROM, _TO = 0.2, 0.8
-# The quantiles that a latency distribution is kept as.
+# The stored quantiles of a latency distribution.
 QUANTILES = np.linspace(0, 1, 201)
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceResult:
-    """What one instance did: requests that it finished, and when the last one was."""
+    """One instance's finished requests, and when the last one ended."""
 
     requests: int
     completion_s: float
@@ -139,7 +139,7 @@ def tokens_between(workload: Workload, records: Records, from_s: float, to_s: fl
 def _steady(
     workload: Workload, finish_s: FloatArray, shares: Sequence[InstanceResult]
 ) -> tuple[float, float]:
-    """From when to when the cluster was in its stride; see the module's text. Empty: (0, 0)."""
+    """When the cluster was in steady state; see the module's text. Empty: (0, 0)."""
     if not finish_s.size:
         return 0.0, 0.0
     ends_s = np.sort(finish_s)
@@ -161,7 +161,7 @@ def _per_second(tokens: float, duration_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and sample standard deviation (0 of one value) over seeds; nan where there is none."""
+    """Mean and sample standard deviation (0 of one value) over seeds; nan if there is none."""
 
     mean: float
     sd: float
@@ -183,8 +183,8 @@ class Cell:
 
     Args:
         rate_per_s: of the arrivals; infinite: everything at once.
-        load: the rate's work as a share of the bound, where it was asked for so.
-        bound_tokens_per_s: what the instances generate when each has always enough to do.
+        load: the rate's work as a share of the bound, if it was requested like that.
+        bound_tokens_per_s: the output of the instances, each alone and saturated.
         runs: one per seed, at least one.
     """
 
@@ -204,7 +204,7 @@ class Cell:
 
     @property
     def share_of_bound(self) -> Spread:
-        """Throughput over the bound; nan where the bound is 0 (nothing fits anywhere)."""
+        """Throughput over the bound; nan if the bound is 0 (nothing fits anywhere)."""
         bound = self.bound_tokens_per_s or math.nan
         return self.spread(lambda run: run.throughput_tokens_per_s / bound)
 
@@ -219,7 +219,7 @@ class Cell:
         return sum(count(run) for run in self.runs)
 
     def latency_quantiles_s(self) -> FloatArray:
-        """Latencies of all seeds together, at ``QUANTILES``; empty where nothing finished."""
+        """Latencies of all seeds together, at ``QUANTILES``; empty if nothing finished."""
         pooled = np.concatenate([run.latencies_s for run in self.runs])
         return np.quantile(pooled, QUANTILES) if pooled.size else pooled
 

@@ -1,14 +1,14 @@
-"""What arrives at a simulated cluster and when, and what goes wrong in it.
+"""What arrives at a simulated cluster and when, and its faults.
 
     arrivals   Poisson, Gamma with a coefficient of variation, all at once, a trace's own times
     lengths    log-normal, or a trace's rows, sampled or in order
     faults     an instance is slower, or dead, for a time
 
-Arrival times are drawn at a rate of 1 and then stretched, and lengths come from a generator of
-their own: so one seed means the same requests in the same pattern at every rate and under every
+Arrival times are drawn at a rate of 1 and then stretched, and lengths come from a separate
+generator: so one seed means the same requests in the same pattern at every rate and under every
 policy, and differences between policies are not differences between draws.
 
-Reading a trace's file is the shell's work (``hetero_gateway.files.trace``); here are arrays.
+``hetero_gateway.files.trace`` reads a trace's file; here are arrays.
 """
 
 import enum
@@ -31,8 +31,8 @@ class Workload:
         arrival_s: (N,), s, at least 0, never decreasing.
         prompt_tokens: (N,), at least 1.
         output_tokens: (N,), at least 1.
-        prefixes: which of them begin alike; None: nothing is known of it.
-        classes: of each, for a queue of classes; none: all are of one.
+        prefixes: which of them begin alike; None: unknown.
+        classes: of each, for a queue of classes; empty: all are of one.
 
     Raises:
         ValueError: shapes that differ, no request, or a value outside of these ranges.
@@ -70,12 +70,12 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens to one instance.
+    """A fault of one instance.
 
     Args:
-        instance: its position.
-        kind: SLOW multiplies its step times by ``factor``; DEAD loses what it had.
-        start_s, end_s: from when until when; ``end_s`` may be infinite.
+        instance: its index.
+        kind: SLOW multiplies its step times by ``factor``; DEAD loses its requests.
+        start_s, end_s: its duration; ``end_s`` may be infinite.
         factor: of SLOW, above 0.
 
     Raises:
@@ -96,7 +96,7 @@ class Fault:
 
 
 class FaultEvent(NamedTuple):
-    """A fault begins or ends; ``holding``: factors of its kind that hold there from then on."""
+    """A fault begins or ends; ``holding``: factors of its kind that apply there from then on."""
 
     at_s: float
     fault: Fault
@@ -125,7 +125,7 @@ def fault_events(faults: Sequence[Fault]) -> list[FaultEvent]:
 
 
 class Lengths(Protocol):
-    """Where lengths come from."""
+    """A source of lengths."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[Integers, Integers]:
         """Prompt and output tokens of ``count`` requests, each (count,) and at least 1."""
@@ -162,7 +162,7 @@ class TraceLengths:
 
     Args:
         prompt_tokens, output_tokens: (rows,), at least one row.
-        in_order: take the rows as they come, again from the first after the last, instead of
+        in_order: take the rows in order, again from the first after the last, instead of
             sampling them with replacement.
     """
 
@@ -178,7 +178,7 @@ class TraceLengths:
 
 @dataclass(frozen=True, slots=True)
 class EvenLengths:
-    """Rows of a pool, drawn so evenly that few have its means: one of each slice of its lengths.
+    """Rows of a pool, drawn so evenly that a few have its means: one of each slice of its lengths.
 
     Args:
         prompt_tokens, output_tokens: (rows,), at least one row.
@@ -196,13 +196,13 @@ class EvenLengths:
 def even_rows(
     prompt_tokens: Integers, output_tokens: Integers, count: int, rng: np.random.Generator
 ) -> Integers:
-    """Positions of ``count`` rows: one of each slice of them sorted by length, short ones first."""
+    """Indices of ``count`` rows: one of each slice of them sorted by length, short ones first."""
     order = np.lexsort((output_tokens, prompt_tokens + output_tokens))
     slices = (np.arange(count) + rng.random(count)) * order.size / count
     return order[slices.astype(np.int64)]
 
 
-# Gaps vary by less than this: a clock. Its Gamma distribution's shape, 1/cv², would overflow.
+# Gaps vary by less than this: like a clock. Its Gamma distribution's shape, 1/cv², would overflow.
 _CLOCK_CV = 1e-6
 
 # Arrivals. Each is (count,) in seconds, and begins at 0.

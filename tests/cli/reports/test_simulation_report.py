@@ -195,7 +195,7 @@ def test_the_report_is_written_and_the_table_printed(tmp_path, run):
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="is one itself"):
+    with pytest.raises(ConfigError, match="the path is a folder"):
         page.check_can_write(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
         page.write(tmp_path, "page")

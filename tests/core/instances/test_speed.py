@@ -1,11 +1,13 @@
 """The speed factor: what it is made of, and how long it is believed."""
 
+import dataclasses
+
 import pytest
 
 from hetero_gateway.core.instances.speed import UNSEEN_S, SpeedEstimate, observe, revise
 from hetero_gateway.core.instances.table import Table
 from hetero_gateway.core.types import InstanceId, Outcome
-from tests.core.builders import FAST_CONSTANTS, request, scheduler, spec, state
+from tests.core.builders import FAST, FAST_CONSTANTS, request, scheduler, spec, state
 
 
 def saw(one: SpeedEstimate, observed_s: float, modelled_s: float, now_s: float) -> float:
@@ -105,6 +107,31 @@ def test_plain_requests_teach_how_fast_an_instance_is(factor: float, together: i
         for ticket in tickets:
             s.settle(ticket.dispatch, Outcome.COMPLETED, now_s)  # type: ignore[union-attr, arg-type]
     assert state(s, "a").speed == pytest.approx(factor, rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_what_a_server_takes_beside_its_engine_says_nothing_of_the_engines_speed(factor) -> None:
+    """One whole answer teaches as much as if there were no server in front."""
+    speeds = []
+    for first_token_s in (0.0, 0.8):
+        s = scheduler(
+            spec("a", dataclasses.replace(FAST, first_token_s=first_token_s)), policy="finish-time"
+        )
+        body = request(output_tokens=100.0).replace(streams=False)
+        ticket = s.place(body, 0.0)
+        c, prompt = FAST_CONSTANTS, body.prompt_tokens
+        engine_s = c.p1 * prompt + c.p2 + c.p4 + 99 * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
+        ends_s = first_token_s + factor * engine_s
+        s.settle(ticket.dispatch, Outcome.COMPLETED, ends_s, unseen_tokens=100)  # type: ignore[union-attr, arg-type]
+        speeds.append(state(s, "a").speed)
+    assert speeds[1] == pytest.approx(speeds[0], rel=1e-9)
+    assert (speeds[0] - 1) * (factor - 1) > 0 or factor == 1
+
+
+def test_a_server_that_becomes_slower_is_known_at_once() -> None:
+    s = scheduler(spec("a"))
+    s.replace(spec("a", dataclasses.replace(FAST, first_token_s=0.3)))
+    assert state(s, "a").first_token_s == 0.3
 
 
 TOO_LARGE = pytest.mark.interpreted("what is compiled refuses an int that is too large for a float")

@@ -87,7 +87,7 @@ def test_a_disk_that_fails_ends_the_recording_alone(caplog):
     run = RunFile(Path("/dev/full"), "min-max")
     run.add(RequestLine(0.0, "m", 5, 0, 5.0, "rejected"))
     run.close()
-    assert "the recording ends" in caplog.text
+    assert "recording has stopped" in caplog.text
     run.add(RequestLine(0.0, "m", 5, 0, 5.0, "rejected"))
 
 

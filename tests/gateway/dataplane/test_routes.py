@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_a_service_elsewhere_leaves_nothing() -> None
 @pytest.mark.parametrize(
     ("models", "says"),
     [
-        ({"a": {"serve": "b"}, "b": {"serve": "c"}}, "stands for another one itself"),
+        ({"a": {"serve": "b"}, "b": {"serve": "c"}}, "is itself an alias"),
         ({"a": {"serve": "b", "split": {"c": 1}}}, "one of them"),
         ({"a": {"split": {"c": 0}}}, "greater than 0"),
         ({"a": {"fallbacks": [{"model": "a"}]}}, "its own fallback"),

@@ -62,8 +62,8 @@ async def test_a_model_that_is_exchanged_behind_an_address_is_right_within_two_s
         assert "a" not in asked
         if not configured:  # the other one's load is shared
             assert asked["b"] > 0.2 * gained[2]
-        lines = [line for line in caplog.messages if "does not have" in line]
-        assert lines == ["instance i0 does not have 'a' any more: its models are read"]
+        lines = [line for line in caplog.messages if "no longer has" in line]
+        assert lines == ["instance i0 no longer has 'a': its models are read again"]
         text = await at.running.metrics()
         assert 'upstream_errors_total{backend="i0",reason="model_gone"}' in text
         assert counted(text, "retries_total") <= 20

@@ -66,7 +66,7 @@ async def test_a_late_probe_is_not_a_failed_one(caplog: pytest.LogCaptureFixture
         assert running.gateway.health.late > 0
         assert "hetero_gateway_probes_late_total" in await running.metrics()
     assert "is down" not in caplog.text
-    assert 0 < caplog.text.count("probes come late") <= 40
+    assert 0 < caplog.text.count("probes are late") <= 40
 
 
 async def test_one_that_hangs_is_down_however_well_the_gateway_does() -> None:

@@ -61,7 +61,7 @@ async def test_a_refused_pair_is_shown_until_it_may_again() -> None:
             assert len((await shown())["a"]) == 1
             assert f'{SERIES}{{backend="a"}} 1.0' in await running.metrics()
             assert f'{SERIES}{{backend="b"}} 0.0' in await running.metrics()
-            text = "b cannot fetch prompts that a has computed."
+            text = "b cannot fetch the prompts that a computes."
             assert ("warning", text) in [
                 (each["severity"], each["text"]) for each in gateway.board.alarms.now()
             ]

@@ -113,7 +113,7 @@ async def test_what_cannot_be_read_is_logged_once_and_once_when_it_is_over(
         await asyncio.sleep(60)
         assert await problems(running) == set()
     assert told_of(caplog, "/metrics") == [
-        ("instance i0: /metrics answered 500; what the gateway knows of it is old", True),
+        ("instance i0: /metrics answered 500; what the gateway knows of it is out of date", True),
         ("instance i0: /metrics can be read again", False),
     ]
 
@@ -142,6 +142,7 @@ async def test_another_model_and_an_odd_speed_are_a_metric_and_a_line_each(
     over = ("instance i0 is as fast as its profile says again", False)
     lines = told_of(caplog, "steps take", "as fast as")
     assert [lines[1], lines[3]] == [over, over]
-    assert lines[0][0].startswith("instance i0: its steps take 4 times what its profile says")
-    assert lines[2][0].startswith("instance i0: its steps take 0.3 times what its profile says")
-    assert told_of(caplog, "over: ") == [(f"over: {OTHER}", False)]
+    assert lines[0][0].startswith("instance i0: its steps take 4 times as long as its profile says")
+    fast = "instance i0: its steps take 0.3 times as long as its profile says"
+    assert lines[2][0].startswith(fast)
+    assert told_of(caplog, "resolved: ") == [(f"resolved: {OTHER}", False)]

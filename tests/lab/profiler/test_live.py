@@ -172,7 +172,7 @@ async def test_samples_of_an_earlier_run_are_neither_overwritten_nor_mixed_with_
     output = tmp_path / "p.yaml"
     async with engine() as (url, _):
         await profile(url, output, CampaignPlan(budget_s=2))
-        with pytest.raises(ConfigError, match="go on with it by --resume"):
+        with pytest.raises(ConfigError, match="continue it with --resume"):
             await profile(url, output)
         with pytest.raises(ConfigError, match="seed 0, this run is of 1"):
             await profile(url, output, CampaignPlan(budget_s=2, seed=1), resume=True)

@@ -51,13 +51,13 @@ BAD = {
     "no length": b"*\r\n",
     "arrays in arrays": b"*1\r\n" * 1000,
     "a string without its end": b"$2\r\nabc\r\n",
-    "a line without an end": b"+" + b"x" * 2000,
-    "a long line": b"-" + b"x" * 2000 + b"\r\n",
+    "a line without an end": b"+" + b"x" * 5000,
+    "a long line": b"-" + b"x" * 5000 + b"\r\n",
     "a push of RESP3": b">3\r\n$7\r\nmessage\r\n$1\r\na\r\n$1\r\nb\r\n",
     "a map of RESP3": b"%1\r\n+a\r\n+b\r\n",
     "an empty line": b"\r\n",
     "HTTP": b"HTTP/1.1 200 OK\r\n\r\n",
-    "zeros": b"\0" * 4096,
+    "zeros": b"\0" * 5000,
     "an array of more than two messages": b"*3\r\n" + 3 * bulk(b"x" * MOST_BYTES),
 }
 

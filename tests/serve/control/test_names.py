@@ -85,7 +85,7 @@ async def test_odd_names_that_an_instance_lists_are_left_out_with_one_warning(
         await eventually(lambda: instance.models == {"good"})
         probed = running.gateway.health._probed[instance.id]
         await eventually(lambda: probed.scrapes > 20)
-        told = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+        told = [r.getMessage() for r in caplog.records if "are ignored" in r.getMessage()]
         assert len(told) == 1
         assert f"{len(ODD)} of the models" in told[0]
 

@@ -1,1 +1,1 @@
-"""Tables and pages of what simulate and plan found."""
+"""Tables and pages of the results of simulate and plan."""

@@ -1,4 +1,4 @@
-"""What ``bench`` tells: a run in figures, its times, and what each instance answered."""
+"""The report of ``bench``: a run's figures, its times, and what each instance answered."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from hetero_gateway.lab.load.result import RequestRecord, Summary
 
 _TIMES_HEAD = ("milliseconds", "mean", "p50", "p90", "p99", "max")
 _INSTANCES_HEAD = ("instance", "requests", "share", "last answer")
-# A run's time is cut into this many parts, whatever its length.
+# The number of parts that a run's time is divided into, whatever its length.
 _PARTS = 60
 # Points of a curve; a run may have a million requests.
 _QUANTILES = np.linspace(0.0, 1.0, 201)
-# Colours of more instances than this cannot be distinguished.
+# The colours of more instances than this are hard to tell apart.
 _MANY_INSTANCES = 10
 
 
@@ -98,7 +98,7 @@ def _instance_rows(summary: Summary) -> list[tuple[str, ...]]:
 
 
 def latency_figure(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """The share of answered requests that had a first byte, and all, within a time."""
+    """The share of answered requests with a first byte, and complete, within a time."""
     good = [record for record in records if record.error is None]
     curves = (
         ("TTFT", [record.ttft_s for record in good if record.ttft_s is not None]),
@@ -152,7 +152,7 @@ def throughput_figure(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _spread(tokens: int, first_s: float, end_s: float, edges_s: np.ndarray[Any, Any]) -> Any:
-    """Tokens per part of the run; those of an answer that came at once are in one part."""
+    """Tokens per part of the run; an answer that came all at once falls into one part."""
     if end_s - first_s < 1e-9:
         parts = np.zeros(len(edges_s) - 1)
         parts[min(int(np.searchsorted(edges_s, end_s, side="left")) - 1, len(parts) - 1)] = tokens

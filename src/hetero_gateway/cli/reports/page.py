@@ -1,10 +1,10 @@
 """What the pages of ``--report`` share: one HTML file that needs nothing from elsewhere.
 
-plotly.js stands in the page; figures are plain specifications in its JSON format, coloured by the
-page's own style sheet, so that the light and the dark theme are one set of figures. Everything
-that comes from a file is text, never markup: escaped in HTML, in plotly's labels (which take tags)
-and in the JSON block. A content security policy in the page keeps the browser from fetching
-anything all the same.
+plotly.js is embedded in the page; figures are plain specifications in its JSON format, coloured by
+the page's own style sheet, so that the light and the dark theme use one set of figures. Everything
+that comes from a file is text, never markup: escaped in HTML, in plotly's labels (which accept
+tags) and in the JSON block. In addition, a content security policy in the page keeps the browser
+from fetching anything.
 """
 
 import html
@@ -19,7 +19,7 @@ from typing import Any
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.whole_file import named
 
-# Okabe and Ito's colours, apart for the colour-blind and legible on white and on near-black.
+# Okabe and Ito's colours: distinct for the colour-blind, and legible on white and near-black.
 _COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
     *("#8A6D3B", "#7F7F7F", "#B2A800", "#6A51A3"),
@@ -35,7 +35,7 @@ def check_can_write(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report: {path}: its folder does not exist, or it is one itself")
+        raise ConfigError(f"--report: {path}: its folder does not exist, or the path is a folder")
 
 
 def write(path: Path, page: str) -> None:
@@ -45,13 +45,13 @@ def write(path: Path, page: str) -> None:
 
 
 def fill(template: str, figures: Any, document: Any, parts: Mapping[str, str]) -> str:
-    """A template of this package with its ``{{places}}`` filled, style, script and plotly too.
+    """A template of this package with its ``{{places}}`` filled, with style, script and plotly.
 
-    ``{{head}}`` is what all of them begin with, down to the page's title; ``{{tail}}`` ends those
-    whose figures are drawn once, each in the element of its name.
+    ``{{head}}`` is what all pages begin with, down to the title; ``{{tail}}`` ends those whose
+    figures are drawn once, each in the element of its name.
 
     Args:
-        document: what ``--json`` prints; it stands in the page for programs to read.
+        document: what ``--json`` prints; it is embedded in the page for programs to read.
     """
     from plotly.offline import get_plotlyjs
 
@@ -66,7 +66,7 @@ def fill(template: str, figures: Any, document: Any, parts: Mapping[str, str]) -
     whole = _file(template)
     for name in ("head", "tail"):
         whole = whole.replace(f"{{{{{name}}}}}\n", _file(f"page_{name}.html"))
-    # In one pass: what is put in is not searched again.
+    # In one pass: the inserted text is not searched again.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], whole)
 
 
@@ -75,24 +75,24 @@ def _file(name: str) -> str:
 
 
 def bars(name: str, x: Any, y: Any, position: int, hover: str, **more: Any) -> dict[str, Any]:
-    """A trace of plotly, in the colour of its position; ``name`` is text, ``hover`` a template."""
+    """A plotly bar trace in the colour of its position; ``name`` is text, ``hover`` a template."""
     return _trace("bar", name, x, y, hover) | {"marker": {"color": _colour(position)}} | more
 
 
 def lines(name: str, x: Any, y: Any, position: int, hover: str, **more: Any) -> dict[str, Any]:
-    """The same as a line."""
+    """A plotly line trace; see ``bars``."""
     line = {"color": _colour(position), "width": 2}
     return _trace("scatter", name, x, y, hover) | {"mode": "lines", "line": line} | more
 
 
 def points(name: str, x: Any, y: Any, position: int, hover: str, size: int) -> dict[str, Any]:
-    """The same as points of a size."""
+    """A plotly trace of points of one size; see ``bars``."""
     marker = {"color": _colour(position), "size": size}
     return _trace("scatter", name, x, y, hover) | {"mode": "markers", "marker": marker}
 
 
 def figure(data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
-    """A figure of plotly."""
+    """A plotly figure."""
     return {"data": data, "layout": layout}
 
 
@@ -101,12 +101,12 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 
 
 def shares() -> dict[str, Any]:
-    """The axis of shares of requests."""
+    """An axis of shares of requests."""
     return axis("share of requests", range=[0, 1.01], tickformat=".0%")
 
 
 def _trace(kind: str, name: str, x: Any, y: Any, hover: str) -> dict[str, Any]:
-    # Labels are plotly's pseudo-HTML, so text from files is escaped in them, too.
+    # Labels are plotly's pseudo-HTML, so text from files is escaped there too.
     template = f"{hover}<extra></extra>"
     return {"type": kind, "name": text(name), "x": x, "y": y, "hovertemplate": template}
 
@@ -148,13 +148,13 @@ def text(value: str) -> str:
 
 
 def json_block(value: Any) -> str:
-    """JSON that may stand inside ``<script>``: nothing in it can end the element."""
+    """JSON that is safe inside ``<script>``: nothing in it can close the element."""
     encoded = json.dumps(without_nan(value), ensure_ascii=True, allow_nan=False)
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def without_nan(value: Any) -> Any:
-    """JSON has no nan; plotly leaves a gap at null."""
+    """JSON has no nan; plotly leaves a gap for null."""
     if isinstance(value, dict):
         return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

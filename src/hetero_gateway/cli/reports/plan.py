@@ -1,4 +1,4 @@
-"""What ``plan`` tells: the best in full, the others a line each, and what does not fit."""
+"""The report of ``plan``: the best in full, the others one line each, and what does not fit."""
 
 import math
 import re
@@ -24,19 +24,19 @@ from hetero_gateway.planner.plan import Layout, Machine, Plan, PlanCandidate, Sy
 from hetero_gateway.sim.figures import finite
 
 _GIB = 2**30
-# Everything fits.
+# Enough for everything.
 _PIPE_WIDTH = 220
-# Candidates of a table; the document has all.
+# Rows of the candidates' table; the document has all.
 _ROWS = 10
 _ROWS_OF_SEVERAL_KINDS = 6
-# What the reasons need beside the figures.
+# Width that the reasons need besides the figures.
 _REASONS = 40
-# Long labels stand where a legend would be.
+# Long labels are placed where the legend would be.
 _LEGEND_ABOVE = {"orientation": "h", "yanchor": "bottom", "y": 1.02}
 
 
 def tokens(value: float | None) -> str:
-    """Three figures or so, with k or M; a dash for what is not known."""
+    """About three figures, with k or M; a dash if unknown."""
     if value is None or not math.isfinite(value) or value <= 0:
         return "–"
     if value >= 99_950:
@@ -98,7 +98,7 @@ def columns(plan: Plan) -> list[Column[PlanCandidate]]:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """On standard output."""
+    """Print the report to standard output."""
     console = console_of(_PIPE_WIDTH, console)
     left = {0, 1, 2, 6, 7}
     console.print(grid(_BEST_HEAD, best_rows(plan), left=left, title="The plan"))
@@ -113,7 +113,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def splitting_lines(plan: Plan) -> list[str]:
-    """What splitting requests would bring, and how."""
+    """What splitting requests would gain, and how."""
     found = plan.splitting
     if found is None:
         return []
@@ -144,7 +144,7 @@ def splitting_lines(plan: Plan) -> list[str]:
 
 
 def title(plan: Plan, request: PlanRequest, took_s: float) -> str:
-    """What was asked, in a line."""
+    """The planning request in one line."""
     machines = plan.machines
     accelerators = sum(m.count for m in machines)
     return (
@@ -156,7 +156,7 @@ def title(plan: Plan, request: PlanRequest, took_s: float) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """What the best comes to, in a line."""
+    """The best candidate's result in one line."""
     best = plan.best
     machines = {m.id: m for m in plan.machines}
     uncertain = reasons.Reasons(machines, plan.types, plan.alone).relative_uncertainty(best)
@@ -187,7 +187,7 @@ def headline(plan: Plan) -> str:
 
 
 def _least(plan: Plan) -> str | None:
-    """What the best needs beside what every set of machines does."""
+    """What the best candidate needs besides what every set of machines does."""
     if plan.lower_bound is None:
         return None
     if plan.goal == "fewest":
@@ -218,7 +218,7 @@ def _priced_at(plan: Plan) -> str:
 
 
 def legend(plan: Plan) -> str:
-    """What the columns mean, in a line or two."""
+    """What the columns mean, in one or two lines."""
     text = (
         "tokens/s: prompt and output, simulated as one system; alone: the sum of its instances "
         "alone; Alg. 1: the paper's estimate, unpadded and as printed. "
@@ -243,7 +243,7 @@ def rate(plan: Plan) -> str:
 
 
 def names(plan: Plan) -> list[str]:
-    """Of every candidate: its layouts, or what it has otherwise than the best."""
+    """Each candidate's layouts, or only what differs from the best."""
     machines = {m.id: m for m in plan.machines}
     kinds = {(m.accelerator, m.count) for m in plan.machines}
     best = reasons.summary(plan.best, machines)
@@ -268,7 +268,7 @@ def _difference(candidate: PlanCandidate, best: PlanCandidate, machines: dict[st
 
 
 def unfit_lines(unfit: Sequence[Unfit]) -> list[str]:
-    """What cannot be deployed: one line for one reason on one accelerator."""
+    """What cannot be deployed: one line per reason and accelerator."""
     groups: dict[tuple[str, str], list[Unfit]] = {}
     for each in unfit:
         kind = re.sub(r"\d+", "#", each.reason)
@@ -288,7 +288,7 @@ def unfit_lines(unfit: Sequence[Unfit]) -> list[str]:
 
 
 def how_known(plan: Plan, accelerator: str, t: int) -> tuple[str, str]:
-    """How an instance's memory and its times are known."""
+    """The source of an instance's memory and times."""
     found = plan.types[accelerator, t]
     memory = f"{found.memory.how} ± {found.memory.uncertainty:.0%}"
     if found.memory.tight:
@@ -298,7 +298,7 @@ def how_known(plan: Plan, accelerator: str, t: int) -> tuple[str, str]:
 
 
 def best_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Equal machines with equal layouts in one row, one row more for each further t."""
+    """Equal machines with equal layouts in one row, and another row for each further t."""
     groups: dict[tuple[str, int, Layout], list[str]] = {}
     for machine in plan.machines:
         key = (machine.accelerator, machine.count, plan.best.layouts[machine.id])
@@ -335,7 +335,7 @@ _BEST_HEAD = (
 
 
 def _rows(plan: Plan, columns: Iterable[Column[PlanCandidate]]) -> list[tuple[str, ...]]:
-    """Of every candidate: its name, the columns, and why it is not the best."""
+    """Each candidate's name, columns, and why it is not the best."""
     told: set[str] = set()
     return [
         (
@@ -348,7 +348,7 @@ def _rows(plan: Plan, columns: Iterable[Column[PlanCandidate]]) -> list[tuple[st
 
 
 def _print_candidates(plan: Plan, console: Console) -> None:
-    """With the reasons in the table where there is room, else in lines below a narrower one."""
+    """With the reasons in the table if there is room, else in lines below a narrower one."""
     limit = _ROWS if len({m.accelerator for m in plan.machines}) == 1 else _ROWS_OF_SEVERAL_KINDS
 
     def made(shown: Sequence[Column[PlanCandidate]], *, reasons_too: bool = False) -> Table:
@@ -373,7 +373,7 @@ def _print_candidates(plan: Plan, console: Console) -> None:
 
 
 def once(why_not: str, told: set[str]) -> str:
-    """The line without causes that a row above has told in full."""
+    """The line without causes that an earlier row has already given in full."""
     parts = []
     for part in why_not.split("; "):
         subject, colon, _ = part.partition(": ")
@@ -413,7 +413,7 @@ def render(plan: Plan, request: PlanRequest, document: dict[str, Any]) -> str:
 
 
 def throughput_figure(plan: Plan) -> dict[str, Any]:
-    """Bars by candidate; what is not known is left out."""
+    """Bars by candidate; unknown values are left out."""
     labels = [f"{i}" for i in range(1, len(plan.candidates) + 1)]
     layouts = [text(name) for name in names(plan)]
     series = (
@@ -436,7 +436,8 @@ def throughput_figure(plan: Plan) -> dict[str, Any]:
 
 
 def pareto_figure(plan: Plan) -> dict[str, Any]:
-    """Throughput against mean latency at the plan's rate, and the line of the undominated."""
+    """Throughput against mean latency at the plan's rate, and the line of undominated
+    candidates."""
 
     def measured(candidates: Sequence[PlanCandidate]) -> list[tuple[float, float, int]]:
         return [

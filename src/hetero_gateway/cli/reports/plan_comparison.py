@@ -1,4 +1,4 @@
-"""What runs beside what would be best: the table, and its part of the JSON document."""
+"""The running setup compared with the best one: the table, and its part of the document."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ from hetero_gateway.planner.plan import Layout, PlanCandidate
 from hetero_gateway.planner.present import NOISE, Comparison
 from hetero_gateway.sim.figures import finite
 
-# Instances that are named in one line.
+# At most this many instances are named in one line.
 _NAMES = 6
 
 
 def document(seen: SeenGateway, comparison: Comparison) -> dict[str, Any]:
-    """Now, proposed, and what the change is worth, as JSON."""
+    """The running setup, the proposal, and the gain of the change, as JSON."""
     best, now, present = comparison.best, comparison.now, comparison.present
     return {
         "url": seen.url,
@@ -66,7 +66,7 @@ def _side(candidate: PlanCandidate | None, layouts: Mapping[str, Layout]) -> dic
 
 
 def print_comparison(seen: SeenGateway, comparison: Comparison) -> None:
-    """The table, and a line on every instance that was left out."""
+    """The table, and a line about every instance that was left out."""
     plan, present = comparison.plan, comparison.present
     now, best = comparison.now, comparison.best
     rate = "" if seen.rate_per_s is None else f", {seen.rate_per_s:.3g} requests/s"
@@ -97,7 +97,7 @@ def print_comparison(seen: SeenGateway, comparison: Comparison) -> None:
 
 
 def _rows(now: PlanCandidate | None, best: PlanCandidate) -> list[list[str]]:
-    """What is compared, now, proposed, and what the change is worth."""
+    """Each figure now, in the proposal, and the gain."""
 
     def of(part: str, name: str, digits: int, label: str, factor: float = 1.0) -> list[str]:
         values = []

@@ -1,4 +1,4 @@
-"""What ``plan support`` prints: a model's facts, and a table of where it fits."""
+"""The report of ``plan support``: a model's facts, and a table of where it fits."""
 
 import re
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from hetero_gateway.files.model_file import Bounds
 from hetero_gateway.planner.accelerators import GIB, Accelerator
 from hetero_gateway.planner.support import SizeFit, Support, active_parameters, layer_lines
 
-# Wide enough for every column where the output is no terminal.
+# Wide enough for every column when the output is not a terminal.
 _PIPE_WIDTH = 160
 RULES = "vLLM 0.32's rules (planner/parallelism.py has each with its file)"
 MEMORY = "memory: fitted to what vLLM's start-ups logged; times of a plan: as said per accelerator"
 
 
 def document(found: Support, devices: Sequence[Accelerator], source: str) -> dict[str, Any]:
-    """Of ``--json``."""
+    """The document of ``--json``."""
     model = found.model
     return {
         "model": model.name,
@@ -68,7 +68,7 @@ def _fit_document(fit: SizeFit) -> dict[str, Any]:
 
 
 def print_support(found: Support, devices: Sequence[Accelerator], source: str) -> None:
-    """On standard output."""
+    """Print the report to standard output."""
     on = console(_PIPE_WIDTH)
     model = found.model
     say = _lines(on)
@@ -130,7 +130,7 @@ def _cell(fit: SizeFit) -> str:
 
 
 def bounds_document(bounds: Bounds) -> dict[str, Any]:
-    """Of ``--json``, of a family that is not modelled."""
+    """The document of ``--json`` for a model family that is not modelled."""
     return {
         "model": bounds.name,
         "modelled": False,
@@ -145,7 +145,7 @@ def bounds_document(bounds: Bounds) -> dict[str, Any]:
 
 
 def print_bounds(bounds: Bounds) -> None:
-    """On standard output."""
+    """Print the report for a family that is not modelled."""
     on = console(_PIPE_WIDTH)
     say = _lines(on)
     say(f"{bounds.name} is not modelled: {re.sub(r'^.*config.json: ', '', bounds.reason)}")

@@ -1,4 +1,4 @@
-"""What ``profile`` tells of a fit: constants, errors, and cautions."""
+"""The report of ``profile`` about a fit: constants, errors, and cautions."""
 
 import io
 import math
@@ -31,7 +31,7 @@ def report(fit: Fit, *, discarded: Mapping[str, int] | None = None) -> str:
 
     Args:
         fit: what to report.
-        discarded: samples that were not fitted, by reason.
+        discarded: the number of samples that were not fitted, by reason.
     """
     output = io.StringIO()
     console = Console(file=output, width=_WIDTH, highlight=False, markup=False)
@@ -51,7 +51,7 @@ def render(
     """The page of ``--report``.
 
     Args:
-        samples: those that were fitted, outliers included: they are what the picture is to show.
+        samples: those that were fitted, outliers included, as the figure shows them.
         document: the profile file.
     """
     cautions = "".join(f"<li>{text(line)}</li>" for line in _cautions(fit, discarded))
@@ -71,7 +71,7 @@ def render(
 
 
 def _cautions(fit: Fit, discarded: Mapping[str, int] | None = None) -> list[str]:
-    """How the errors were found, and what is to be known of the samples."""
+    """How the errors were estimated, and what to know about the samples."""
     lines = [
         f"{name} errors: {part.validation}"
         for part, name in ((fit.prefill, "prefill"), (fit.decode, "decode"))
@@ -96,7 +96,7 @@ def _constant_rows(fit: Fit) -> list[tuple[str, ...]]:
 
 
 def _error_rows(fit: Fit) -> list[tuple[str, ...]]:
-    """A row per equation."""
+    """One row per equation."""
     rows = []
     for name, part in (("prefill", fit.prefill), ("decode", fit.decode)):
         errors = (part.median_error, part.mean_error, part.worst_error, part.eq_3_error)

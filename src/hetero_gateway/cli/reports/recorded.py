@@ -1,4 +1,4 @@
-"""What ``simulate --against`` prints: measured and simulated times of a recorded run."""
+"""The report of ``simulate --against``: measured and simulated times of a recorded run."""
 
 import math
 from collections.abc import Callable
@@ -17,9 +17,9 @@ class RecordComparison:
     """One record, replayed.
 
     Args:
-        path, policy: of the record.
+        path, policy: from the record.
         instance_ids: in the order of the figures.
-        notes: what was left out, and why; sentences.
+        notes: sentences on what was left out, and why.
     """
 
     path: Path
@@ -48,7 +48,7 @@ _OF_ONE: tuple[tuple[str, Figure], ...] = (
 
 
 def print_comparison(comparison: RecordComparison) -> None:
-    """To standard output. Figures are measured / simulated, and their ratio."""
+    """Print to standard output. Figures are measured / simulated, and their ratio."""
     measured, as_placed = comparison.replayed.measured, comparison.replayed.as_placed
     by_policy = {f"by {name}": found for name, found in comparison.replayed.by_policy.items()}
     print(f"{comparison.path}: {comparison.policy}, {measured[0].requests} requests")
@@ -107,7 +107,7 @@ def _as_dict(figures: RequestFigures) -> dict[str, Any]:
 
 
 def _beside(figure: Figure, simulated: RequestFigures, measured: RequestFigures) -> str:
-    """A simulated figure, and how many times it the measured one is."""
+    """A simulated figure, and its ratio to the measured one."""
     value, true = figure(simulated), figure(measured)
     ratio = true / value if value else math.nan
     return _text(value) if math.isnan(ratio) else f"{_text(value)} ({ratio:.2f})"

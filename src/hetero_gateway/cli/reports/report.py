@@ -1,4 +1,4 @@
-"""What a command found, and how it is written: lines and tables, a page, or JSON."""
+"""A command's result and its output: lines and tables, a page, or JSON."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from hetero_gateway.lab.load.admin import printable
 
 @dataclass(frozen=True, slots=True)
 class CommandReport:
-    """What a command found.
+    """A command's result.
 
     Args:
         document: what ``--json`` prints.
@@ -30,7 +30,8 @@ class CommandReport:
     html: Callable[[], str] | None
 
     def tell(self, args: argparse.Namespace) -> None:
-        """As ``--json`` and ``--report`` ask. Raises ConfigError: the page cannot be written."""
+        """Output as ``--json`` and ``--report`` ask. Raises ConfigError: the page cannot be
+        written."""
         if args.json:
             print(json.dumps(page.without_nan(self.document), default=str))
         else:
@@ -45,9 +46,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[T]):
-    """One figure of what is compared.
+    """One figure of a comparison.
 
-    ``rank``: on a narrow terminal, the columns with the highest ones go first; None: only in pages.
+    ``rank``: on a narrow terminal, columns with the highest rank are dropped first; None: only
+    in pages.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Column(Generic[T]):
 
 
 def console(pipe_width: int, given: Console | None = None) -> Console:
-    """Standard output, or the one that is given; a pipe has no width of its own."""
+    """Standard output, or the given stream; a pipe has no width of its own."""
     made = given or Console(highlight=False, markup=False)
     if not made.is_terminal:
         made.width = pipe_width
@@ -75,8 +77,8 @@ def grid(
     """A table for a terminal.
 
     Args:
-        left: columns that are set to the left: text; ``fold``: those that may be broken anywhere.
-        no_wrap: the others are not broken.
+        left: left-aligned text columns; ``fold``: those that may be broken anywhere.
+        no_wrap: the other columns are not broken.
     """
     table = Table(title_justify="left", **options)
     for i, name in enumerate(head):
@@ -94,7 +96,7 @@ def grid(
 def fitted(
     columns: Sequence[Column[T]], make: Callable[[Sequence[Column[T]]], Table], on: Console
 ) -> tuple[Table, bool]:
-    """The table with as many columns as there is room for, and whether some were left out."""
+    """The table with as many columns as fit, and whether some were left out."""
     shown = list(columns)
     while len(shown) > 1 and width(make(shown), on) > on.width:
         shown.remove(max(shown, key=lambda column: column.rank or 0))
@@ -102,12 +104,12 @@ def fitted(
 
 
 def width(table: Table, on: Console) -> int:
-    # Asked for with room to spare: a table says that it fits whatever width it is offered.
+    # Measured with room to spare: a table claims to fit whatever width it is offered.
     return Measurement.get(on, on.options.update(width=10_000), table).maximum
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Plain text: columns two spaces apart; a column of figures is set to the right."""
+    """Plain text: columns two spaces apart; a column of figures is right-aligned."""
     lines = [[printable(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     right = [all(cell[:1].isdigit() or cell == "-" for cell in c) for c in zip(*rows, strict=True)]
@@ -120,7 +122,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def figure(value: float | None, unit: str = "") -> str:
-    """A number to read, or - where there is none."""
+    """A number to read, or - if there is none."""
     if value is None:
         return "-"
     return (f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}") + unit
@@ -128,3 +130,12 @@ def figure(value: float | None, unit: str = "") -> str:
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def shared_in_words(sharing: dict[str, Any]) -> str:
+    """How a gateway stands with the others, from ``sharing`` of ``/admin/instances``."""
+    others = sharing["other_replicas"]
+    if sharing["mode"] == "shared":
+        return f"shares load with {others} other gateway{'' if others == 1 else 's'}"
+    why = f": {printable(sharing['problem'])}" if sharing["problem"] else ""
+    return f"its view of other gateways is {sharing['mode']}{why}"

@@ -1,6 +1,6 @@
-"""What ``simulate`` tells: policies compared on a cluster.
+"""The report of ``simulate``: policies compared on a cluster.
 
-A terminal gets as many columns as it is wide, by rank; docs/guide/simulate.md says what they mean.
+A terminal gets as many columns as fit, by rank; docs/guide/simulate.md explains them.
 """
 
 import math
@@ -39,15 +39,15 @@ from hetero_gateway.sim.experiment import Bound, Experiment, Moments
 from hetero_gateway.sim.held import SHARES
 from hetero_gateway.sim.result import QUANTILES, Cell, RunResult, Spread
 
-# Everything ranked fits.
+# Enough for every ranked column.
 _PIPE_WIDTH = 200
-# Arrivals lasting less than this many mean latencies. On two V100s with the chat mix at 90 % load,
+# Warn if arrivals last fewer mean latencies than this. On two V100s with the chat mix at 90 % load,
 # 1000, 2000 and 4000 requests last 6, 12 and 19; their throughput is 56, 69 and 79 % of the bound,
-# of the 90 % that endless runs would come to (simulate --load 0.9 --count N).
+# where endless runs would reach 90 % (simulate --load 0.9 --count N).
 _SHORT_RUN = 8
-# Of an experiment, as it is named there.
+# An experiment's name in the configuration.
 _TOLD = ("arrival_cv", "scheduling", "predictor", "objective", "queue", "batch_share")
-# Bars of more instances than this cannot be distinguished; then the slowest and fastest are shown.
+# Bars of more instances than this are hard to tell apart; then the slowest and fastest are shown.
 _MANY_INSTANCES = 24
 
 
@@ -82,11 +82,11 @@ COLUMNS: tuple[Column[Cell], ...] = (
     Column("in SLO", _share(lambda run: run.slo_share), 6),
     Column("done, s", _done, 10),
     Column("spread", _share(lambda run: run.completion_spread), 7),
-    # Shown where there is any.
+    # Shown if there is any.
     Column("cached", _share(lambda run: run.cached_share), 4),
     Column("split", _share(lambda run: run.split_share), 4),
     Column("evicted", _count(lambda run: run.preemptions), 11),
-    # Ranked before the others where there are any, and else left out of the terminal's tables.
+    # Ranked first if there are any, else left out of the terminal's tables.
     Column("refused", _count(lambda run: run.refused), None),
     Column("lost", _count(lambda run: run.lost), None),
 )
@@ -97,7 +97,7 @@ class PolicyComparison(NamedTuple):
 
     Args:
         source: the cluster's file, or the gateway's address.
-        held: by policy, the load that holds each of ``SHARES``; empty: nobody asked.
+        held: by policy, the load at which each of ``SHARES`` is kept; empty: not requested.
     """
 
     source: str
@@ -127,7 +127,7 @@ def report(of: PolicyComparison) -> CommandReport:
 
 
 def document(of: PolicyComparison) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """The document of ``--json``."""
     experiment, moments = of.experiment, of.moments
     alone = zip(experiment.instances, of.bound.instances_tokens_per_s, strict=True)
     told = {
@@ -175,7 +175,7 @@ def document(of: PolicyComparison) -> dict[str, Any]:
 
 
 def print_results(of: PolicyComparison) -> None:
-    """What was simulated, the tables, and what to mind in them."""
+    """What was simulated, the tables, and what to note about them."""
     print(f"{of.source}: {of.mix}; bound {of.bound.tokens_per_s:.0f} output tokens/s")
     print_tables(of.cells)
     slo, seeds = of.experiment.slo, len(of.cells[0].runs)
@@ -199,12 +199,12 @@ def print_results(of: PolicyComparison) -> None:
 
 
 def _splitting_cells(of: PolicyComparison) -> list[Cell]:
-    """Those for which roles were found."""
+    """The cells for which roles were found."""
     return [cell for cell in of.cells if cell.policy == SPLITTING_POLICY]
 
 
 def print_tables(cells: Sequence[Cell], on: Console | None = None) -> None:
-    """One table per rate; says so where columns were left out."""
+    """One table per rate; says if columns were left out."""
     on = console(_PIPE_WIDTH, on)
     some_left_out = False
     for group in by_rate(cells):
@@ -235,7 +235,7 @@ def _caution(of: PolicyComparison) -> str | None:
 
 
 def short_runs(cells: Sequence[Cell], remedy: str = "Raise --count.") -> str | None:
-    """A line of caution where filling and emptying the cluster are much of a run, else None."""
+    """A caution if filling and emptying the cluster take much of a run, else None."""
     for group in by_rate(cells):
         arrivals_s = group[0].runs[0].requests / group[0].rate_per_s
         latency_s = min(cell.spread(lambda run: run.latency_s.mean).mean for cell in group)
@@ -269,7 +269,7 @@ def percent(value: float) -> str:
 
 
 def _digits(value: float) -> int:
-    """Behind the point, for three figures in all where there are not more before it."""
+    """Decimals for three figures in all, unless there are more before the point."""
     return 0 if value >= 100 else 1 if value >= 10 else 2
 
 
@@ -325,8 +325,8 @@ def throughput_figure(cells: Sequence[Cell], bound_tokens_per_s: float) -> dict[
         of = [c.throughput_tokens_per_s for c in cells if c.policy == policy]
         data.append(_spread_bars(policy, names, of, i, hover))
     data.append(lines("bound", names, bound_y, 0, "bound: %{y:.0f} tokens/s", line=dashed))
-    # A line through category centres would end in the middle of the outer ones, and with a single
-    # rate be a point: the shape spans the plot, the trace above is there for the legend.
+    # A line through category centres would end in the middle of the outer bars, and with a single
+    # rate be a point: the shape spans the plot, the trace above is for the legend.
     ends = {"x0": 0, "x1": 1, "y0": bound_tokens_per_s, "y1": bound_tokens_per_s}
     return figure(
         data,
@@ -338,7 +338,7 @@ def throughput_figure(cells: Sequence[Cell], bound_tokens_per_s: float) -> dict[
 
 
 def completion_figure(cells: Sequence[Cell]) -> dict[str, Any]:
-    """When each instance was done, at one rate: bars by policy, one colour per instance."""
+    """When each instance finished, at one rate: bars by policy, one colour per instance."""
     ids = cells[0].instance_ids
     shown: Sequence[tuple[str, list[Spread]]]
     if len(ids) <= _MANY_INSTANCES:
@@ -362,7 +362,7 @@ def completion_figure(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def latency_figure(cells: Sequence[Cell], policies: Sequence[str]) -> dict[str, Any]:
-    """The share of requests that had finished within a time, at one rate; logarithmic time.
+    """The share of requests finished within a time, at one rate; logarithmic time.
 
     ``policies`` fixes each policy's colour.
     """
@@ -378,7 +378,7 @@ def latency_figure(cells: Sequence[Cell], policies: Sequence[str]) -> dict[str, 
 def _spread_bars(
     name: str, x: Sequence[str], spreads: Sequence[Spread], position: int, hover: str
 ) -> dict[str, Any]:
-    """Means with their standard deviations; grey is seen on both themes and on every bar."""
+    """Means with their standard deviations; grey is visible on both themes and on every bar."""
     deviations = [s.sd for s in spreads]
     error = {"type": "data", "array": deviations, "thickness": 1.2, "color": "#888888"}
     return bars(name, x, [s.mean for s in spreads], position, hover, error_y=error)
@@ -415,7 +415,7 @@ def _cluster_table(experiment: Experiment, bound: Bound) -> str:
         if believed is None:
             scale = "unprofiled"
         else:
-            # p8 may be 0; a profile always has some decode constant.
+            # p8 may be 0; every profile has some decode constant.
             name = next(f"p{i}" for i in (8, 6, 5, 7) if getattr(profile.constants, f"p{i}") > 0)
             ratio = getattr(believed.constants, name) / getattr(profile.constants, name)
             scale = f"× {ratio:g}"

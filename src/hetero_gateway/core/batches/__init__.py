@@ -1,1 +1,1 @@
-"""When lines of batches are sent, and when they will be done: what decides, pure."""
+"""Decides when lines of batches are sent, and predicts when batches finish. Pure."""

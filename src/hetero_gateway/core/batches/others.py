@@ -1,4 +1,4 @@
-"""What comes to each instance that is not of a batch, from counters that are looked at. Pure."""
+"""Estimates the non-batch traffic of each instance from counters polled over time. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final, NamedTuple
 from hetero_gateway.core.batches.shares import Interactive
 from hetero_gateway.core.types import InstanceId
 
-# Rates: more is noticed soon, where it is more than so many deviations of chance; less late.
+# Rates: an increase beyond so many deviations of chance is noticed early; a decrease late.
 _SOON_S, _LATE_S, _DEVIATIONS = 10.0, 60.0, 3.0
 _LENGTHS_S: Final = 300.0
-# Who has not asked for so long does not ask.
+# Traffic unseen for this long counts as gone.
 _QUIET_S: Final = 120.0
 _USUAL = (512.0, 256.0)
 
 
 class InstanceCounts(NamedTuple):
-    """Counters of one instance: requests sent and answered, and tokens of those answered.
+    """Counters of one instance: requests sent and answered, and tokens of the answered ones.
 
-    ``there``: requests that are there now.
+    ``there``: requests there now.
     """
 
     sent: int
@@ -37,11 +37,11 @@ class _Rates:
         self.before = before
         self.watched_s = 0.0
         self.soon = self.late = 0.0
-        # Sums that forget.
+        # Exponentially decaying sums.
         self.answered = self.prompt = self.output = 0.0
 
     def per_s(self) -> tuple[float, float]:
-        """(soon, late). What was not watched says nothing: as if it had been as the rest."""
+        """(early, late) rates. Time that was not watched counts as having been like the rest."""
         if not self.watched_s:
             return 0.0, 0.0
         return (
@@ -51,7 +51,7 @@ class _Rates:
 
 
 class Others:
-    """Rates and lengths of others' requests, by instance."""
+    """Rates and lengths of non-batch requests, by instance."""
 
     def __init__(self) -> None:
         self._rates: dict[InstanceId, _Rates] = {}
@@ -59,7 +59,7 @@ class Others:
         self._asked_s = -math.inf
 
     def look(self, counts: Mapping[InstanceId, InstanceCounts], now_s: float) -> None:
-        """With all instances there are: about once a second, and also while no batch runs."""
+        """Take new counters of all instances: about once a second, also while no batch runs."""
         for gone in [each for each in self._rates if each not in counts]:
             del self._rates[gone]
         passed_s = now_s - self._looked_s
@@ -72,7 +72,7 @@ class Others:
                 self._rates[each] = rates or _Rates(now)
                 continue
             before, rates.before = rates.before, now
-            # Where they began anew, they say nothing.
+            # Counters that restarted say nothing.
             sent = max(0, now.sent - before.sent)
             rates.watched_s += passed_s
             if sent:
@@ -87,7 +87,7 @@ class Others:
             rates.output = kept * rates.output + max(0, now.output_tokens - before.output_tokens)
 
     def on(self, instances: Iterable[InstanceId], now_s: float) -> Interactive:
-        """What comes to these together; an infinite rate before anything was watched."""
+        """Traffic to all of these together; an infinite rate before anything was watched."""
         those = [self._rates[each] for each in instances if each in self._rates]
         if not any(each.watched_s for each in those):
             return Interactive(math.inf, *_USUAL)

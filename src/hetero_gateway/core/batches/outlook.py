@@ -1,15 +1,15 @@
-"""When batches will be done: what is left of them over what is done in a second. Pure.
+"""Predicts when batches finish: the work that is left over the work done per second. Pure.
 
-A line's *kind* is its model, and the powers of two of its prompt and of its limit. What lines of a
-kind took, so far as any are done, is what the others of it will take; before that, their estimates
-are taken times what estimates were worth so far. Work is in seconds of what batches have of all
-instances, so that long lines, which go last and fill caches, count for more.
+A line's *kind* is its model, and the powers of two of its prompt and of its limit. Finished lines
+of a kind predict what its other lines will take; until there are any, the estimates are scaled by
+how accurate estimates have been so far. Work is measured in seconds of the batches' share of all
+instances, so that long lines, which are sent last and fill caches, count for more.
 
-Of what is cut off at a time the short ones are done and the long ones are out yet. So lengths are
-those of all that were begun: those that are out are at least as long as what they have made
-(Kaplan and Meier's estimate). And when nothing waits any more, what is out ends one by one, on
-engines that get emptier and faster: until then what is left is done at the pace of late, and then
-it takes what the longest of those that are out take.
+At any cut-off, short lines have finished and long ones are still running. So lengths are estimated
+from all lines that have started: those that still run are at least as long as what they have made
+(the Kaplan-Meier estimate). Once nothing is waiting, the running lines finish one by one, on
+engines that get emptier and faster: up to that point, the remaining work is done at the recent
+pace; from there it takes as long as the longest of the running lines.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Final, NamedTuple
 
 from hetero_gateway.core.types import InstanceId
 
-# Lines of a kind that are done, from which on they speak for the others.
+# With this many finished lines, a kind predicts its other lines.
 _FEW: Final = 32
-# The work of so long says how fast it goes, or of half of the time so far where that is more.
+# The pace is measured over this long, or over half of the time so far if that is more.
 _WINDOW_S: Final = 60.0
 _MOST_SAMPLES: Final = 4096
 # Bins of a length as a share of its estimate, by its logarithm: from 2^-16 to 2^4.
@@ -34,12 +34,12 @@ _STEPS: Final = 32
 
 # (model, prompt tokens, output tokens) of a line: the seconds that it takes.
 Work = Callable[[str, float, float], float]
-# An instance, and how many of a batch's lines are on it: seconds of a step.
+# An instance, and how many of a batch's lines it runs: seconds of a step.
 Step = Callable[[InstanceId, float], float]
 
 
 class Kind(NamedTuple):
-    """Lines that are alike: ``prompt`` and ``output`` as powers of two of tokens."""
+    """A group of similar lines: ``prompt`` and ``output`` as powers of two of tokens."""
 
     model: str
     prompt: int
@@ -47,12 +47,12 @@ class Kind(NamedTuple):
 
 
 def kind_of(model: str, prompt_tokens: int, output_tokens: int) -> Kind:
-    """``output_tokens``: the line's limit, or what it is thought to be."""
+    """The kind of a line. ``output_tokens``: its limit, or its predicted length."""
     return Kind(model, prompt_tokens.bit_length(), output_tokens.bit_length())
 
 
 class Sums:
-    """Of the lines of a kind that are not done: how many, and their tokens as estimated."""
+    """The unfinished lines of a kind: their number, and their estimated tokens."""
 
     __slots__ = ("lines", "output_tokens", "prompt_tokens")
 
@@ -68,7 +68,7 @@ class Sums:
 
 
 class LineOut(NamedTuple):
-    """A line that is out. ``told``: its (prompt, output) tokens as estimated; ``made``: output."""
+    """A running line. ``told``: its estimated (prompt, output) tokens; ``made``: output so far."""
 
     kind: Kind
     at: InstanceId
@@ -86,10 +86,10 @@ def _bin(share: float) -> int:
 
 
 class _Curve:
-    """How long lines are as shares of their estimates, of those that are done and those cut off.
+    """The distribution of lengths over their estimates, of finished and of running lines.
 
-    ``longer``: which part of them is longer than a bin's share. Beyond what was seen they end as
-    they did in the upper half of that, and with their estimates at the latest.
+    ``longer``: the share of lines longer than each bin. Beyond what was seen, lines end as they did
+    in the upper half of it, and at their estimates at the latest.
     """
 
     __slots__ = ("last", "longer", "mean")
@@ -121,14 +121,14 @@ class _Curve:
 
 
 class LineLengths:
-    """What lines were estimated to be, and what they were."""
+    """Estimated and actual lengths of lines."""
 
     def __init__(self) -> None:
         self._kinds: dict[Kind, _Known] = {}
         self._all = _Known()
 
     def note(self, kind: Kind, told: tuple[int, int], real: tuple[int, int]) -> None:
-        """A line is done. ``told``, ``real``: its (prompt, output) tokens, estimated and so."""
+        """A line finished. ``told``, ``real``: its (prompt, output) tokens, estimated and real."""
         for known in (self._kinds.setdefault(kind, _Known()), self._all):
             known.told_prompt += told[0]
             known.prompt += real[0]
@@ -137,7 +137,7 @@ class LineLengths:
                 known.done[_bin(real[1] / told[1])] += 1
 
     def look(self, out: Iterable[LineOut]) -> None:
-        """Learn from lines that are out as well; to be called about once a second."""
+        """Also learn from running lines; call it about once a second."""
         cuts: dict[Kind | None, Counter[int]] = {None: Counter()}
         for each in out:
             if each.told[1]:
@@ -146,24 +146,24 @@ class LineLengths:
                 cuts.setdefault(each.kind, Counter())[share] += 1
         for kind, known in ((None, self._all), *self._kinds.items()):
             cut = cuts.get(kind)
-            # Of those of which none is out, nothing has changed but once.
+            # Lines none of which is running have changed at most once.
             if known.done and (cut or known.cut):
                 known.curve = _Curve(known.done, cut or Counter())
             known.cut = bool(cut)
 
     def longer(self, share: float) -> float:
-        """Which part of lines is longer than this share of its estimate."""
+        """The share of lines that are longer than this share of their estimate."""
         curve = self._all.curve
         return 0.0 if curve is None else curve.longer[_bin(share)]
 
     @property
     def longest(self) -> float:
-        """As a share of its estimate."""
+        """The longest line, as a share of its estimate."""
         curve = self._all.curve
         return 1.0 if curve is None else _SHARES[curve.last]
 
     def mean(self, kind: Kind, sums: Sums) -> tuple[float, float]:
-        """(prompt, output) tokens of a line of a kind. ``sums``: of some, as estimated."""
+        """Mean (prompt, output) tokens of a kind's line. ``sums``: of some lines, as estimated."""
         prompt, output = sums.prompt_tokens / sums.lines, sums.output_tokens / sums.lines
         known = self._kinds.get(kind)
         if known is None or known.lines < _FEW:
@@ -176,7 +176,7 @@ class LineLengths:
 
 
 class _Known:
-    """Lines that are done. ``cut``: some of them were out at the last look."""
+    """Finished lines. ``cut``: some of them were running at the last look."""
 
     __slots__ = ("curve", "cut", "done", "lines", "prompt", "told_prompt")
 
@@ -190,9 +190,9 @@ class _Known:
 def work_of(
     left: Mapping[Kind, Sums], out: Sequence[LineOut], seen: LineLengths, work_s: Work
 ) -> tuple[float, float]:
-    """What lines take yet that wait, and what those that are out took so far, s.
+    """Work left in waiting lines, and work already done on running ones, s.
 
-    ``left``: of all that are not done.
+    ``left``: sums of all unfinished lines.
     """
     there: dict[Kind, Sums] = {}
     begun: dict[Kind, list[float]] = {}
@@ -217,10 +217,10 @@ def work_of(
 
 
 def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
-    """How long it takes until all that are out are done, while nothing comes after them, s.
+    """Time until all running lines have finished, if no new ones follow, s.
 
-    The longest of them is done when by their lengths less than one is left; more of them are on
-    those that are faster, and the mean is by their number.
+    By their lengths, the longest has finished when fewer than one is left. Faster instances run
+    more of the lines, so means are weighted by their number.
     """
     places: dict[InstanceId, dict[int, list[float]]] = {}
     for each in out:
@@ -252,26 +252,26 @@ def drain_s(out: Iterable[LineOut], seen: LineLengths, step_s: Step) -> float:
 
 
 class Pace:
-    """How much work is done in a second. ``done_s``: of lines that are done."""
+    """How much work is done per second. ``done_s``: the work of finished lines."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_MOST_SAMPLES)
         self.done_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """Lines are out from now on, and were not before."""
+        """Start: lines are running from now on, and were not before."""
         self._samples.clear()
         self._samples.append((now_s, self.done_s))
 
     def note(self, work_s: float) -> None:
-        """A line is done that took so much."""
+        """Note a finished line that took this much work."""
         self.done_s += work_s
 
     def look(self, now_s: float, begun_s: float) -> float | None:
-        """Work per second lately; None: that is not known yet. To be called about once a second.
+        """Recent work per second; None: not known yet. Call it about once a second.
 
         Args:
-            begun_s: what lines that are out have taken so far.
+            begun_s: work already done on running lines.
         """
         done_s, samples = self.done_s + begun_s, self._samples
         if not samples:
@@ -290,10 +290,10 @@ class Pace:
 def ends_in_s(
     works_s: Sequence[float], drains_s: Sequence[float], per_s: float | None
 ) -> list[float]:
-    """In how many seconds each of these is done, one after the other; inf: not known.
+    """How long until each of these batches finishes, one after the other, s; inf: not known.
 
     Args:
-        works_s: of lines that wait. drains_s: of those that are the last ones.
+        works_s: work of waiting lines. drains_s: time that their last lines take.
     """
     told, before_s = [], 0.0
     for work, drain in zip(works_s, drains_s, strict=True):

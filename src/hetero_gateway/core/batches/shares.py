@@ -1,12 +1,12 @@
-"""How much of each instance batches may have beside requests that somebody waits for. Pure.
+"""Decides how much of each instance batches may have beside interactive requests. Pure.
 
-Of an engine that shares its time among those that run, an answer takes B/(1 − w): B alone there,
-w the share of its capacity that is in use. Requests that come at a rate λ are spread over instances
-so that their mean latency is lowest: where batches have the part β of an instance, the others have
-u = (1 − β) − √((1 − β)·B/μ) of it. For a given w of each, their latency is linear in u, so that it
-is lowest where they have the fast ones to themselves: of all instances one at most is shared. The
-slowest are given to batches as a whole, as many as leave the mean latency within a factor, and of
-the next one batches get what the rest of that factor allows (docs/design/batches.md).
+On an engine that shares its time among running requests, an answer takes B/(1 − w): B alone, and
+w the share of its capacity in use. Requests that arrive at a rate λ are spread over instances for
+the lowest mean latency: where batches have the part β of an instance, the others have
+u = (1 − β) − √((1 − β)·B/μ) of it. For a given w of each instance, their latency is linear in u,
+and so lowest if they have the fast instances to themselves: at most one instance is shared. The
+slowest instances are given to batches entirely, as many as keep the mean latency within a factor;
+of the next one, batches get what the rest of that factor allows (docs/design/batches.md).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hetero_gateway.core.policies.member import Member
 _HALVINGS: Final = 60
 # The search for μ, above the lowest B.
 _MOST_TIMES: Final = 1e9
-# Of what the law leaves: it has no prompts that hold up others, and with all of it latencies rise
-# by more than is meant (benchmarks/scheduling/batches.py).
+# Share of what the model leaves that batches get: it ignores that prompts hold up other requests,
+# and with all of it latencies rise by more than intended (benchmarks/scheduling/batches.py).
 _TAKEN: Final = 0.4
 
 
 class Interactive(NamedTuple):
-    """What comes that is not of a batch: requests per second, and the mean tokens of one."""
+    """Requests that are not of a batch: their rate per second, and mean tokens of one."""
 
     rate_per_s: float
     prompt_tokens: float
@@ -36,9 +36,9 @@ class Interactive(NamedTuple):
 
 
 class BatchShare(NamedTuple):
-    """What of an instance batches may have.
+    """The share of an instance that batches may have.
 
-    ``given``: all of it. ``part``: of its capacity, 0 to 1; ``busy``: what others have of it.
+    ``given``: all of it. ``part``: of its capacity, 0 to 1; ``busy``: share that others use.
     """
 
     given: bool
@@ -47,7 +47,7 @@ class BatchShare(NamedTuple):
 
 
 def alone_s(state: InstanceState, member: Member, prompt_tokens: float, output: float) -> float:
-    """B: how long a request takes that has an instance to itself, s."""
+    """B: how long a request takes on an otherwise idle instance, s."""
     p1, p2, p3, p4, p5, p6, p7, p8, p9 = member[:9]
     prompt_s = (p1 + p3) * prompt_tokens + p2 + p4 + p9 * prompt_tokens * prompt_tokens / 2
     step_s = (p5 + p7) * (prompt_tokens + output / 2) + p6 + p8
@@ -55,7 +55,7 @@ def alone_s(state: InstanceState, member: Member, prompt_tokens: float, output: 
 
 
 def per_s(state: InstanceState, member: Member, prompt_tokens: float, output: float) -> float:
-    """C: how many such requests an instance can do in a second."""
+    """C: such requests that an instance can complete per second."""
     return 1.0 / (state.speed * max(1e-9, request_time_s(member, prompt_tokens, output)))
 
 
@@ -65,13 +65,13 @@ def spread(
     rate_per_s: float,
     taken: Sequence[float] | None = None,
 ) -> tuple[list[float], float]:
-    """(u of each instance, mean latency in s) of requests that are spread for the lowest latency.
+    """(u of each instance, mean latency in s) when requests are spread for the lowest latency.
 
     Args:
         alone: B of each, s. capacities: C of each, requests per second.
-        taken: parts of the capacities that they do not get; None: none.
+        taken: parts of the capacities that are not available to them; None: none.
 
-    The latency is infinite where they cannot do it all.
+    The latency is infinite if the instances cannot serve the rate.
     """
     free = [1.0] * len(alone) if taken is None else [1 - part for part in taken]
     rows = list(zip(alone, capacities, free, strict=True))
@@ -98,10 +98,10 @@ def shares(
     others: Interactive,
     slowdown: float,
 ) -> list[BatchShare]:
-    """What batches may have of each instance.
+    """The share that batches may have of each instance.
 
     Args:
-        slowdown: how many times as long others' requests may take, above 1.
+        slowdown: how many times as long other requests may take, above 1.
     """
     if others.rate_per_s <= 0:
         return [BatchShare(True)] * len(states)
@@ -139,9 +139,9 @@ def shares(
 def most_there(
     share: BatchShare, state: InstanceState, member: Member, prompt_tokens: float, output: float
 ) -> float:
-    """How many such lines may be on an instance at a time; the room that it has is another matter.
+    """How many such lines may run on an instance at once, apart from its free capacity.
 
-    A part β of its capacity C is β·C lines per second, each for B/(1 − u − β).
+    A part β of its capacity C is β·C lines per second, each taking B/(1 − u − β).
     """
     if share.given:
         return math.inf
@@ -153,9 +153,9 @@ def most_there(
 
 
 def step_s(state: InstanceState, others: float, lines: float) -> float:
-    """How long a step takes of an instance that has so many sequences and computes no prompts, s.
+    """Duration of a step with this many sequences and no prompts to compute, s.
 
-    Each holds as many tokens as those that are there now.
+    Each sequence holds as many tokens as the present ones do.
     """
     constants, there = state.constants, state.waiting + state.streaming
     if constants is None:
@@ -167,7 +167,7 @@ def step_s(state: InstanceState, others: float, lines: float) -> float:
 
 
 def done_in_s(state: InstanceState, member: Member, prompt_tokens: float, output: float) -> float:
-    """How long a line takes on an instance beside what is there, s."""
+    """How long a line takes on an instance beside its present load, s."""
     p5, p6, p7, p8 = member.p5, member.p6, member.p7, member.p8
     batch = float(state.waiting + state.streaming)
     held = state.context + state.waiting_prompt + state.waiting_output / 2

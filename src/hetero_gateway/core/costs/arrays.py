@@ -1,4 +1,4 @@
-"""Arrays as types, for what computes with numpy."""
+"""Array types for code that computes with numpy."""
 
 from __future__ import annotations
 

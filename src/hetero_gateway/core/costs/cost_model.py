@@ -75,12 +75,12 @@ def kv_capacity_bytes(
 
 
 def fits_memory(kv_capacity_tokens: float, max_prompt_tokens: int, max_output_tokens: int) -> bool:
-    """Eq. (2): room for at least the longest request, in tokens."""
+    """Eq. (2): whether there is memory for at least the longest request, in tokens."""
     return kv_capacity_tokens >= max_prompt_tokens + max_output_tokens
 
 
 def attended_pairs(new_tokens: float, context_tokens: float = 0.0) -> float:
-    """Pairs of a new token and one that it attends to: the context, and half of the new ones."""
+    """Pairs of a new token and a token it attends to: the context, and half of the new ones."""
     return new_tokens * (context_tokens + new_tokens / 2)
 
 
@@ -119,9 +119,9 @@ def ideal_batch(profile: Profile, prompt_tokens: float, output_tokens: float) ->
 
 
 def request_time_s(profile: Profile, prompt_tokens: float, output_tokens: float) -> float:
-    """Eq. (6): T_r^s, its share of the ideal batch's time; infinite when it does not fit.
+    """Eq. (6): T_r^s, its share of the ideal batch's time; infinite if it does not fit.
 
-    With attention where p9 is not 0, as ``prefill_time_s`` has it.
+    Includes attention if p9 is not 0, as in ``prefill_time_s``.
     """
     b = ideal_batch(profile, prompt_tokens, output_tokens)
     if b < 1:

@@ -1,24 +1,24 @@
-"""From measured batches to p1..p9: least squares of relative errors, no constant below 0.
+"""Fits p1..p9 to measured batches: least squares of relative errors, no constant below 0.
 
 Paper section 3.1 fits Eqs. (3) and (4) by plain least squares. That weighs a millisecond of a long
-batch as much as one of a short step, and lets constants turn negative (erratum 14): here each row
+batch as much as one of a short step, and lets constants turn negative (erratum 14). Here each row
 is divided by its time, and the solution is bounded by 0 (non-negative least squares).
 
-Attention over the prompt (p9, not the paper's: see ``cost_model``) is fitted with p1..p4, and kept
-where the samples determine it or held-out cells are predicted better by it. That takes three prompt
-lengths or more. Elsewhere p9 is 0, and p1..p4 are what they would be if there were no p9.
+Attention over the prompt (p9, not in the paper: see ``cost_model``) is fitted with p1..p4, and kept
+if the samples determine it or it predicts held-out cells better. That takes three prompt lengths
+or more. Otherwise p9 is 0, and p1..p4 are as if there were no p9.
 
-The words used here:
+Terms used here:
 
 - A *cell* is one combination of batch size, prompt and, for decode, output length. Each counts
   once, however often it was repeated.
-- A *soft L1* loss: squares of small relative residuals, the absolute value of large ones, so that
-  neither a bad sample nor a corner where the equation does not hold decides much.
-- An *outlier* is a sample that is too far from the rest to be noise; it is left out and counted.
-- The errors are of cells that the fit has not seen (``PartFit.validation``), outliers aside.
-- Intervals are a bootstrap over cells.
+- A *soft L1* loss: the square of small relative residuals, the absolute value of large ones, so
+  that neither a bad sample nor a corner where the equation does not hold has much influence.
+- An *outlier* is a sample too far from the rest to be noise; it is left out and counted.
+- The errors are those of cells the fit has not seen (``PartFit.validation``), without outliers.
+- Intervals come from a bootstrap over cells.
 
-Where a sample comes from, and files, are the profiler's business. docs/design/profiling.md has the
+Where samples and files come from is the profiler's concern. docs/design/profiling.md has the
 reasons and the figures.
 """
 
@@ -42,12 +42,12 @@ from hetero_gateway.errors import ProfileError
 
 IntArray = NDArray[np.int64]
 
-# Of the columns of ``prefill_terms`` and ``decode_terms``.
+# Columns of ``prefill_terms`` and ``decode_terms``.
 PREFILL_NAMES = ("p1", "p2", "p3", "p4", "p9")
 DECODE_NAMES = ("p5", "p6", "p7", "p8")
-# As many cells as constants: with fewer, the constants are not even determined.
+# As many cells as constants: with fewer, the constants are not determined at all.
 MIN_CELLS = 4
-# Fewer cells than this are held out one at a time, more in this many parts.
+# Up to this many cells are held out one at a time; more, in this many parts.
 PARTS = 5
 MIN_CELLS_FOR_PARTS = 15
 # Where the loss turns from squares to absolute values: above the noise of an engine, 1 to 3 %.
@@ -55,19 +55,19 @@ SOFT_L1_SCALE = 0.05
 # A sample is an outlier beyond this many robust standard deviations, and beyond this factor.
 OUTLIER_DEVIATIONS = 5.0
 OUTLIER_FACTOR = 1.5
-# More than this share is not outliers: the equation does not hold, and the error must say so.
+# A larger share than this are not outliers: the equation does not hold, and the error must show it.
 MAX_OUTLIER_SHARE = 0.2
-# Cells this near in ln(batch) and ln(prompt) are held out together: they are repeats in disguise.
+# Cells this close in ln(batch) and ln(prompt) are held out together: they are near-repeats.
 HOLD_OUT_STEP = 0.15
-# A column whose part that the others cannot express is below this is no column of its own.
+# A column is not its own if the part that the others cannot express is below this.
 RANK_TOLERANCE = 1e-6
-# Of the standard error; and the interval must stay above this share of the value.
+# In standard errors; and the interval must stay above this share of the value.
 IDENTIFIED_DEVIATIONS = 2.0
 IDENTIFIED_SHARE = 0.05
-# Of Eq. (3)'s mean error on held-out cells: p9 that brings it below this is worth having.
+# p9 is kept if it lowers Eq. (3)'s mean error on held-out cells below this share of it.
 WORTH_HAVING = 0.9
-# Pulls what the samples cannot tell apart to the constants that dominate on real engines. Too weak
-# to be seen where they can.
+# Pulls constants that the samples cannot distinguish to those that dominate on real engines. Too
+# weak to matter where the samples can.
 TIE_BREAK = 1e-6
 
 

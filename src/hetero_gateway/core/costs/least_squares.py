@@ -1,7 +1,7 @@
-"""Least squares without negative solutions: what every fit of constants is solved by.
+"""Non-negative least squares, which solves every fit of constants.
 
-scipy is imported at the first call and nowhere else: it is 300 modules and 30 to 40 MB, of a
-gateway that is seldom asked to fit anything.
+scipy is imported at the first call and nowhere else: it is 300 modules and 30 to 40 MB, and a
+gateway is seldom asked to fit anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The fitted constants of one (accelerator, model, tensor parallelism), self-checking.
+"""The fitted constants of one (accelerator, model, tensor parallelism), with their checks.
 
-Loading one from YAML or from the built-in table is ``hetero_gateway.files.gateway_config``'s work.
+``hetero_gateway.files.gateway_config`` loads them from YAML or from the built-in table.
 Paper section 3.1: instances on the same hardware share one profile.
 """
 
@@ -15,7 +15,7 @@ from hetero_gateway.errors import ProfileError
 
 # vLLM's own default for max_num_seqs on cards below 70 GiB (vllm/engine/arg_utils.py).
 DEFAULT_MAX_NUM_SEQS = 256
-# Of p8, what idle experts may take off a step.
+# Share of p8 that idle experts may take off a step.
 _MOST_SPARED = 0.98
 
 
@@ -33,11 +33,11 @@ class Constants:
     p9      batch · attended pairs          s/(seq·token²)
     ======  ==============================  ===============
 
-    The paper has eight; ``cost_model.attended_pairs`` is what the ninth is about. It is 0 where
-    nobody fitted it, and the times are then the paper's.
+    The paper has eight; the ninth multiplies ``cost_model.attended_pairs``. Where it was not fitted
+    it is 0, and the times are the paper's.
 
     Raises:
-        ProfileError: naming the constant that is negative or not a number, or when a decode
+        ProfileError: names the constant that is negative or not a number, or says that a decode
             step would take no time at all.
     """
 
@@ -62,7 +62,7 @@ class Constants:
             raise ProfileError("p5 to p8 are all 0: a decode step must take some time")
 
     def scaled(self, factor: float, decode_factor: float | None = None) -> Constants:
-        """The same machine, ``factor`` times slower; decode steps by one of their own if given."""
+        """The same machine, ``factor`` times slower; decode steps by their own factor if given."""
         decode = factor if decode_factor is None else decode_factor
         by = dict.fromkeys(("p5", "p6", "p7", "p8"), decode)
         return Constants(*(getattr(self, f.name) * by.get(f.name, factor) for f in fields(self)))
@@ -76,15 +76,15 @@ class Profile:
         gpu, model, tensor_parallel: what was profiled.
         constants: p1..p9 in seconds.
         kv_capacity_tokens: KVTotal of the paper, as a number of tokens, for the whole instance.
-        max_num_seqs: most sequences that the engine runs in one step.
+        max_num_seqs: maximum sequences that the engine runs in one step.
         source: how the constants were obtained (``how``, ``date``, ``note``, ``error``).
-        first_token_s: what a first token takes beside its steps, occupying nothing, s: the server
-            reads the request, and makes the answer's head. Under any load it is the same.
-        plans_ahead: a step is planned while the one before it runs (vLLM's asynchronous
-            scheduling), so that a prompt that comes meanwhile waits for one step more.
-        experts_awake_at: a step of fewer tokens leaves some experts of a mixture unread; p8 is of
-            one that reads all.
-        idle_expert_s: what each token fewer spares of such a step, s.
+        first_token_s: time of a first token beside its steps, s: the server reads the request and
+            starts the answer. It occupies nothing and does not depend on load.
+        plans_ahead: the engine plans a step while the previous one runs (vLLM's asynchronous
+            scheduling), so that a prompt that arrives meanwhile waits one step longer.
+        experts_awake_at: a step of fewer tokens leaves some experts of a mixture unread; p8 is that
+            of a step that reads all.
+        idle_expert_s: time that each token below that saves in a step, s.
 
     Raises:
         ProfileError: when a capacity is below 1, or a time below 0.
@@ -112,7 +112,7 @@ class Profile:
 
     @property
     def spared_s(self) -> float:
-        """``idle_expert_s``, as far as p8 has so much: a part of it is left of every step."""
+        """``idle_expert_s``, limited so that a part of p8 is left in every step."""
         if self.experts_awake_at <= 0:
             return 0.0
         return min(self.idle_expert_s, _MOST_SPARED * self.constants.p8 / self.experts_awake_at)

@@ -1,1 +1,1 @@
-"""What is known of each instance: what is outstanding on it, how far it is, how fast it is."""
+"""The state of each instance: what is outstanding, how far it has got, and how fast it is."""

@@ -1,24 +1,24 @@
-"""p1..p9 from live traffic: the rows of ``observation.py``, leaning on what was known before.
+"""Fits p1..p9 to live traffic: the rows of ``observation.py``, with the old constants as a prior.
 
 Traffic seldom spans the grid that a profiling run would choose. Batches of one size and contexts of
-one length cannot tell four constants of a decode step apart, so every constant leans on the present
-one: what is fitted is the present profile, scaled by its drift, moved as far as the rows insist. By
-Bayes' rule for a linear model, with y the seconds of a row and X its terms,
+one length cannot tell the four constants of a decode step apart, so every constant has its present
+value as a prior: the fit is the present profile, scaled by its drift, and moved as far as the rows
+insist. By Bayes' rule for a linear model, with y the seconds of a row and X its terms,
 
     minimise  Σ ((X·c − y) / (σ·X·c₀))²  +  Σ ((c − c₀) / (s·u))²,   c ≥ 0
 
     symbol  is
     c₀      the present constants, prefill's and decode's each times its observed ratio
     σ       relative scatter of the rows, from the fit itself
-    s·u     how far a constant may be off: s = 1 of its own size u, or, where c₀ is 0, of the size
+    s·u     how far a constant may be off: s = 1 of its own size u, or, if c₀ is 0, of the size
             at which it would make up a tenth of the rows' time
 
-Rows are divided by what the model says of them, not by what they took: the noise is in both, but
-that in the divisor would bias the result. Rows far off the fit count less (weights of Huber's).
+Rows are divided by their modelled time, not their observed time: both contain the noise, but in
+the divisor it would bias the result. Rows far off the fit count less (Huber's weights).
 A constant is *identified* when the rows leave it less than half of that freedom. Attention (p9)
-that was not known before must be above two standard errors, too: a little of it is much of a prompt
-that is far longer than those seen. Else it stays 0, and the others are fitted without it. So does
-p3, which prompts that are alone cannot tell from p1: noise in the steps would.
+that was not known before must also be above two standard errors: a small p9 is a large share of a
+prompt far longer than those seen. Otherwise it stays 0, and the others are fitted without it. The
+same holds for p3, which prompts that run alone cannot tell from p1: noise in the steps would.
 
 ``bounded`` is what ``scheduler.recalibrate`` puts between such a fit and the scheduler.
 """
@@ -37,13 +37,13 @@ from hetero_gateway.core.costs.profile import Constants
 from hetero_gateway.core.instances.observation import FirstTokenRow, StepRow
 
 NAMES = tuple(f.name for f in dataclasses.fields(Constants))
-# Fewer rows with steps in them are an anecdote.
+# With fewer rows of steps there is too little to fit.
 LEAST_ROWS = 20
-# A recalibrated constant stays within this factor of the profile's, either way; with it every
-# prefill and step time does, since both are sums of constants times what they multiply.
+# A recalibrated constant stays within this factor of the profile's, either way, and so does every
+# prefill and step time, since both are sums of constants times what they multiply.
 MOST_CHANGE = 4.0
 
-# Which of the constants are prefill's; the others are decode's.
+# Which constants are prefill's; the others are decode's.
 _PREFILL = np.array([name in ("p1", "p2", "p3", "p4", "p9") for name in NAMES])
 _PER_LENGTH, _ATTENTION = NAMES.index("p3"), NAMES.index("p9")
 
@@ -53,9 +53,9 @@ _SURE_DEVIATIONS = 2.0
 _ROUNDS = 4
 _HUBER = 2.0
 _LEAST_SCATTER = 0.02
-# Every fifth row is kept out for the error that is told.
+# Every fifth row is held out for the reported error.
 _HOLD_OUT = 5
-# A ratio of prefill or decode is believed in these bounds.
+# A ratio of prefill or decode is believed within these bounds.
 _MOST_RATIO = 100.0
 
 
@@ -67,7 +67,7 @@ class Errors(NamedTuple):
 
 
 class Refit(NamedTuple):
-    """What the rows say.
+    """The result of a fit to rows.
 
     ``identified``: constants that the rows determine; the others are the old ones, scaled.
     ``decode``, ``prefill``: errors on held-out rows of steps, and of first tokens.
@@ -87,13 +87,13 @@ def refit(
     present: Constants,
     first_token_s: float = 0.0,
 ) -> Refit | None:
-    """Fit the constants; None where there are fewer than ``LEAST_ROWS`` rows with steps.
+    """Fit the constants; None if there are fewer than ``LEAST_ROWS`` rows with steps.
 
     Args:
-        steps, first_tokens: the rows, of any order and age; steps of which it is not known what
-            was prefilled, and first tokens that are not ``clear``, are left out.
-        present: what the rows are believed to be near to, up to a factor.
-        first_token_s: of the profile: what its first tokens take beside their steps.
+        steps, first_tokens: the rows, of any order and age. Steps with an unknown number of
+            prefilled tokens, and first tokens that are not ``clear``, are left out.
+        present: constants that the rows are assumed to be close to, up to a factor.
+        first_token_s: of the profile: time of its first tokens beside their steps.
     """
     steps = [row for row in steps if row.steps > 0 and row.known]
     clear = [
@@ -148,20 +148,20 @@ def _errors(errors: FloatArray) -> Errors:
 def _fit(
     terms: FloatArray, times: FloatArray, present: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """The constants, how much of its freedom each has left, and its standard error, s.
+    """The constants, the share of its freedom that each has left, and its standard error, s.
 
-    Of the freedom, 1 is all: the rows say nothing.
+    A share of 1 means that the rows say nothing.
     """
     base = _scaled(terms, times, present)
     unit = base.copy()
     mean_s, mean_terms = times.mean(), terms.mean(axis=0)
     free = (unit == 0) & (mean_terms > 0)
     unit[free] = _ZERO_SHARE * mean_s / mean_terms[free]
-    unit[unit == 0] = 1.0  # 0, and nothing is seen of it: it stays 0
+    unit[unit == 0] = 1.0  # 0 and never observed: it stays 0
     solution = base
     weights, scatter = np.ones(len(times)), 1.0
     for _ in range(_ROUNDS):
-        # The model's time of each row, not too far from what it took.
+        # The model's time of each row, not too far from the observed one.
         scale = np.clip(terms @ solution, times / 3, times * 3)
         rows, wanted = terms / scale[:, None] * unit, times / scale
         misses = rows @ (solution / unit) - wanted
@@ -185,7 +185,7 @@ def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatA
     usable = total > 0
     ratio = float(times[usable].sum() / total[usable].sum()) if usable.any() else 1.0
     ratio = min(_MOST_RATIO, max(1 / _MOST_RATIO, ratio))
-    # One common factor is sure; that the two differ must be said by the rows: a weak prior for it.
+    # A common factor is certain; that the two differ needs evidence from the rows: a weak prior.
     rows = phases[usable] * ratio / times[usable, None]
     lhs = np.concatenate((rows, 0.5 * np.eye(2)))
     rhs = np.concatenate((np.ones(len(rows)), 0.5 * np.ones(2)))
@@ -198,6 +198,6 @@ def _scaled(terms: FloatArray, times: FloatArray, present: FloatArray) -> FloatA
 
 def _constants(values: FloatArray, present: Constants) -> Constants:
     if values[~_PREFILL].sum() <= 0:
-        # Only possible when the rows are nonsense; a step must take some time.
+        # Only possible if the rows are nonsense; a step must take some time.
         return present
     return Constants(*(float(v) for v in values))

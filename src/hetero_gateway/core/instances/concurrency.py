@@ -1,38 +1,38 @@
-"""How many sequences an engine runs at once, where nobody says: learnt from what is seen of it.
+"""Learns how many sequences an engine runs at once, if no profile says it.
 
-An engine that is full keeps what comes next in its own queue, where it waits while another instance
-may be idle. Two things show that it is full:
+An engine that is full keeps further requests in its own queue, where they wait while another
+instance may be idle. Two things show that it is full:
 
-- its /metrics have requests waiting: then it runs as many as it can;
-- a request's first token comes long after it was sent, and at once when another one has ended:
-  a slot is what it waited for. Twice in a row, since one may be chance.
+- its /metrics report waiting requests: then it runs as many as it can;
+- a request's first token comes long after it was sent, and right after another one has finished:
+  it waited for a slot. Twice in a row, since one may be chance.
 
-What is learnt is the most that ran at such moments, and no more is sent. It may be too low (a cache
-that was full of long contexts, an engine that was restarted with other settings), so once in a
-while more is tried: one sequence, then twice as many each time that they begin at once, and more
-seldom each time that they have to wait. Whatever is seen to run at once is the least it can be.
+The learnt limit is the most that ran at such moments, and no more are sent. It may be too low (a
+cache full of long contexts, an engine restarted with other settings), so more is tried now and
+then: one more sequence, then twice as many each time that they begin at once, and less often each
+time that they have to wait. The limit is never below what was seen to run at once.
 
-Only for instances without a profile: a profile says it. Nothing here reads a clock.
+Only for instances without a profile. Nothing here reads a clock.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# A first token is late, or follows on another's end, by what its prefill and three steps take, so
-# many times, and this for the network.
+# A first token is late, or follows another's end, by this many times its prefill and three steps,
+# and this for the network.
 PATIENCE, PATIENCE_S = 3.0, 0.05
 _EVIDENCE: Final = 2
-# More than will ever be there. Not infinite: columns of figures are subtracted from each other.
+# More than there will ever be. Not infinite: columns of figures are subtracted from each other.
 NO_LIMIT: Final = 2.0**53
-# Between two tries to run more; doubled each time that it fails.
+# Time between two tries of more sequences; doubled each time that one fails.
 _TRY_EVERY_S, _TRY_SELDOM_S = 4.0, 64.0
 
 
 class Concurrency:
     """The slots of one engine.
 
-    ``learnt``: sequences that it runs at once; None: not known. ``most``: that may be there.
+    ``learnt``: sequences that it runs at once; None: not known. ``most``: sequences allowed there.
     """
 
     __slots__ = ("_every_s", "_evidence", "_more", "_peak", "_try_s", "learnt", "most")
@@ -41,7 +41,7 @@ class Concurrency:
         self.learnt: int | None = None
         self.most = NO_LIMIT
         self._evidence = 0
-        self._peak = 0  # running, over the first tokens that are evidence
+        self._peak = 0  # running, at the first tokens that count as evidence
         self._more = 1
         self._every_s = _TRY_EVERY_S
         self._try_s = 0.0
@@ -58,14 +58,14 @@ class Concurrency:
         others_s: float,
         now_s: float,
     ) -> None:
-        """A request's first token was seen.
+        """Note a request's first token.
 
         Args:
             running: sequences that stream now, this one's included.
             waited_s: since it was sent.
-            freed_before_s: since another one ended there.
+            freed_before_s: since another request ended there.
             patience_s: how long it takes if it begins at once.
-            others_s: and how long those that wait there may take.
+            others_s: how long the requests waiting there may take.
         """
         if self.learnt is not None and running > self.learnt:
             self._runs_more(running, now_s)
@@ -78,7 +78,7 @@ class Concurrency:
                 self._is_full(self._peak, now_s)
 
     def queues(self, running: int, waiting: int, there: int, now_s: float) -> None:
-        """What its /metrics say; ``there``: sequences that we know to be there."""
+        """Note what its /metrics report; ``there``: sequences of ours known to be there."""
         if running < 1:
             return
         if waiting > 0:
@@ -87,10 +87,10 @@ class Concurrency:
             if running > self.learnt:
                 self._runs_more(running, now_s)
             elif there >= self.learnt:
-                self._try_s = min(self._try_s, now_s)  # all that is allowed runs: is there more?
+                self._try_s = min(self._try_s, now_s)  # all that is allowed is running: try more
 
     def let_pass(self, now_s: float) -> None:
-        """Time goes by: perhaps more is to be tried."""
+        """Let time pass: more may be due to be tried."""
         if self.learnt is not None and now_s >= self._try_s:
             self.most = float(self.learnt + self._more)
             self._try_s = now_s + self._every_s
@@ -107,7 +107,7 @@ class Concurrency:
     def _runs_more(self, running: int, now_s: float) -> None:
         assert self.learnt is not None
         if running >= self.most:
-            # All that was tried began at once: try more of it, now.
+            # All that was tried began at once: try more right away.
             self._more *= 2
             self._every_s = _TRY_EVERY_S
             self._try_s = now_s

@@ -1,6 +1,6 @@
-"""What is on an instance: one request of ours, and the sums of another gateway's.
+"""Records of the load on an instance: one request of ours, and another gateway's sums.
 
-Plain records: ``state.py`` makes and changes them, and says which changes there are.
+Plain records: ``state.py`` creates and changes them, and lists the possible changes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hetero_gateway.core.types import WHOLE, InstanceId, Leg, Outcome, Usage
 # Loads are whole numbers of 2^-40 s: 0.9 ps, far below any workload that matters, and a power of
 # two keeps floats exact.
 UNITS_PER_S: Final = 2.0**40
-# T of the longest request that there may be, times e^50, is far below, and so are its tokens;
-# sums of so much stay finite.
+# T of the longest possible request, times e^50, is far below this, and so are its tokens; sums of
+# this size stay finite.
 _MOST_WORKLOAD_S: Final = 1e100
 _MOST_TOKENS: Final = 2.0**80
 
 
 class Holder:
-    """Whose dispatch it is: an ``InstanceState``, as far as who has the dispatch asks it."""
+    """The instance of a dispatch: the part of ``InstanceState`` that its holder may call."""
 
     __slots__ = ("in_flight", "instance_id", "prefix", "shared_tokens")
 
@@ -33,64 +33,63 @@ class Holder:
     prefix: PrefixHits
 
     def first_token(self, entry: Dispatch, now_s: float, *, seen: bool = True) -> bool:
-        """It streams."""
+        """Note its first token."""
         raise NotImplementedError
 
     def made_tokens(self, entry: Dispatch, now_s: float) -> float:
-        """How many tokens one that is outstanding has made by now."""
+        """Tokens that an outstanding request has made by now."""
         raise NotImplementedError
 
     def observe_answer(
         self, entry: Dispatch, output_tokens: float, now_s: float, usage: Usage | None = None
     ) -> None:
-        """A request whose tokens nobody saw is complete."""
+        """Learn from a complete request whose tokens were not seen."""
         raise NotImplementedError
 
     def prefilled(self, entry: Dispatch, now_s: float) -> bool:
-        """Its prompt is computed, and waits to be fetched."""
+        """Note that its prompt is computed and waits to be fetched."""
         raise NotImplementedError
 
     def settle(
         self, entry: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
     ) -> bool:
-        """It is over."""
+        """Settle it."""
         raise NotImplementedError
 
 
 class Dispatch:
-    """One request on one instance, with what it was charged. Changed by its instance's state alone.
+    """One request on one instance, with what it was charged. Only its instance's state changes it.
 
-    Making one raises ValueError for a charge that is negative, not finite or absurd.
+    Construction raises ValueError for a charge that is negative, not finite or absurd.
 
     Attributes:
         workload: what it added to the load, s.
-        kv_tokens: what it will hold in the KV cache at its end, tokens.
-        prompt_tokens, prefill_tokens, output_tokens: of all its sequences: the prompts, what of
-            them the engine has to compute, and the predicted output.
+        kv_tokens: tokens it will hold in the KV cache at its end.
+        prompt_tokens, prefill_tokens, output_tokens: of all its sequences: the prompts, the part
+            of them that the engine has to compute, and the predicted output.
         units: the workload in units of 1 / ``UNITS_PER_S``, whole.
         outcome: how it ended; None while it is outstanding.
         streaming: past its first token.
-        tracked: its progress is followed; without it, only the load counts.
+        tracked: its progress is followed; otherwise only its load counts.
         stage: index in ``STAGE_TOKENS`` of its progress; -1: it does not stream.
         joined: the instance's step clock at its first token, steps.
-        prefilled_s: the time that the instance was thought to have spent on prompts by then, s.
-        predicted_s: when it was sent, s, and the time to its first token, s, as predicted, where
-            nobody will see it.
-        sent_s: when it was sent, as far as its progress is followed; infinite: it has yet to be,
-            when another instance has computed its prompt.
-        expected_s: how long after that its first token was to come, s; infinite: nobody knows.
-        match_tokens: of the prompt of one sequence, what its instance should have cached.
-        known_keys: keys of its prompt that its instance had before; None: none are known.
-        before: when it was sent, s, and what was there: sequences waiting, what of their prompts
-            was to be computed, sequences streaming, tokens cached; None: nothing is to be learnt
-            from it.
-        hit_tokens: what of its prompts was in the prefix cache, as its answer reported in the end;
-            None: it has not, or did not.
-        interval: where its prefill is counted, until it is over.
-        first_token: the row of it, as long as it is not known what was prefilled.
-        leg: what of the request it is.
+        prefilled_s: modelled time that the instance had spent on prompts by then, s.
+        predicted_s: when it was sent, s, and its predicted time to the first token, s, if that will
+            not be seen.
+        sent_s: when it was sent, if its progress is followed; infinite: it has yet to be, once
+            another instance has computed its prompt.
+        expected_s: when its first token was due after that, s; infinite: unknown.
+        match_tokens: prompt tokens of one sequence that its instance should have cached.
+        known_keys: keys of its prompt that its instance had before; None: not known.
+        before: when it was sent, s, and what was there: sequences waiting, their prompt tokens to
+            compute, sequences streaming, tokens cached; None: nothing is to be learnt from it.
+        hit_tokens: prompt tokens found in the prefix cache, as its answer reported at the end;
+            None: not reported (yet).
+        interval: where its prefill is counted, until it is settled.
+        first_token: its row of first tokens, while the number of prefilled tokens is unknown.
+        leg: which part of the request it is.
         pinned: a prefill leg whose prompt is computed: its KV waits to be fetched.
-        turn: as what it was counted by a discipline with shares for clients; None: by none.
+        turn: how a discipline with shares for clients counted it; None: it was not counted.
     """
 
     __slots__ = (
@@ -140,7 +139,7 @@ class Dispatch:
         self.prompt_tokens = n * request.prompt_tokens
         self.prefill_tokens = prefill_tokens
         self.output_tokens = n * request.predicted_output_tokens
-        # What is put on an instance has to come off again: nothing else may get into its sums.
+        # A charge must come off again exactly: only numbers that allow it may enter the sums.
         if not (
             0 <= workload <= _MOST_WORKLOAD_S
             and 0 <= kv_tokens <= _MOST_TOKENS
@@ -180,12 +179,12 @@ class Dispatch:
 
 
 class PeerLoad(NamedTuple):
-    """What another gateway has on an instance: load that is not ours. Units as above.
+    """Load of another gateway on an instance. Units as above.
 
-    ``observed_s``, ``modelled_s``: step time that it saw lately, and as modelled; both sum, and
-    their quotient is the speed factor. ``prompts``, ``prompt_tokens``: counted since it began,
-    the prompts that came between decode steps, and what of them was to be computed. Shared between
-    replicas in this order (``core/sharing/message.py``): further fields come at the end.
+    ``observed_s``, ``modelled_s``: step time that it saw lately, and as modelled; both add up, and
+    their quotient is the speed factor. ``prompts``, ``prompt_tokens``: counted since it began: the
+    prompts between decode steps, and their tokens to compute. Replicas exchange the fields in this
+    order (``core/sharing/message.py``): further fields come at the end.
     """
 
     load_s: float = 0.0

@@ -1,19 +1,19 @@
-"""Whether a profile is still true: observed over modelled time, over minutes of traffic.
+"""Whether a profile still holds: observed over modelled time, over minutes of traffic.
 
-The speed factor of ``progress.py`` forgets in seconds and decides; this forgets in minutes of
-observed time and only reports. Each row of ``observation.py`` has the seconds that it took and
-those that the model has for its decode steps (D) and its prefills (P). The two ratios of
+The speed factor of ``speed.py`` forgets within seconds and decides; this forgets within minutes of
+observed time and only reports. Each row of ``observation.py`` has its observed seconds, and the
+modelled seconds of its decode steps (D) and its prefills (P). The two ratios of
 
     observed = decode · D + prefill · P
 
-are fitted, exponentially forgotten. Rows differ in how much prefill is in them, and that is what
-tells the two apart; a ratio whose standard error is large is left out. The noise is in D (a
-second has a step more or less), where least squares would be biased by its square: so the shares
-D/(D+P) and P/(D+P) are the instruments, which makes one ratio alone a ratio of sums.
+are fitted, with exponential forgetting. Rows differ in their share of prefill, which tells the two
+ratios apart; a ratio with a large standard error is left out. The noise is in D (a second has a
+step more or less), where least squares would be biased by its square. So the shares D/(D+P) and
+P/(D+P) are the instruments; with them, a single ratio is a ratio of sums.
 
-    a profile drifts    while a ratio has been outside of 1/1.25 .. 1.25 for 60 s of observed time,
+    a profile drifts    once a ratio has been outside of 1/1.25 .. 1.25 for 60 s of observed time,
                         or the spread of the rows around the fit above its bound for as long
-    it has recovered    when all have been back (1/1.15 .. 1.15) for as long
+    it has recovered    once all have been back (1/1.15 .. 1.15) for as long
 
 Nothing here logs or changes a profile.
 """
@@ -23,32 +23,32 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-# Long against the noise of single rows, short against a day. Observed seconds.
+# Long compared with the noise of single rows, short compared with a day. Observed seconds.
 FORGET_S = 120.0
 HOLD_S = 60.0
-# A quarter off is where the policies that do not correct themselves begin to lose (the second
-# table of docs/evidence/scheduling.md is of a factor of 2); nearer to 1 than 1.15 is a fit's noise.
+# At a quarter off, the policies that do not correct themselves begin to lose (the second table of
+# docs/evidence/scheduling.md is of a factor of 2); closer to 1 than 1.15 is noise of the fit.
 TOLERANCE = 1.25
 RECOVERED = 1.15
-# Of single rows around the fit: what seconds of few streams over HTTP show by themselves, plus
-# twice what the profile says of its own fit.
+# Of single rows around the fit: the scatter of seconds with few streams over HTTP, plus twice the
+# error that the profile states for its own fit.
 _NOISE = 0.3
 # A ratio is reported when its standard error is below this, and this many seconds were seen.
 _MOST_ERROR = 0.08
 _LEAST_S = 20.0
 # Observed seconds between two judgements: a fit costs more than a row.
 _EVERY_S = 5.0
-# A row that is off by less, s, is as modelled: of a first token after 6 ms that is HTTP and other
-# processes, and of a second it is nothing.
+# A row that is off by less than this, s, counts as modelled: of a first token after 6 ms it is
+# HTTP and other processes, and of a second it is nothing.
 _SMALL_S = 0.04
-# A row cannot say more than this against the fit; it is one among many.
+# The most that one row can say against the fit.
 _MOST_MISS = 1.0
 
 Phase = Literal["decode", "prefill"]
 
 
 class Verdict(NamedTuple):
-    """What the rows say now; None: not known (yet). ``spread``: relative, of single rows."""
+    """What the rows show now; None: not known (yet). ``spread``: relative, of single rows."""
 
     decode: float | None
     prefill: float | None
@@ -66,10 +66,10 @@ class _Fit(NamedTuple):
 
 
 class Drift:
-    """The long view of one instance.
+    """The drift of one instance's profile.
 
     Args:
-        stated_error: relative error of decode that the profile states; 0 where it states none.
+        stated_error: relative error of decode that the profile states; 0 if it states none.
     """
 
     def __init__(self, stated_error: float = 0.0) -> None:
@@ -80,15 +80,15 @@ class Drift:
         # By the instruments z = (D, P) / (D + P) and x = (D, P) / observed: the number of rows,
         # Σ z1, z2, z1·x1, z1·x2, z2·x1, z2·x2, z1², z1·z2, z2², and of squared misses.
         self._sums = [0.0] * 11
-        self._held_s = 0.0  # how long the verdict has spoken against ``drifted``
+        self._held_s = 0.0  # how long the verdict has contradicted ``drifted``
         self._unjudged_s = 0.0
         self._known: _Fit | None = None  # as of the last judgement
 
     def observe(self, observed_s: float, prefill_s: float, decode_s: float) -> None:
-        """A row took ``observed_s``, where the model has the other two."""
+        """Add a row that took ``observed_s``, with the modelled time of its two parts."""
         modelled_s = decode_s + prefill_s
         if observed_s <= 0 or modelled_s <= 0:
-            return  # an engine that makes no step at all is a matter for the speed factor
+            return  # an engine that makes no steps concerns the speed factor
         keep = math.exp(-observed_s / FORGET_S)
         self._observed_s = self._observed_s * keep + observed_s
         x1, x2 = decode_s / observed_s, prefill_s / observed_s
@@ -105,7 +105,7 @@ class Drift:
             self._sums[i] = self._sums[i] * keep + value
 
     def judge(self, observed_s: float, now_s: float) -> bool:
-        """Take the verdict of ``observed_s`` more seconds; True when ``drifted`` has changed."""
+        """Judge ``observed_s`` more seconds; True if ``drifted`` has changed."""
         self._unjudged_s += observed_s
         if self._unjudged_s < _EVERY_S:
             return False
@@ -158,7 +158,7 @@ class Drift:
                     math.sqrt(max(0.0, scale * of_prefill)),
                     spread,
                 )
-        # One ratio for both; whose it is says which of them there was.
+        # One ratio for both; the part that was observed has it.
         both = (b1 + b2) / (a11 + a12 + a21 + a22)
         error = both * spread / math.sqrt(rows)
         return _Fit(

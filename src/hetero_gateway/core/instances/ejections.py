@@ -1,15 +1,15 @@
-"""Which failures count against instances, and how many of those may be ejected at once.
+"""Decides which failures count against instances, and how many instances may be ejected at once.
 
-Two rules over all instances together; what one instance's outcomes lead to is ``outcomes.py``'s.
+Two rules over all instances together; ``outcomes.py`` decides what one instance's outcomes mean.
 
-*Panic*: of the instances that serve a model, at most half (rounded down) are ejected: of one none,
-of two one. Where it would be more, a failing one goes on getting requests. When others go away, the
-ejections that would end first end now.
+*Panic*: at most half (rounded down) of the instances that serve a model are ejected: none of one,
+one of two. Beyond that, a failing instance goes on getting requests. When other instances leave,
+the ejections that would end first end at once.
 
 *Poison*: a request that fails on one instance and then on another, and was never answered well, is
-itself at fault. Its failures are taken back and no more of them count. Once it is answered well
-somewhere, all of them count after all. Requests are distinguished by a fingerprint of their body;
-the last 256 that failed are known, for a minute each.
+itself at fault. Its failures are taken back, and no more of them count. Once it is answered well
+somewhere, all of them count after all. Requests are identified by a fingerprint of their body; the
+last 256 that failed are remembered, each for a minute.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hetero_gateway.core.types import InstanceId
 
 _MOST_SUSPECTS = 256
 _SUSPECT_S = 60.0
-# Failures of one request that are kept to be taken back.
+# Failures of one request that are kept so that they can be taken back.
 _MOST_CHARGES = 32
 
-# An instance's models' instances that could take requests, itself among them: one set per model.
+# Instances that could take requests, for each model of an instance, itself included: one set each.
 PoolsOf = Callable[[InstanceId], Iterable[Collection[InstanceId]]]
 
 
 class _Suspect:
-    """A request that failed: where and when, and whether that counts."""
+    """A failed request: where and when it failed, and whether that counts."""
 
     __slots__ = ("charges", "counts", "innocent", "since_s")
 
@@ -51,11 +51,11 @@ class Ejections:
     """The outcomes of all instances.
 
     Args:
-        rules: for each of them.
-        pools_of: who else there is.
+        rules: for each instance.
+        pools_of: finds the instances that serve the same models.
 
-    ``suspects``: the requests that failed, by fingerprint. While there are some, a success is worth
-    a fingerprint.
+    ``suspects``: failed requests, by fingerprint. While there are any, successes are worth a
+    fingerprint too.
     """
 
     def __init__(self, rules: EjectionRules, pools_of: PoolsOf) -> None:
@@ -68,7 +68,7 @@ class Ejections:
         return self._by_id[instance_id]
 
     def set_rules(self, rules: EjectionRules) -> None:
-        """Other rules from now on; what was noted, and terms that run, stay."""
+        """Apply other rules from now on; past outcomes and running terms stay."""
         self.rules = rules
         for outcomes in self._by_id.values():
             outcomes.rules = rules
@@ -80,12 +80,12 @@ class Ejections:
     def leave(self, instance_id: InstanceId) -> None:
         self._by_id.pop(instance_id, None)
 
-    # Each returns the instances that stand elsewhere now.
+    # Each returns the instances whose state has changed.
 
     def succeeded(
         self, instance_id: InstanceId, now_s: float, request: Sent | None, fingerprint: int | None
     ) -> list[InstanceId]:
-        """A request was answered well. ``fingerprint``: its body's, where there are suspects."""
+        """Note a good answer. ``fingerprint``: of its body, if there are suspects."""
         changed = [instance_id] if self._by_id[instance_id].succeeded(now_s, request) else []
         suspect = None if fingerprint is None else self.suspects.get(fingerprint)
         if suspect is not None and not suspect.innocent:
@@ -106,7 +106,7 @@ class Ejections:
         reason: str,
         fingerprint: int,
     ) -> list[InstanceId]:
-        """A request failed there. ``reason``: a short label."""
+        """Note a failure. ``reason``: a short label."""
         suspect = self._suspect(fingerprint, now_s)
         if suspect.innocent:
             return self._charge(instance_id, now_s, request, reason)
@@ -136,11 +136,11 @@ class Ejections:
 
     @property
     def next_forget_s(self) -> float:
-        """When the first of the suspects may be forgotten; there must be one."""
+        """When the first suspect may be forgotten; there must be one."""
         return next(iter(self.suspects.values())).since_s + _SUSPECT_S
 
     def forget(self, now_s: float) -> None:
-        """Let go of requests that failed long ago."""
+        """Forget requests that failed long ago."""
         while self.suspects and self.next_forget_s <= now_s:
             self.suspects.popitem(last=False)
 
@@ -156,7 +156,7 @@ class Ejections:
         return [instance_id]
 
     def fell_silent(self, instance_id: InstanceId, now_s: float) -> list[InstanceId]:
-        """Nothing is heard of it any more."""
+        """Note that the instance has fallen silent."""
         outcomes = self._by_id[instance_id]
         outcomes.advance(now_s)
         if not self.rules.enabled or outcomes.shut:
@@ -179,9 +179,9 @@ class Ejections:
         return True
 
     def review(self, now_s: float) -> list[InstanceId]:
-        """The instances that there are have changed: end the ejections that are too many."""
+        """The set of instances has changed: end the ejections that are too many."""
         ended: list[InstanceId] = []
-        # Those whose term ends first go first; half-open ones before them.
+        # Those whose term ends first go first, half-open ones before them.
         ejected = sorted(
             (i for i, o in self._by_id.items() if o.ejected),
             key=lambda i: (self._by_id[i].breaker is BreakerState.OPEN, self._by_id[i].until_s),

@@ -1,4 +1,4 @@
-"""What was seen of an instance, in plain values, for a process that goes on from there."""
+"""What was learnt of an instance, as plain values, for a process that takes over."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 class Learnt(NamedTuple):
     """Args:
-    constants: that its speed is about; None: it has none yet.
-    stands_in: they are not of this machine.
-    observed: and yet its speed was seen.
+    constants: that its speed refers to; None: it has none yet.
+    stands_in: they are another machine's.
+    observed: its speed was observed all the same.
     speed: factor, own, observed_s, modelled_s and seen_s of its ``SpeedEstimate``.
     slots, most_slots: of its ``Concurrency``.
     """

@@ -1,14 +1,14 @@
-"""What the gateway has seen of one instance: rows that a profile can be checked and fitted with.
+"""What the gateway has observed of one instance: rows to check and fit a profile with.
 
     row        one interval in which the instance streamed, or one first token
-    StepRow    this many decode steps took so long, with this many prompts prefilled between them
-    FirstTokenRow  so long from sending a request to its first token, and what was there before it
+    StepRow    the duration of some decode steps, and the prompts prefilled between them
+    FirstTokenRow  the time from sending a request to its first token, and the load before it
 
-Prompts count as prefilled without what of them was in the engine's prefix cache (``hit_tokens``,
-``prefix_hits.py``); a row with prompts of which that is not known is kept, and used for nothing.
+Prompts count as prefilled without the part found in the engine's prefix cache (``hit_tokens``,
+``prefix_hits.py``); a row with prompts for which that is unknown is kept, but not used.
 
-No row knows a prompt, a request's id or a client. Memory is bounded: the oldest rows go first.
-``drift.py`` and ``calibration.py`` use them; ``progress.py`` makes them.
+No row contains a prompt, a request's id or a client. Memory is bounded: the oldest rows go first.
+``drift.py`` and ``calibration.py`` use them; ``state.py`` makes them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hetero_gateway.core.costs.profile import Constants
 
 # More than an hour of one row a second.
 MOST_ROWS = 4096
-# One step of vLLM's default token budget (vllm/engine/arg_utils.py): what is longer takes several
-# steps, and how many decode steps come between them is not seen.
+# One step of vLLM's default token budget (vllm/engine/arg_utils.py): a longer prompt takes several
+# steps, and the number of decode steps between them is not seen.
 _CHUNK_TOKENS = 2048
 
 
@@ -37,9 +37,9 @@ class StepRow(NamedTuple):
     Args:
         duration_s: its length, s, above 0.
         steps: decode steps made in it.
-        sequences: how many streamed, mean over the interval.
+        sequences: streaming sequences, mean over the interval.
         cached_tokens: tokens cached by each of them, mean.
-        prompts, prompt_tokens: whose prefill came between the steps, summed.
+        prompts, prompt_tokens: prefilled between the steps, summed.
         hit_tokens: those of ``prompt_tokens`` that were not prefilled; NaN: not known.
     """
 
@@ -53,19 +53,19 @@ class StepRow(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether it is known what was prefilled; only then may the row be used."""
+        """Whether the number of prefilled tokens is known; otherwise the row must not be used."""
         return not math.isnan(self.hit_tokens)
 
     @property
     def terms(self) -> Terms:
-        """What p1..p9 multiply."""
+        """The factors of p1..p9."""
         return step_terms(self)
 
 
 def step_terms(row: StepRow) -> Terms:
-    """What p1..p9 multiply. p3 and p4 take no part: in a mixed step their work is p8's.
+    """The factors of p1..p9. p3 and p4 are left out: in a mixed step their work is p8's.
 
-    Of attention it knows the prompts' mean length: as if all were of that.
+    Attention is that of prompts of the mean length.
     """
     n, hits, attended = row.prompts, row.hit_tokens, 0.0
     tokens = row.prompt_tokens - hits
@@ -85,13 +85,13 @@ def step_terms(row: StepRow) -> Terms:
 
 
 class FirstTokenRow(NamedTuple):
-    """A request's first token, and what was on the instance when it was sent.
+    """A request's first token, and the load of the instance when it was sent.
 
     Args:
         ttft_s: from sending it to its first token, s, above 0.
         prompts, prompt_tokens: its own, summed over its sequences.
-        waiting, waiting_tokens: sequences that waited for a first token before it, and what of
-            their prompts was to be prefilled.
+        waiting, waiting_tokens: sequences waiting for a first token before it, and their prompt
+            tokens to prefill.
         streaming, cached_tokens: sequences that streamed, and the tokens cached by each, mean.
         hit_tokens: as above, of its own.
     """
@@ -107,17 +107,17 @@ class FirstTokenRow(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether it was its own prefill, in one step, that took the time: nobody else was there.
+        """Whether the time was that of its own prefill, in one step, with nothing else there.
 
-        Beside streams it would wait for the rest of a step first, and what is left of so short a
-        time is noise; such prefills are in the rows of steps. What is not known is not clear.
+        Beside streams it would first wait for the rest of a step, and what is left of so short a
+        time is noise; such prefills are in the rows of steps. Unknown hits are not clear.
         """
         prefilled = self.prompt_tokens - self.hit_tokens
         return self.waiting == 0 and self.streaming == 0 and prefilled <= _CHUNK_TOKENS
 
     @property
     def terms(self) -> Terms:
-        """What p1..p9 multiply, where it is ``clear``."""
+        """The factors of p1..p9 of a ``clear`` row."""
         n, hits = self.prompts, self.hit_tokens
         tokens = self.prompt_tokens - hits
         attended = n * attended_pairs(tokens / n, hits / n)
@@ -128,7 +128,7 @@ _HIT_TOKENS = StepRow._fields.index("hit_tokens")
 
 
 def merged(rows: Sequence[StepRow]) -> StepRow:
-    """One row of several, which are not empty: of their sums, and means by steps."""
+    """Merge several non-empty rows into one: sums, and means weighted by steps."""
     steps = sum(row.steps for row in rows)
     weights = [row.steps if steps else row.duration_s for row in rows]
     sequences = sum(w * row.sequences for w, row in zip(weights, rows, strict=True))
@@ -162,8 +162,8 @@ class Rows(Generic[RowT]):
     floats would take 280.
 
     Args:
-        make: makes a row of its numbers.
-        width: how many they are.
+        make: makes a row from its numbers.
+        width: how many numbers it has.
     """
 
     __slots__ = ("_count", "_make", "_values", "_width")
@@ -172,18 +172,18 @@ class Rows(Generic[RowT]):
         self._make: Callable[[array[float]], RowT] = make
         self._width = width
         self._values = array("d")
-        self._count = 0  # that ever came: each has the place of its number
+        self._count = 0  # ever added: a row's number is its place
 
     def __len__(self) -> int:
         return min(self._count, MOST_ROWS)
 
     def __iter__(self) -> Iterator[RowT]:
-        """Oldest first."""
+        """Iterate, oldest first."""
         for i in range(self._count - len(self), self._count):
             yield self._at(i)
 
     def append(self, row: RowT) -> int:
-        """Its number; rows are counted from 0."""
+        """Append a row; returns its number, counted from 0."""
         number = self._count
         self._count += 1
         if number < MOST_ROWS:
@@ -194,14 +194,14 @@ class Rows(Generic[RowT]):
         return number
 
     def amend(self, number: int, column: int, value: float) -> RowT | None:
-        """The row with another value; None: it has gone."""
+        """The row with another value; None: it has been dropped."""
         if number < self._count - MOST_ROWS:
             return None
         self._values[self._begin(number) + column] = value
         return self._at(number)
 
     def last(self, count: int) -> list[RowT]:
-        """At most this many of the newest, newest first."""
+        """At most this many of the newest rows, newest first."""
         return [self._at(self._count - 1 - i) for i in range(min(count, len(self)))]
 
     def _begin(self, number: int) -> int:
@@ -222,19 +222,19 @@ class Observations:
         self.first_tokens: Rows[FirstTokenRow] = Rows(
             FirstTokenRow._make, len(FirstTokenRow._fields)
         )
-        self.observed_s = 0.0  # of all step rows that ever came
+        self.observed_s = 0.0  # of all step rows ever added
         self._fresh: list[FirstTokenRow] = []
         self._fresh_steps: list[StepRow] = []
 
     def add_steps(self, row: StepRow) -> int:
-        """The row's number, for ``complete``."""
+        """Add a row; returns its number, for ``complete``."""
         self.observed_s += row.duration_s
         if row.known and len(self._fresh_steps) < MOST_ROWS:
             self._fresh_steps.append(row)
         return self.steps.append(row)
 
     def complete(self, number: int, hit_tokens: float) -> None:
-        """This many tokens of a row's prompts were not prefilled, as is known only now."""
+        """Set how many tokens of a row's prompts were not prefilled, now that it is known."""
         row = self.steps.amend(number, _HIT_TOKENS, hit_tokens)
         if row is not None and len(self._fresh_steps) < MOST_ROWS:
             self._fresh_steps.append(row)
@@ -245,7 +245,7 @@ class Observations:
             self._fresh.append(row)
 
     def add_merged(self, rows: Sequence[StepRow]) -> None:
-        """What several rows, that are here and not known, come to by the engine's counters."""
+        """Add one row for several incomplete ones, by the engine's counters."""
         row = merged(rows)
         self.steps.append(row)
         if len(self._fresh_steps) < MOST_ROWS:
@@ -257,6 +257,6 @@ class Observations:
         return fresh
 
     def take_fresh_steps(self) -> list[StepRow]:
-        """The rows of steps that were, or became, known since the last call."""
+        """The rows of steps that became known since the last call."""
         fresh, self._fresh_steps = self._fresh_steps, []
         return fresh

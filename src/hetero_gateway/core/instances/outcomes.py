@@ -1,7 +1,7 @@
-"""What became of an instance's requests, and whether it is sent more of them: passive health.
+"""Passive health: the outcomes of an instance's requests, and whether it gets more of them.
 
-Each instance has a circuit breaker, and only what real requests met moves it on. A good answer to a
-probe of its health alone does not: an engine may answer that and fail all that it is asked for.
+Each instance has a circuit breaker, and only the outcomes of real requests drive it. A good answer
+to a health probe alone does not: an engine may answer that and fail everything else.
 
     event            closed          busy, open        half-open            slow start
     ---------------  --------------  ----------------  -------------------  ---------------
@@ -18,7 +18,7 @@ probe of its health alone does not: an engine may answer that and fail all that 
     good /health     –               –                 slow start, if a     –
                                                        trial goes on
     its term ends    –               open: half-open,  –                    closed
-                                     if it lives;
+                                     if it is alive;
                                      busy: slow start
     silence          open            –                 of a trial: open     open
     heard again      –               open for silence: –                    –
@@ -31,27 +31,27 @@ probe of its health alone does not: an engine may answer that and fail all that 
 
 "One too many": ``consecutive_failures`` in a row, or ``failure_ratio`` of at least
 ``min_outcomes`` within 10 s. An ejection (the breaker is open) lasts base_s·2^k, at most max_s; k
-is how many came before it, and is forgotten when the last one ended max_s ago. Slow start: as many
-requests at once as it had, and twice as many every 1.4 s, for 10 s. Busy: its engine said 503 or
-429, which is no failure; for 0.5 s·2^k it gets nothing while others can.
+is the number of ejections before it, and is reset once the last one ended max_s ago. Slow start:
+as many requests at once as the instance had, and twice as many every 1.4 s, for 10 s. Busy: its
+engine answered 503 or 429, which is no failure; for 0.5 s·2^k it gets nothing while others can.
 
-Half-open: one request tries it, and one more once the first has been under way for 1 s, 2 s, 4 s,
-…; requests whose first bytes come soon have precedence for half a second. What fails mostly fails
-at once, so a trial that has not after 1.5 s, and a good /health that was asked for then, are proof
-enough, unless the instance was ejected for its silence; if the trial fails later, that is as if it
-had been half-open all the time.
+Half-open: one request tries the instance, and one more after the first has been under way for 1 s,
+2 s, 4 s, …; requests whose first bytes come soon have precedence for half a second. Most failures
+come at once, so a trial that has not failed after 1.5 s, together with a good /health asked for
+after that, is proof enough, unless the instance was ejected for silence. If the trial fails later,
+that counts as if the instance had been half-open all the time.
 
-Silence (``silence.py``) ejects like one failure too many, but that says nothing of what the
-instance does with requests: once anything is heard of what it has, it is over, and if that was
-within two seconds, as if nothing had been. Where nothing is left there to be heard of, it is
-half-open when its term is over and its /health was good since, or 10 s later.
+Silence (``silence.py``) ejects like one failure too many, but says nothing about how the instance
+treats requests: it ends as soon as anything is heard from the instance, and if that was within two
+seconds, as if it had not happened. If nothing is outstanding there that could be heard, the
+instance is half-open once its term has ended and its /health was good since, or 10 s later.
 
-What is no outcome: 4xx answers, clients that left, errors of the gateway's own. A time-out is one
-only if nothing good was heard of the instance since the request was sent: a long request says
-nothing of an instance that serves others.
+These are not outcomes: 4xx answers, clients that left, errors of the gateway's own. A time-out is
+one only if nothing good was heard from the instance since the request was sent: a long request
+says nothing about an instance that serves others.
 
-The panic rule (never more than half of a model's instances) is ``ejections.py``'s, and which
-failures are the request's fault. The clock is an argument.
+``ejections.py`` has the panic rule (never more than half of a model's instances), and decides
+which failures are the request's own fault. The clock is an argument.
 """
 
 from __future__ import annotations
@@ -64,32 +64,32 @@ from typing import Final, NamedTuple, Protocol
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import Outcome
 
-# Seconds that the ring holds, in parts of one second.
+# Seconds that the ring covers, in slots of one second.
 WINDOW_PARTS: Final = 10
-# Slow start: how long it lasts, how many requests it begins with, and how soon twice as many.
+# Slow start: its duration, the requests it begins with, and how soon twice as many are allowed.
 SLOW_START_S: Final = 10.0
 _FIRST_REQUESTS: Final = 2
 _DOUBLING_S: Final = 1.4
-# How long an engine that is busy gets nothing: this, doubled by each such answer in a row. An
-# engine's own Retry-After counts instead, up to the same limit.
+# How long a busy engine gets nothing: this, doubled by each such answer in a row. An engine's own
+# Retry-After counts instead, up to the same limit.
 _BUSY_BASE_S: Final = 0.5
 _BUSY_MAX_S: Final = 10.0
-# Half-open: when the second request may try it, after the first, and how much later one that takes
+# Half-open: when a second request may try it after the first, and how much later one that takes
 # long; and how long a trial has to go on before a good /health means anything.
 _SECOND_TRIAL_S: Final = 1.0
 _LATER_IF_LONG_S: Final = 0.5
 _PROOF_S: Final = 1.5
-# An answer of no more tokens is whole about as soon as a stream begins.
+# An answer of at most this many tokens is complete about as soon as a stream begins.
 _QUICK_TOKENS: Final = 64.0
-# Of ejections for silence: that an instance answers /health says nothing against it.
+# Of ejections for silence: a good /health does not count against them.
 SILENT: Final = "silent"
 SILENT_REASONS: Final = frozenset((SILENT, "first_byte_timeout", "idle_timeout"))
-# For so long an instance that was ejected for its silence is not tried without a sign of life.
+# An instance ejected for silence is not tried for this long without a sign of life.
 _LIFELESS_S: Final = 10.0
 
 
 class EjectionRules(NamedTuple):
-    """When an instance is ejected, and for how long; see the module. ``enabled``: or else never."""
+    """When an instance is ejected, and for how long; see the module. Never unless ``enabled``."""
 
     enabled: bool = True
     consecutive_failures: int = 5
@@ -100,9 +100,9 @@ class EjectionRules(NamedTuple):
 
 
 class BreakerState(enum.Enum):
-    """Whether an instance is sent requests, as far as outcomes go: a circuit breaker's states.
+    """Whether an instance is sent requests, by its outcomes: the states of a circuit breaker.
 
-    The values are /admin's words, in which an instance, and not its breaker, is open.
+    The values are /admin's words, where "open" means that the instance gets requests.
     """
 
     CLOSED = "open"
@@ -112,12 +112,12 @@ class BreakerState(enum.Enum):
     HALF_OPEN = "half-open"
 
 
-# The breaker's state, until when; the last ejection's reason, how many there were, and its end.
+# The breaker's state and its end; the last ejection's reason, the number of ejections, and its end.
 Standing = tuple[str, float, str, int, float]
 
 
 class Bar(NamedTuple):
-    """Why an instance should not get a request now. ``rank``: the lower, the sooner all the same.
+    """Why an instance should get no request now. ``rank``: the lower, the sooner it still gets one.
 
     ``RETRY_RANK`` and lower is good enough for a second attempt, too.
     """
@@ -127,14 +127,14 @@ class Bar(NamedTuple):
 
 
 RETRY_RANK: Final = 0
-_FULL: Final = Bar(0, "recovering")  # it has as many as its slow start allows
+_FULL: Final = Bar(0, "recovering")  # its slow start allows no more
 _BUSY: Final = Bar(1, "busy")
-_TRIED: Final = Bar(2, "ejected")  # others try it now
+_TRIED: Final = Bar(2, "ejected")  # other requests try it now
 _EJECTED: Final = Bar(3, "ejected")
 
 
 class Sent(Protocol):
-    """A request on its instance. ``outcome``: None until it is over."""
+    """A request on its instance. ``outcome``: None until it ends."""
 
     outcome: Outcome | None
 
@@ -164,7 +164,7 @@ class OutcomeRing:
         """Forget what is too old."""
         part = int(now_s)
         while self._part < part:
-            # Nothing is older than the whole ring.
+            # Everything is older than the whole ring.
             self._part = max(self._part + 1, part - WINDOW_PARTS)
             place = self._part % WINDOW_PARTS
             self.good -= self._good[place]
@@ -185,7 +185,7 @@ class OutcomeRing:
         self.failed += 1
 
     def take_failed(self, at_s: float) -> None:
-        """Take one back that was added at ``at_s``, if it still counts."""
+        """Take back a failure added at ``at_s``, if it still counts."""
         place = int(at_s) % WINDOW_PARTS
         if int(at_s) > self._part - WINDOW_PARTS and self._failed[place]:
             self._failed[place] -= 1
@@ -207,7 +207,7 @@ class _Grounds:
         self.run = run
         self.good = ring.good
         self.failed = ring.failed
-        self.trial = trial  # it was its trial that failed
+        self.trial = trial  # its trial failed
 
     def suffice(self, rules: EjectionRules) -> bool:
         count = self.good + self.failed
@@ -217,15 +217,15 @@ class _Grounds:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Outcomes:
-    """One instance's.
+    """The outcomes of one instance.
 
     Attributes:
         breaker: its state as of the last event or ``advance``.
-        until_s: when that ends by itself; infinite where it does not.
-        reason: of the last ejection, a short label; "" where there was none.
+        until_s: when that ends by itself; infinite if it does not.
+        reason: of the last ejection, a short label; "" if there was none.
         ejections: k + 1, of those that still count.
-        trials: the requests that try it while it is half-open; of those that /health spoke for,
-            which go on in the slow start, too.
+        trials: requests that try it while it is half-open; those that /health spoke for also during
+            the slow start.
         ring: the last ten seconds.
     """
 
@@ -239,17 +239,17 @@ class Outcomes:
     _run: int = 0  # failures in a row
     _run_began_s: float = 0.0
     _busy_run: int = 0
-    heard_s: float = -math.inf  # the last success, or bytes of a stream, as far as they are noted
+    heard_s: float = -math.inf  # the last success, or bytes of a stream if noted
     _good_s: float = -math.inf  # the last success
     _ejected_s: float = -math.inf
-    # What silence put an end to: what it was, and until when.
+    # What silence interrupted: the state, and until when.
     _broken_off: tuple[BreakerState, float] | None = None
-    _alive_s: float = -math.inf  # when its /health was asked that was good
+    _alive_s: float = -math.inf  # when the last good /health was asked
     _ended_s: float = -math.inf  # of the last ejection
     _grounds: _Grounds | None = None
     _since_s: float = 0.0  # half-open, or slow start: since when
     _first_requests: int | None = None  # with how many it begins slowly
-    _tried_s: float = 0.0  # when the first of the trials was sent
+    _tried_s: float = 0.0  # when the first trial was sent
     _trial_failed: bool = False
 
     def __repr__(self) -> str:
@@ -257,24 +257,24 @@ class Outcomes:
 
     @property
     def ejected(self) -> bool:
-        """It gets nothing, or only its trials."""
+        """Whether it gets nothing, or only its trials."""
         return self.breaker in (BreakerState.OPEN, BreakerState.HALF_OPEN)
 
     @property
     def shut(self) -> bool:
-        """It gets nothing at all, until ``until_s``."""
+        """Whether it gets nothing at all, until ``until_s``."""
         return self.breaker is BreakerState.OPEN
 
-    # What another process knows of it
+    # For another process
 
     def standing(self) -> Standing:
-        """As ``resume`` takes it."""
+        """Its state, as ``resume`` takes it."""
         return self.breaker.value, self.until_s, self.reason, self.ejections, self._ended_s
 
     def resume(self, standing: Standing, now_s: float) -> bool:
-        """Stand as another process's ``standing`` said. Returns whether it is not closed now.
+        """Take over the state of another process's ``standing``. Returns whether it is not closed.
 
-        What had begun to try it is not known here: half-open it begins anew.
+        Requests that were trying it are not known here: half-open starts over.
         """
         breaker, until_s, self.reason, self.ejections, self._ended_s = standing
         state = BreakerState(breaker)
@@ -287,10 +287,10 @@ class Outcomes:
             self._begin_slow(now_s, None)
         return self.breaker is not BreakerState.CLOSED
 
-    # What happens to its requests
+    # Events of its requests
 
     def succeeded(self, now_s: float, request: Sent | None = None) -> bool:
-        """One was answered well, or began to stream. Returns whether it stands elsewhere now."""
+        """Note a good answer, or the start of a stream. Returns whether its state has changed."""
         self.ring.add_good(now_s)
         self._good_s = self.heard_s = now_s
         self._run = self._busy_run = 0
@@ -303,7 +303,7 @@ class Outcomes:
         return True
 
     def vouched(self, asked_s: float, now_s: float) -> bool:
-        """Its /health, asked at ``asked_s``, is good. Returns whether it stands elsewhere now."""
+        """Note a good /health, asked at ``asked_s``. Returns whether its state has changed."""
         self._alive_s = asked_s
         if self.breaker is BreakerState.OPEN and now_s >= self._ended_s:
             self.until_s = now_s
@@ -319,12 +319,12 @@ class Outcomes:
         return True
 
     def heard(self, now_s: float) -> bool:
-        """Bytes of its streams came. Returns whether it stands elsewhere now."""
+        """Note bytes of its streams. Returns whether its state has changed."""
         self.heard_s = now_s
         if not self.ejected or self.reason != SILENT:
             return False
         if now_s < self._ejected_s + self.rules.base_s and self._broken_off is not None:
-            # So short a pause is nothing that an instance has to recover from.
+            # An instance need not recover from so short a pause.
             self._ended_s = now_s
             self.trials = []
             self._turn(*self._broken_off)
@@ -335,22 +335,22 @@ class Outcomes:
 
     @property
     def seen_alive_s(self) -> float:
-        """When it last answered well, or its /health was asked that was good."""
+        """When it last answered well, or when its last good /health was asked."""
         return max(self.heard_s, self._alive_s)
 
     @property
     def is_heard_again(self) -> bool:
-        """It was ejected for its silence, and answered since."""
+        """Whether it was ejected for silence and has answered since."""
         return self.ejected and self.reason == SILENT and self.heard_s > self._ejected_s
 
     def answered(self, last_s: float, count: int) -> None:
-        """So many were answered well within a moment, up to ``last_s``, none of them a trial."""
+        """Note a number of good answers within a moment, up to ``last_s``, none of them a trial."""
         self.ring.add_good(last_s, count)
         self._good_s = self.heard_s = max(self._good_s, last_s)
         self._run = self._busy_run = 0
 
     def failed(self, now_s: float, request: Sent | None = None) -> bool:
-        """One failed, and it is the instance's fault. Returns whether this is one too many."""
+        """Note a failure that is the instance's fault. Returns whether it is one too many."""
         self.ring.add_failed(now_s)
         if self._run == 0:
             self._run_began_s = now_s
@@ -389,7 +389,7 @@ class Outcomes:
         self._turn(BreakerState.OPEN, self._ended_s)
 
     def retract(self, at_s: float, now_s: float) -> bool:
-        """A failure at ``at_s`` was not its fault. Returns whether it is ejected no more."""
+        """Take back a failure at ``at_s``: not its fault. Returns whether an ejection has ended."""
         self.ring.take_failed(at_s)
         if self._run and at_s >= self._run_began_s:
             self._run -= 1
@@ -419,12 +419,12 @@ class Outcomes:
         request: Sent | None = None,
         retry_after_s: float | None = None,
     ) -> bool:
-        """Its engine took no more. Returns whether it stands elsewhere now.
+        """Note that its engine accepted no more. Returns whether its state has changed.
 
         Args:
-            others: requests that are in flight there.
-            request: the one that it did not take.
-            retry_after_s: what the engine said, if it did.
+            others: other requests in flight there.
+            request: the one that was not accepted.
+            retry_after_s: the engine's own Retry-After, if any.
         """
         self.advance(now_s)
         breaker = self.breaker
@@ -433,7 +433,7 @@ class Outcomes:
         if breaker is BreakerState.HALF_OPEN and request not in self.trials:
             return False
         if others > 0 and breaker is not BreakerState.HALF_OPEN:
-            # It serves as many as these; no more until some time has shown that it can.
+            # It serves as many as these; no more until time has shown that it can.
             self._begin_slow(now_s, others)
             return True
         told_s = _BUSY_BASE_S * 2.0 ** min(self._busy_run, 10)
@@ -445,7 +445,7 @@ class Outcomes:
         return True
 
     def reprieve(self, now_s: float) -> None:
-        """End its ejection: too few others are left."""
+        """End its ejection: too few other instances are left."""
         self._recover(now_s)
 
     def _recover(self, now_s: float) -> None:
@@ -468,7 +468,7 @@ class Outcomes:
     # Time, and whether it may be sent a request
 
     def advance(self, now_s: float) -> bool:
-        """Move on where a term is over. Returns whether it stands elsewhere now."""
+        """End a term that is over. Returns whether its state has changed."""
         if now_s < self.until_s:
             return False
         if self.breaker is BreakerState.HALF_OPEN:
@@ -488,7 +488,7 @@ class Outcomes:
         return True
 
     def bar(self, now_s: float, in_flight: int, *, quick: bool = True) -> Bar | None:
-        """Why it should not get a request now; None: it may.
+        """Why it should get no request now; None: it may.
 
         ``in_flight``: requests on it; ``quick``: the request ``is_quick``.
         """
@@ -496,7 +496,7 @@ class Outcomes:
         breaker = self.breaker
         if breaker is BreakerState.SLOW_START:
             if self._first_requests is None:
-                # What was there before it recovered is no new load.
+                # What was there before it recovered is not new load.
                 self._first_requests = max(_FIRST_REQUESTS, in_flight + 1)
             growth = 2.0 ** ((now_s - self._since_s) / _DOUBLING_S)
             return _FULL if in_flight >= self._first_requests * growth else None
@@ -509,7 +509,7 @@ class Outcomes:
         return None
 
     def sent(self, request: Sent, now_s: float) -> None:
-        """It got a request, whether there was a ``bar`` or not."""
+        """Note that it was sent a request, whether there was a ``bar`` or not."""
         if not self.ejected or now_s < self._trial_due_s():
             return
         if not self.trials:
@@ -531,7 +531,7 @@ class Outcomes:
         self.until_s = self._next_trial_s(now_s)
 
     def _on_trial(self) -> list[Sent]:
-        """The trials that are not over."""
+        """The trials that have not ended."""
         self.trials = [trial for trial in self.trials if trial.outcome is None]
         return self.trials
 
@@ -547,7 +547,7 @@ class Outcomes:
         return now_s >= (due_s if quick else due_s + _LATER_IF_LONG_S)
 
     def _next_trial_s(self, now_s: float) -> float:
-        """When more requests than now may try it; infinite: as many as ever may."""
+        """When more requests than now may try it; infinite: no more than now."""
         due_s = self._trial_due_s()
         times = (due_s, due_s + _LATER_IF_LONG_S)
         return min((time_s for time_s in times if time_s > now_s), default=math.inf)

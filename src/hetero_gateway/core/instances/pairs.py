@@ -1,12 +1,12 @@
-"""Who can hand the KV of a prompt over to whom, and how fast: what the scheduler is told of pairs.
+"""Which instance can hand the KV of a prompt over to which, and how fast.
 
-A pair is ordered: one instance computes a prompt, the other pulls its KV and answers. How long that
-takes is a start and so many bytes at a bandwidth; both begin as told and are fitted to what is
-seen, as a line by least squares in which older transfers count less. A pair that refused is left
-alone for some minutes: unequal engines refuse each other, and none says so before it is asked.
+A pair is ordered: one instance computes a prompt, the other pulls its KV and answers. A transfer
+takes a start-up time, and its bytes at a bandwidth; both begin as configured and are fitted to what
+is observed, as a line by least squares in which older transfers count less. A pair that refused is
+not used for some minutes: unequal engines refuse each other, and none says so before it is asked.
 
-Each instance has one link each way. How much of the last seconds its transfers take says how long
-the next one waits there, as M/D/1 has it.
+Each instance has one link each way. The share of the last seconds that its transfers took gives the
+wait of the next one there, by M/D/1.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Final, NamedTuple
 
 from hetero_gateway.core.types import InstanceId, InstanceSpec, roles_pair
 
-# Of an 8B model (Llama-3), in 16 bits, where it is not said which.
+# Of an 8B model (Llama-3) in 16 bits, if not configured.
 KV_BYTES_PER_TOKEN: Final = 131_072.0
 REFUSED_FOR_S: Final = 300.0
-# A transfer counts half after so many more; what a pair was told to be counts as so many.
+# After this many more, a transfer counts half; the configured values count as this many.
 _HALF_AFTER: Final = 64.0
 _TOLD_COUNTS: Final = 4.0
-# What was told is kept as two transfers: of nothing, and of so many bytes.
+# Configured values are kept as two transfers: of nothing, and of this many bytes.
 _TOLD_BYTES: Final = 1e8
 _START_BOUNDS_S = (0.0, 10.0)
 _BANDWIDTH_BOUNDS = (1e5, 1e13)
-# A link's transfers are forgotten over so long, and take no more than this share of its time.
+# A link's transfers are forgotten over this time, and take at most this share of it.
 _LINK_OVER_S: Final = 10.0
 _MOST_BUSY: Final = 0.95
 
 
 class Link(NamedTuple):
-    """What a transfer takes: ``start_s``, and bytes over ``bytes_per_s``."""
+    """The cost of a transfer: ``start_s``, and bytes over ``bytes_per_s``."""
 
     start_s: float
     bytes_per_s: float
@@ -73,7 +73,7 @@ class _Fit:
 
 
 class _Busy:
-    """How many seconds of transfers one way of an instance's link had lately."""
+    """Seconds of recent transfers in one direction of an instance's link."""
 
     __slots__ = ("_at_s", "_recent_s")
 
@@ -95,7 +95,8 @@ class Pairs:
 
     Args:
         kv_bytes_per_token: of what is handed over.
-        links: by (who computes the prompt, who answers), as told; others cannot.
+        links: by (instance that computes the prompt, instance that answers), as configured; no
+            other pair can hand over.
     """
 
     __slots__ = (
@@ -111,7 +112,7 @@ class Pairs:
         self._refused: set[tuple[InstanceId, InstanceId]] = set()
         self._out_of = {prefill: _Busy() for prefill, _ in self._fits}
         self._into = {decode: _Busy() for _, decode in self._fits}
-        # Bounds that hold for every link there was.
+        # Bounds that hold for every link seen so far.
         self._least_start_s, self._most_bytes_per_s = math.inf, 1.0
         for fit in self._fits.values():
             self._bound(fit.link)
@@ -120,19 +121,19 @@ class Pairs:
         return len(self._fits)
 
     def links(self) -> dict[tuple[InstanceId, InstanceId], Link]:
-        """Of all, as they were seen; of those that refused as well."""
+        """All links, as observed; those of pairs that refused as well."""
         return {pair: fit.link for pair, fit in self._fits.items()}
 
     def link(self, prefill: InstanceId, decode: InstanceId, now_s: float) -> Link | None:
-        """None: they cannot, or not now."""
+        """The pair's link; None: they cannot hand over, or not now."""
         fit = self._fits.get((prefill, decode))
         return None if fit is None or now_s < fit.refused_until_s else fit.link
 
     def transfer_s(
         self, prefill: InstanceId, decode: InstanceId, tokens: float, now_s: float
     ) -> float:
-        """How long a transfer of so many tokens takes, its wait for the links included; inf: they
-        cannot."""
+        """How long a transfer of this many tokens takes, including its wait for the links; inf:
+        they cannot."""
         fit = self._fits.get((prefill, decode))
         if fit is None or now_s < fit.refused_until_s:
             return math.inf
@@ -142,11 +143,11 @@ class Pairs:
         return takes_s * (1 + busy / (2 * (1 - busy)))
 
     def least_s(self, tokens: float) -> float:
-        """No transfer of so many tokens takes less than this, as far as is known."""
+        """A known lower bound of any transfer of this many tokens, s."""
         return self._least_start_s + tokens * self.kv_bytes_per_token / self._most_bytes_per_s
 
     def sent(self, prefill: InstanceId, decode: InstanceId, tokens: float, now_s: float) -> None:
-        """A transfer of so many tokens is to come. KeyError: there is no such pair."""
+        """Note that a transfer of this many tokens is coming. KeyError: there is no such pair."""
         takes_s = self._fits[prefill, decode].link.takes_s(tokens * self.kv_bytes_per_token)
         self._out_of[prefill].note(takes_s, now_s)
         self._into[decode].note(takes_s, now_s)
@@ -154,7 +155,7 @@ class Pairs:
     def observe(
         self, prefill: InstanceId, decode: InstanceId, size_bytes: float, took_s: float
     ) -> None:
-        """A transfer was seen; what is absurd is not believed. KeyError: there is no such pair."""
+        """Note a transfer; absurd values are ignored. KeyError: there is no such pair."""
         if 0 <= size_bytes < math.inf and 0 <= took_s < math.inf:
             fit = self._fits[prefill, decode]
             fit.observe(size_bytes, took_s)
@@ -171,12 +172,12 @@ class Pairs:
         now_s: float,
         for_s: float = REFUSED_FOR_S,
     ) -> None:
-        """They could not: not before some minutes again. KeyError: there is no such pair."""
+        """Do not use the pair for some minutes. KeyError: there is no such pair."""
         self._fits[prefill, decode].refused_until_s = now_s + for_s
         self._refused.add((prefill, decode))
 
     def refused(self, now_s: float) -> dict[tuple[InstanceId, InstanceId], float]:
-        """Those that are left alone now, and for how long, s."""
+        """Pairs that are not used now, and for how long, s."""
         left_s = {pair: self._fits[pair].refused_until_s - now_s for pair in self._refused}
         found = {pair: left_s[pair] for pair in sorted(left_s) if left_s[pair] > 0}
         self._refused = set(found)
@@ -184,7 +185,7 @@ class Pairs:
 
 
 def between(specs: Iterable[InstanceSpec], link: Link, kv_bytes_per_token: float) -> Pairs:
-    """All pairs of these that serve a model in common, as far as their roles let them."""
+    """All pairs of these that share a model, if their roles allow it."""
     every = tuple(specs)
     return Pairs(
         kv_bytes_per_token,

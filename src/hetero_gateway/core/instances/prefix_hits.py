@@ -1,8 +1,8 @@
 """How much of the prompts an engine found in its prefix cache, and so did not prefill.
 
-vLLM keeps the KV blocks of prompts and skips what a new prompt shares with them. Time that counted
-those tokens as prefilled would make every machine with such a cache look faster than it is. Three
-sources say how many there were, and each has its limits:
+vLLM keeps the KV blocks of prompts and skips what a new prompt shares with them. If those tokens
+counted as prefilled, every machine with such a cache would look faster than it is. Three sources
+say how many there were, and each has its limits:
 
     source               what it says                            exact
     -------------------  --------------------------------------  ----------------------------------
@@ -12,18 +12,18 @@ sources say how many there were, and each has its limits:
                          engine, at each scrape                  of all its clients
     caching is off       that there are none                     yes
 
-A prompt is prefilled when its request begins, and what of it was cached is known when that ends.
-So a row of observation (a second or so, ``observation.py``) is complete only when all whose prompts
-are in it have ended; until then it has no ``hit_tokens`` and is used for nothing. Rows with prompts
-whose end shows nothing are merged into one for each interval between two scrapes, with the share of
-that interval by the counters; engines are scraped where rows end. That is right but for prompts
-that were counted on one side of a scrape and had their first token on the other, and for other
-clients of the engine. Without counters such rows stay as they are, for good: what nobody says is
-not believed.
+A prompt is prefilled when its request begins, and its cached part is known when that ends. So a row
+of observation (a second or so, ``observation.py``) is complete only when all requests with prompts
+in it have ended; until then it has no ``hit_tokens`` and is not used. Rows with prompts whose
+answers report nothing are merged into one for each interval between two scrapes, with that
+interval's share by the counters; engines are scraped where rows end. That is right except for
+prompts that were counted on one side of a scrape and had their first token on the other, and for
+other clients of the engine. Without counters such rows stay incomplete for good: nothing is
+assumed that nothing reports.
 
-The speed factor cannot wait. It uses what has ended, and for all others ``ratio``: what was
-prefilled of each token that was charged as such, lately. That is right on average, and a single
-second with a long prompt of which nothing was cached may look slow.
+The speed factor cannot wait. It uses what has ended, and for all others ``ratio``: the recent share
+of charged tokens that was prefilled. That is right on average, but a single second with a long
+uncached prompt may look slow.
 
 Prompts of other gateways (``PeerLoad``) are known by the counters alone.
 """
@@ -38,17 +38,17 @@ from hetero_gateway.core.instances.observation import StepRow
 from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import Usage
 
-# Of the counters: long against a scrape, so that a prompt whose tokens are counted in one interval
-# and whose first token comes in the next does no harm; short against a change of traffic.
+# Of the counters: long compared with a scrape, so that a prompt counted in one interval with its
+# first token in the next does no harm; short compared with a change of traffic.
 _FORGET_S: Final = 20.0
-# What an engine counted before it was first looked at is worth this many tokens.
+# The weight, in tokens, of what an engine counted before it was first scraped.
 _PRIOR_TOKENS: Final = 4096.0
 # Of answers, per answer.
 _KEEP: Final = 0.98
 
 
 class Prompted(Protocol):
-    """What a dispatch says of its prompts; tokens of all its sequences."""
+    """The prompts of a dispatch; tokens of all its sequences."""
 
     request: Request
     prompt_tokens: int
@@ -60,9 +60,9 @@ class PrefixHits:
     """What is known of one engine's prefix cache. Nothing here reads a clock.
 
     ``off``: it certainly has none. ``counts``: whether the engine's counters are known. ``ratio``:
-    tokens prefilled for each that was charged as such, lately; None: unknown.
-    ``predicted_tokens``, ``actual_tokens``: of all prompts that were completed and are known of,
-    since it was first seen: tokens that were charged as cached, and that were.
+    recently prefilled tokens per charged token; None: unknown.
+    ``predicted_tokens``, ``actual_tokens``: of all completed prompts with known hits, since the
+    engine was first seen: tokens charged as cached, and tokens that were.
     """
 
     __slots__ = (
@@ -86,21 +86,21 @@ class PrefixHits:
         self.predicted_tokens = 0.0
         self.actual_tokens = 0.0
         # The engine's counters (queries, hits), our own sums of prompt tokens, whole and charged,
-        # and when that was; None: it has none.
+        # and their time; None: it has none.
         self._counted: tuple[float, float, float, float, float] | None = None
         self.counts = False
         self._lately: float | None = None  # the ratio between the last two scrapes
-        # The same lately, forgetting.
+        # The same, with forgetting.
         self._queries = self._hits = self._prompts = self._charged = 0.0
-        # Of answers that told.
+        # Of answers that reported hits.
         self._told_prefilled = self._told_charged = 0.0
-        # What every request asks for is worked out where it changes.
+        # What every request asks for is computed when it changes.
         self.ratio: float | None = None
-        self.caching = False  # as long as nobody says otherwise
+        self.caching = False  # unless told otherwise
 
     @property
     def caching(self) -> bool | None:
-        """Whether it has one; None: not known."""
+        """Whether it has a prefix cache; None: not known."""
         return self._caching
 
     @caching.setter
@@ -111,7 +111,7 @@ class PrefixHits:
 
     @property
     def share(self) -> float | None:
-        """Hits of all queried tokens lately, 0 to 1, by the counters; None: unknown."""
+        """Recent hits over queried tokens, 0 to 1, by the counters; None: unknown."""
         if self.off:
             return 0.0
         if not self.counts:
@@ -131,17 +131,17 @@ class PrefixHits:
 
     @property
     def scraped_ratio(self) -> float | None:
-        """``ratio``, of what was between the last two scrapes; None: there are no counters."""
+        """``ratio`` between the last two scrapes; None: there are no counters."""
         return self._lately if self.counts else None
 
     @property
     def answers_tell(self) -> bool:
-        """Whether any answer has reported how much was cached."""
+        """Whether any answer has reported its cached tokens."""
         return self._told_charged > 0
 
     @property
     def none_hit(self) -> bool:
-        """By the counters nothing was found lately: no single prompt can have been cached."""
+        """Whether the counters had no recent hits: then no single prompt was cached."""
         return self.counts and self._hits == 0
 
     def count(
@@ -151,10 +151,10 @@ class PrefixHits:
         charged_tokens: float,
         now_s: float,
     ) -> bool:
-        """The engine was scraped; whether it was started anew since the last time.
+        """Take a scrape's counters; returns whether the engine has restarted since the last one.
 
         Args:
-            counters: tokens queried and hit since it started; None: it does not tell.
+            counters: tokens queried and hit since it started; None: not reported.
             prompt_tokens, charged_tokens: of prompts that we had prefilled, whole, and as charged;
                 both counted since the beginning.
         """
@@ -167,7 +167,7 @@ class PrefixHits:
         known = self._counted
         self._counted = (queries, hits, prompt_tokens, charged_tokens, now_s)
         if known is None or queries < known[0] or hits < known[1]:
-            # The first look; or it was started anew, and its cache is empty.
+            # The first scrape; or it has restarted, and its cache is empty.
             worth = min(1.0, _PRIOR_TOKENS / queries) if queries > 0 else 0.0
             self._queries, self._hits = worth * queries, worth * min(hits, queries)
             self._prompts = self._charged = 0.0
@@ -190,7 +190,8 @@ class PrefixHits:
         return False
 
     def end(self, entry: Prompted) -> None:
-        """A request was completed; ``entry.hit_tokens`` is what its answer reported, if so."""
+        """Note a completed request; ``entry.hit_tokens`` is what its answer reported, if
+        anything."""
         prompt, charged, hits = entry.prompt_tokens, entry.prefill_tokens, entry.hit_tokens
         if hits is not None:
             self._told_prefilled = _KEEP * self._told_prefilled + (prompt - hits)
@@ -214,17 +215,17 @@ class PrefixHits:
 class Interval:
     """What happened between two looks at an instance, for its row of steps.
 
-    ``open``: requests whose prefill was in it and that have not ended. ``untold``: prompts of which
-    no answer has reported, those of ``open`` included, and their tokens, whole and as charged.
-    ``ratio``: the counters', between two scrapes of which the second came first after it, at
-    ``scraped_s``. ``row``: made of it, and ``number``, that row's; -1: there is none that waits.
-    ``shown``: the part of it that its row covers.
+    ``open``: requests prefilled in it that have not ended. ``untold``: prompts for which no answer
+    has reported hits, including those of ``open``, and their tokens, whole and as charged.
+    ``ratio``: the counters', between two scrapes of which the second was the first after it, at
+    ``scraped_s``. ``row``: made from it, with its ``number``; -1: no row is waiting.
+    ``shown``: the share of it that its row covers.
     """
 
     streamed_s: float = 0.0  # time in which anything streamed
     sequences: float = 0.0  # ∫ of streaming sequences, and of their context, over that time
     context: float = 0.0
-    # Whose prefill came between the decode steps.
+    # Prompts prefilled between the decode steps.
     prompts: float = 0.0
     prompt_tokens: float = 0.0
     hit_tokens: float = 0.0  # as reported
@@ -239,7 +240,7 @@ class Interval:
     shown: float = 1.0
 
     def hits(self, ratio: float | None) -> float:
-        """Cached tokens of all its prompts, where those untold have this ratio; NaN: unknown."""
+        """Cached tokens of all its prompts, if the untold ones have this ratio; NaN: unknown."""
         if self.untold == 0:
             return self.hit_tokens
         if ratio is None:
@@ -248,7 +249,7 @@ class Interval:
 
 
 def reported_hits(entry: Prompted, usage: Usage) -> float | None:
-    """Cached tokens of a request's prompt by its answer, in the measure of its estimated length."""
+    """Cached tokens of a request's prompt by its answer, scaled to its estimated length."""
     if usage.cached_tokens is None or entry.request.sequences != 1:
         return None
     whole = usage.prompt_tokens or entry.prompt_tokens

@@ -1,6 +1,6 @@
-"""What was seen of one engine, as rows, until it is known what of the prompts was cached.
+"""Observed rows of one engine, kept until the cached part of their prompts is known.
 
-A row of steps, or of a first token, is of use once it is known how much of its prompts the engine
+A row of steps, or of a first token, can be used once it is known how much of its prompts the engine
 had to compute: at the ends of its requests, or at the next scrape (``prefix_hits.py``).
 """
 
@@ -15,15 +15,15 @@ from hetero_gateway.core.instances.observation import FirstTokenRow, Observation
 from hetero_gateway.core.instances.prefix_hits import Interval, PrefixHits, reported_hits
 from hetero_gateway.core.types import COMPLETED, Usage
 
-# Rows, about one a second, that wait for the ends of their requests.
+# Rows, about one a second, that wait for their requests to end.
 _MOST_AWAITED: Final = 1024
 
 
 class Sightings:
     """The rows of one instance, and what completes them.
 
-    ``prefix``: what is known of its prefix cache; ``observations``: the rows, of which those that
-    are complete are fit for use.
+    ``prefix``: what is known of its prefix cache; ``observations``: the rows, of which only
+    complete ones may be used.
     """
 
     __slots__ = ("_awaited", "observations", "prefix")
@@ -34,7 +34,7 @@ class Sightings:
         self._awaited: deque[Interval] = deque()  # their rows are not complete
 
     def keep_steps(self, row: StepRow, interval: Interval) -> None:
-        """A row of decode steps, over this interval."""
+        """Keep a row of decode steps, over this interval."""
         number = self.observations.add_steps(row)
         if row.known:
             return
@@ -47,7 +47,7 @@ class Sightings:
     def keep_first_token(
         self, entry: Dispatch, before: tuple[float, float, float, float, float], now_s: float
     ) -> None:
-        """A first token came; ``before``: when it was placed, and what was there (``Dispatch``)."""
+        """Keep a first token; ``before``: when it was placed, and the load then (``Dispatch``)."""
         placed_s, waiting, tokens, streaming, context = before
         if now_s <= placed_s:
             return
@@ -66,7 +66,7 @@ class Sightings:
             entry.first_token = row
 
     def end(self, entry: Dispatch, usage: Usage | None) -> None:
-        """A request is over: what of its prompt was cached, if its answer reported."""
+        """Note the end of a request, and what its answer reported as cached, if anything."""
         prefix = self.prefix
         if usage is not None and usage.cached_tokens is not None:
             entry.hit_tokens = reported_hits(entry, usage)
@@ -87,12 +87,12 @@ class Sightings:
         if row is not None:
             hit_tokens = entry.hit_tokens
             if hit_tokens is None:
-                # A share of many says nothing of one, unless it is none.
+                # A share of many prompts says nothing about one, unless it is none.
                 hit_tokens = 0.0 if prefix.none_hit else math.nan
             self.observations.add_first_token(row._replace(hit_tokens=hit_tokens))
 
     def scraped(self, now_s: float) -> None:
-        """The engine's counters were read: rows that no answer completes are known by them."""
+        """Take the engine's counters: they complete the rows that no answer completes."""
         prefix = self.prefix
         ratio = prefix.scraped_ratio
         spans: dict[float, list[Interval]] = {}  # by the scrape that ended them
@@ -105,12 +105,12 @@ class Sightings:
         self._awaited = deque()
         for intervals in spans.values():
             if prefix.answers_tell and any(interval.open for interval in intervals):
-                self._awaited += intervals  # their ends may tell
+                self._awaited += intervals  # their answers may report it
             elif intervals[0].ratio is not None:
                 self._merge(intervals)
 
     def _merge(self, intervals: list[Interval]) -> None:
-        """What no answer reported of these is known by the counters."""
+        """Complete these intervals by the counters, where no answer reported hits."""
         rows, number = [], intervals[0].number
         for interval in intervals:
             assert interval.row is not None

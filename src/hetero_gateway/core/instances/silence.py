@@ -1,25 +1,24 @@
-"""Whether an instance has fallen silent: a frozen process takes requests and answers none.
+"""Detects whether an instance has fallen silent: a frozen process accepts requests, answers none.
 
-Two things are expected of an instance that works: that its streams go on, a step at a time, and
-that they begin when it was predicted. What is tolerated is three times as much time as that, and at
-least ``FLOOR_S``; a prompt that waits there may hold its streams up for as long as it takes to
-prefill. Where the model cannot say (no profile, or a stand-in's whose speed was not seen),
-at least ``UNKNOWN_S`` is; of a prompt for another instance, and of an answer to one, at least
-``LEG_S``; and twice as long a pause as one that was none lately, as models are wrong (``Pauses``).
-Anything heard of the instance begins all of it anew, so one slow request says nothing of an
-instance that serves others.
+Two things are expected of a working instance: that its streams continue, a step at a time, and
+that they begin when predicted. Three times that is tolerated, and at least ``FLOOR_S``; a prompt
+waiting there may hold its streams up for as long as its prefill takes. If the model cannot say (no
+profile, or a stand-in whose speed was not seen), at least ``UNKNOWN_S`` is tolerated; for a prompt
+for another instance, and for an answer to one, at least ``LEG_S``; and twice any recent pause that
+turned out harmless, as models may be wrong (``Pauses``). Anything heard from the instance restarts
+all of this, so one slow request does not condemn an instance that serves others.
 
-An answer that does not stream is whole when it is, and lengths are hard to predict: where such are
-all there is, /health is asked, and its silence counts beside theirs, if it is not always so slow.
+An answer that does not stream arrives complete, and lengths are hard to predict. If there are only
+such answers, /health is asked, and its silence counts too, unless it is always that slow.
 
     verdict    when                                           what follows
     ---------  ---------------------------------------------  ------------------------------------
-    HEARD      something was heard lately                     –
-    ASK        nothing was for half of ``FLOOR_S``            its /health is asked
-    SUSPECTED  what is tolerated of streams is over; or of    others get what is new
-               ``FLOOR_S``, and /health is late
-    DEAD       twice ``FLOOR_S``, and /health twice as late;  what has no byte yet goes elsewhere,
-               or ten times what is tolerated of streams      too
+    HEARD      something was heard recently                   –
+    ASK        nothing for half of ``FLOOR_S``                its /health is asked
+    SUSPECTED  the tolerance of streams is exceeded; or       others get new requests
+               ``FLOOR_S`` is, and /health is late
+    DEAD       twice ``FLOOR_S``, and /health twice as late;  requests without a byte go elsewhere,
+               or ten times the tolerance of streams          too
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from hetero_gateway.core.types import PREFILL, WHOLE
 
 FLOOR_S: Final = 0.75
 UNKNOWN_S: Final = 5.0
-# How late an answer to /health is that says something; or so many times the last one, if that is
-# more.
+# How late an answer to /health has to be to mean something; or this many times the last one, if
+# that is more.
 LATE_HEALTH_S: Final = 0.5
 _TIMES: Final = 3.0
-# So many times what is tolerated of streams is enough without /health: an engine may hang behind a
-# server that answers that.
+# This many times the tolerance of streams suffices without /health: an engine may hang behind a
+# server that answers it.
 _SURE: Final = 10.0
-# Of a request that two instances share each leg is tolerated for so long: nothing is learnt of how
-# long prompts take there, and an engine gives the other one up after 5 s itself.
+# Tolerance for each leg of a request that two instances share: prefill times are not learnt there,
+# and an engine gives up the other one after 5 s itself.
 LEG_S: Final = 10.0
 _LONGEST_PAUSE_S: Final = 30.0
 _FORGOTTEN_S: Final = 60.0
@@ -57,8 +56,8 @@ class Silence(enum.Enum):
 
 
 class Pauses:
-    """How long an instance was silent lately, and went on: what a model that is wrong, or cannot
-    know what holds it up, would take for its end again and again.
+    """Recent pauses of an instance that continued afterwards: a model that is wrong, or cannot know
+    what holds the instance up, would take them for its end again and again.
     """
 
     __slots__ = ("_longest_s", "_noted_s")
@@ -75,8 +74,8 @@ class Pauses:
 
 
 class Health(NamedTuple):
-    """``asked_s``: when /health was asked that is not answered yet; ``last_s``: how long the last
-    answer took; infinite: nobody knows, or it takes long although the instance serves.
+    """``asked_s``: when the unanswered /health was asked; ``last_s``: how long the last answer
+    took; infinite: unknown, or slow although the instance serves.
     """
 
     asked_s: float | None
@@ -84,7 +83,7 @@ class Health(NamedTuple):
 
 
 def next_step_s(state: InstanceState) -> float | None:
-    """When its streams' next tokens are expected, s, with the prompts that wait; None: unknown."""
+    """When its streams' next tokens are due, s, given the waiting prompts; None: unknown."""
     if state.constants is None or (state.stands_in and not state.observed):
         return None
     step_s = 1 / state.steps_per_s if state.steps_per_s > 0 else 0.0
@@ -103,13 +102,13 @@ def judge(
     now_s: float,
     slack_s: float = 0.0,
 ) -> Silence:
-    """What an instance's silence means.
+    """Judge an instance's silence.
 
     Args:
         outstanding: on it.
-        heard_s: when anything was heard of it, or the first of these was sent after a pause.
-        streams: some are under way there whose clients read.
-        slack_s: how late it may be known here that something was heard.
+        heard_s: when it was last heard, or when the first of these was sent after a pause.
+        streams: some of them stream to clients that read.
+        slack_s: how late news of the instance may arrive here.
     """
     floor_s, silent_s, share = FLOOR_S + slack_s, now_s - heard_s, 0.0
     if silent_s < floor_s / 2:

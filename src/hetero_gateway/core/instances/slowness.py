@@ -1,16 +1,16 @@
-"""Whether an instance is slow now, and how slow: its last seconds, over what its profile says.
+"""Detects whether an instance is slow now, and how slow: its last seconds, over the model's.
 
-Three figures compare what is observed with the model. The speed factor (``speed.py``) decides, and
+Three figures compare observation with the model. The speed factor (``speed.py``) decides, and
 forgets what it has not seen for a while. Drift (``drift.py``) looks at minutes and says that a
 profile should be measured again. This one looks at seconds and says that something has happened to
 a machine; it changes no decision.
 
     an instance is slow    once ``WINDOW_S`` seconds of observed time took ``SLOW`` times as long as
                            modelled or longer
-    it is so no longer     once they took less than ``NORMAL`` times as long
+    it is slow no longer   once they took less than ``NORMAL`` times as long
 
-In between, and while nothing is observed, it stays what it was: a policy that keeps requests away
-from a slow instance must not end its alarm. Nothing here logs or reads a clock.
+In between, and while nothing is observed, the state stays: a policy that keeps requests away from
+a slow instance must not end its alarm. Nothing here logs or reads a clock.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Final
 # A quarter more is for drift, which has minutes to be sure of it.
 SLOW: Final = 2.0
 NORMAL: Final = 1.5
-# Of observed time: long against the noise of single seconds, short enough for somebody who waits.
+# Of observed time: long compared with the noise of single seconds, short for someone who waits.
 WINDOW_S: Final = 5.0
-# What is judged, at least: by its time, and by looks, of which each may be one long answer.
+# The least that is judged: by its time, and by looks, each of which may be one long answer.
 _LEAST_S: Final = 3.0
 _LEAST_LOOKS: Final = 2
-# What is older is no witness against something new, however little was seen since.
+# Anything older says nothing about something new, however little was seen since.
 _MOST_AGE_S: Final = 30.0
-# An engine that stands still has no factor; it is said to be this slow.
+# An engine that stands still has no factor; it is reported as this slow.
 MOST: Final = 100.0
-# What HTTP, two event loops and a network may add to the time of a first token or of an answer. It
-# says nothing about an engine, and is much beside a model that has some milliseconds.
+# What HTTP, two event loops and a network may add to a first token or an answer. It says nothing
+# about an engine, and is a lot beside a model of a few milliseconds.
 HTTP_S: Final = 0.02
 
 
 def engine_time_s(observed_s: float, modelled_s: float) -> float:
-    """What of an observed time is its engine's: without what HTTP may have added to the model's."""
+    """The engine's part of an observed time: without what HTTP may have added to the model's."""
     over_s = observed_s - modelled_s
     if over_s <= 0:
         return observed_s
@@ -56,23 +56,23 @@ class Slowness:
     def __init__(self) -> None:
         self.since_s: float | None = None
         self.factor: float | None = None
-        # (observed s, modelled s, when it ended), oldest first.
+        # (observed s, modelled s, end), oldest first.
         self._looks: deque[tuple[float, float, float]] = deque()
         self._excused_s = 0.0
 
     def excused(
         self, observed_s: float, prefill_s: float, decode_s: float, waiting_s: float
     ) -> float:
-        """The modelled time of a row, s, as far as it is fair to compare it.
+        """The modelled time of a row, s, with an allowance that makes the comparison fair.
 
-        An engine that computes a long prompt makes few steps, or none, and the model hears of that
-        prompt with its first token. So as much as there is to prefill is granted in advance, once,
-        and taken off when it is counted.
+        An engine that computes a long prompt makes few steps, or none, and the model learns of that
+        prompt with its first token. So the time of the waiting prefills is granted in advance,
+        once, and taken off when it is counted.
 
         Args:
-            observed_s: how long the row was.
-            prefill_s, decode_s: what the model has for it.
-            waiting_s: what it has for the prompts that wait for their first token.
+            observed_s: duration of the row.
+            prefill_s, decode_s: the model's time for it.
+            waiting_s: the model's time for the prompts that wait for their first token.
         """
         counted_s = min(self._excused_s, prefill_s)
         modelled_s = prefill_s + decode_s - counted_s
@@ -84,12 +84,12 @@ class Slowness:
         return modelled_s
 
     def start_anew(self) -> None:
-        """What was seen says nothing: whoever looked was late. What is known stays."""
+        """Discard the current window, because the observer was late. The verdict stays."""
         self._looks.clear()
         self._excused_s = 0.0
 
     def look(self, observed_s: float, modelled_s: float, now_s: float) -> bool:
-        """So long took what the model has this time for; True where ``since_s`` came or went."""
+        """Add an observation and its modelled time; True if ``since_s`` was set or cleared."""
         if observed_s <= 0:
             return False
         looks = self._looks

@@ -1,4 +1,4 @@
-"""What there is to show of one instance at one moment, for /admin, metrics and dashboard."""
+"""The displayed state of one instance at one moment, for /admin, metrics and dashboard."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec
 
 @dataclass(frozen=True, slots=True)
 class InstanceSnapshot:
-    """An instance as the scheduler sees it; load of other gateways is not in it.
+    """An instance as the scheduler sees it, without the load of other gateways.
 
     Args:
         in_flight: requests outstanding.
         load_s: their workloads, summed, s.
-        kv_tokens: what they will hold in the KV cache, tokens.
+        kv_tokens: tokens that they will hold in the KV cache.
         kv_capacity_tokens: its profile's; None: it has none.
         speed_factor: observed over modelled step time; None: nothing is modelled.
-        waiting, streaming: sequences without a first token, and past it, as far as followed.
-        waiting_prompt_tokens, context_tokens: the prompts of the former; what the latter have
-            cached.
+        waiting, streaming: sequences without a first token, and past it, if followed.
+        waiting_prompt_tokens, context_tokens: the prompts of the former; tokens cached by the
+            latter.
         follows: every request's progress is followed, not only that of streams.
-        drift: how far its profile is from what is seen; all None: not known.
-        drifted, drifted_since_s: it is too far, and since when, on the scheduler's clock.
+        drift: how far its profile is from what is observed; all None: not known.
+        drifted, drifted_since_s: whether it is too far, and since when, on the scheduler's clock.
         slowness: observed over modelled time of its last seconds; None: not known.
         slow_since_s: since when it has been slow by that; None: it is not.
         profiled: it has a profile that is checked.
         learnt_max_num_seqs: sequences that its engine was found to run at once; None: not known,
             or its profile says it.
-        hit_share: what its prefix cache has had of all prompts lately, 0 to 1; None: not known.
+        hit_share: recent prefix-cache hits as a share of all prompts, 0 to 1; None: not known.
         predicted_cached_tokens, cached_tokens: of completed prompts, as predicted when they were
-            sent, and as they were, as far as that is known.
+            sent, and actual, as far as known.
     """
 
     instance_id: InstanceId
@@ -60,7 +60,7 @@ class InstanceSnapshot:
 
     @property
     def waiting_first_token(self) -> int | None:
-        """Sequences sent without a first token yet; None: not every request is followed."""
+        """Sequences sent that have no first token yet; None: not every request is followed."""
         return self.waiting if self.follows else None
 
     @property
@@ -79,7 +79,7 @@ def snapshot_of(
     *,
     queues: bool,
 ) -> InstanceSnapshot:
-    """``queues``: the policy follows every request's progress."""
+    """Take a snapshot. ``queues``: the policy follows every request's progress."""
     profile = spec.profile
     return InstanceSnapshot(
         instance_id=spec.instance_id,

@@ -1,21 +1,21 @@
-"""The speed factor of one instance: observed over modelled time, and how long that is believed.
+"""The speed factor of one instance: observed over modelled time, and how long it is believed.
 
     factor    Σ observed / Σ modelled, both exponentially forgotten over seconds of observed time
 
-While an instance has traffic, that is all. But a factor that once was high keeps traffic away, and
-without traffic nothing is observed: it would stay for ever. So what was not seen for a while is
-*doubted*, if it is well above the best that is known of comparable instances:
+While an instance has traffic, that is all. But a high factor keeps traffic away, and without
+traffic nothing is observed: it would stay for ever. So a factor that was not observed for a while
+is *doubted* if it is well above the best known one of comparable instances:
 
-- it goes to that best by itself, as wall time passes, and what it was made from loses its weight,
-  so that the first new observation counts;
-- the scheduler sends it a request now and then (``scheduling/probes.py``), which is how it is
-  observed long before it looks good again.
+- it moves towards that best by itself as time passes, and its observations lose their weight, so
+  that the first new one counts;
+- the scheduler sends the instance a request now and then (``scheduling/probes.py``), which observes
+  it long before its factor looks good again.
 
-What other gateways have observed counts beside it, as a factor within ``MOST_APART`` of this
-gateway's own, or within ``MOST_UNSEEN_APART`` while this one has observed nothing: a peer that lies
-keeps no instance idle, and makes none look much faster than it is.
+Other gateways' observations count as well, as a factor within ``MOST_APART`` of this gateway's
+own, or within ``MOST_UNSEEN_APART`` while this one has observed nothing: a peer that lies keeps no
+instance idle, and makes none look much faster than it is.
 
-An instance that really is that slow costs one request in a while; see docs/design/corrections.md.
+An instance that really is that slow costs one request now and then; see docs/design/corrections.md.
 Nothing here reads a clock.
 """
 
@@ -30,43 +30,43 @@ from hetero_gateway.core.instances.dispatch import Dispatch
 from hetero_gateway.core.instances.prefix_hits import PrefixHits
 
 # Long enough to average the noise of a network, short enough to notice a slow-down within a few
-# answers. It starts as if 0.2 s had been as modelled; of a stand-in, which only gives proportions,
-# hardly anything: of equal machines those that were used first would look fast, or slow.
+# answers. The prior is 0.2 s as modelled; for a stand-in, whose constants only give proportions,
+# hardly anything: of equal machines, those used first would look fast, or slow.
 FORGET_S: Final = 5.0
 PRIOR_S, STAND_IN_PRIOR_S = 0.2, 0.02
-# Much faster than thought, after this much was seen: whatever held it up is over. What was seen
-# before says little then.
+# Much faster than thought, after this much observed time: whatever held it up is over, and older
+# observations say little.
 MENDED, MATURE_S, FORGET_MENDED_S = 1.5, 3.0, 1.0
-# Doubted: not seen for so long, and this many times above the best; until it is that near to it.
-# Between machines that nothing but their factors tells apart, noise is enough to keep traffic away.
+# Doubted: not observed for this long, and this many times above the best; until it is that close.
+# Between machines that only their factors tell apart, noise is enough to keep traffic away.
 UNSEEN_S: Final = 2.0
 DOUBTED, STAND_IN_DOUBTED, CLEARED = 1.25, 1.05, 1.02
-# How fast a doubted one goes to the best, in wall time, and loses its weight. The former is slow
-# next to the pace of probes: where there is traffic, they find out.
+# How fast a doubted factor moves to the best, in wall time, and loses its weight. The former is
+# slow compared with the pace of probes: where there is traffic, they find out.
 DECAY_S: Final = 5.0
 WEIGHT_S: Final = 1.0
 LEAST_WEIGHT_S: Final = 0.02
-# What is guessed of one that was never used goes to 1 with this time constant: a minute or two
-# until it is tried, should the others be as wrong as that by themselves.
+# The guess for an instance that was never used decays to 1 with this time constant: a minute or two
+# until it is tried, if the others are that wrong only by themselves.
 GUESS_FADES_S: Final = 60.0
-# How many times above or below our own factor others' may be, at most.
+# How many times above or below our own factor the others' may be.
 MOST_APART, MOST_UNSEEN_APART = 2.0, 4.0
 
 
 class SpeedEstimate:
-    """What one instance's factor is made of; the functions below change it.
+    """The data behind one instance's factor; the functions below change it.
 
     They ask for these fields alone: the simulator's compiled loop has them in a table.
 
     Attributes:
-        factor, own: the last factor, and without what others report.
+        factor, own: the last factor, and the one without what others report.
         lowest, highest: its bounds.
         prior_s: what both sums were before anything was observed.
-        doubted_from: above so many times the best it is doubted.
-        doubted: it is too high for not having been seen so long.
-        seen_s, revised_s: when it was last observed, or else first taken to be as its profile
-            says; and when it was last revised while it was doubted, or else first guessed.
-        observed_s, modelled_s: the sums, forgetting.
+        doubted_from: this many times above the best it is doubted.
+        doubted: it is too high for not having been observed for so long.
+        seen_s, revised_s: when it was last observed, or first assumed to match its profile; and
+            when it was last revised while doubted, or first guessed.
+        observed_s, modelled_s: the sums, with forgetting.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class SpeedEstimate:
         self.doubted_from = DOUBTED
 
     def set_kind(self, lowest: float, highest: float, *, stands_in: bool) -> None:
-        """How far it may be off; ``stands_in``: the constants only give proportions."""
+        """Set its bounds; ``stands_in``: the constants only give proportions."""
         self.lowest, self.highest = lowest, highest
         self.doubted_from = STAND_IN_DOUBTED if stands_in else DOUBTED
         if not observed(self):
@@ -100,12 +100,12 @@ class SpeedEstimate:
             self.observed_s = self.modelled_s = self.prior_s
 
     def sums(self) -> tuple[float, float]:
-        """What was observed and modelled lately, s; zeros before anything was observed."""
+        """Recent observed and modelled time, s; zeros before anything was observed."""
         return (self.observed_s, self.modelled_s) if observed(self) else (0.0, 0.0)
 
 
 def observed(e: SpeedEstimate) -> bool:
-    """Whether there is more than what the factor begins with."""
+    """Whether anything was observed beyond the prior."""
     return not e.observed_s == e.modelled_s == e.prior_s
 
 
@@ -117,9 +117,9 @@ def observe(
     others_observed_s: float,
     others_modelled_s: float,
 ) -> float:
-    """So long took what the model has so much time for; returns the factor, as ``weigh``."""
-    if e.observed_s == e.modelled_s == e.prior_s:  # ``observed``, without a call of every answer
-        # It begins as fast as it was taken for, and by the smaller sum says as little.
+    """Add an observed time and its modelled time; returns the factor, as ``weigh``."""
+    if e.observed_s == e.modelled_s == e.prior_s:  # ``observed``, inlined for every answer
+        # It begins at its assumed speed, and the smaller sums carry less weight.
         e.observed_s = e.prior_s * min(1.0, e.own)
         e.modelled_s = e.prior_s * min(1.0, 1.0 / e.own)
     forget_s = FORGET_S
@@ -137,7 +137,7 @@ def observe(
 
 
 def weigh(e: SpeedEstimate, others_observed_s: float, others_modelled_s: float) -> float:
-    """The factor of all that was observed, by other gateways too."""
+    """The factor of all observations, including other gateways'."""
     own = e.observed_s / e.modelled_s
     if own < e.lowest:
         own = e.lowest
@@ -154,12 +154,12 @@ def weigh(e: SpeedEstimate, others_observed_s: float, others_modelled_s: float) 
 
 
 def guess(e: SpeedEstimate, others: float, now_s: float) -> None:
-    """Nothing was observed of it: it is as far off as the best of ``others`` that were.
+    """Set the factor of an instance that was never observed to the best observed of ``others``.
 
-    Profiles of one origin are wrong together, at the start; but this one's may be right, so that
-    the guess fades, and it is tried. Once another one turned out to be as its profile says, so is
-    this one until it is used: what slows that other one down later, a fault, is its own. Where
-    peers have observed it, they say how fast it is.
+    Profiles of one origin are wrong together, at the start. But this one's may be right, so the
+    guess fades and the instance is tried. Once another instance turned out to match its profile,
+    this one is assumed to match until it is used: what slows that other one down later, a fault, is
+    its own. If peers have observed it, their factor counts.
     """
     if e.seen_s > 0 or e.factor != e.own:
         return
@@ -173,12 +173,12 @@ def guess(e: SpeedEstimate, others: float, now_s: float) -> None:
 
 
 def revise(e: SpeedEstimate, best: float, now_s: float) -> None:
-    """Let time pass. ``best``: of comparable instances."""
+    """Let time pass. ``best``: the best factor of comparable instances."""
     if e.doubted:
         if e.factor <= CLEARED * best:
             e.doubted = False
             if now_s - e.seen_s >= UNSEEN_S:
-                # So near is equal: nothing is to keep traffic away.
+                # This close counts as equal: nothing should keep traffic away.
                 e.factor = e.own = best
     elif e.factor > e.doubted_from * best and now_s - e.seen_s >= UNSEEN_S:
         e.doubted = True
@@ -196,15 +196,15 @@ def revise(e: SpeedEstimate, best: float, now_s: float) -> None:
 
 
 def lose_weight(e: SpeedEstimate, elapsed_s: float) -> None:
-    """Let what the factor was made from count less."""
+    """Let past observations count less."""
     keep = math.exp(-elapsed_s / WEIGHT_S)
     e.modelled_s = max(LEAST_WEIGHT_S, e.modelled_s * keep)
-    # Without what others report: else their factor would become ours, again and again.
+    # Without what others report: their factor would become ours, again and again.
     e.observed_s = e.modelled_s * e.own
 
 
-# An answer whose tokens nobody saw says something of the speed, too, by the time that it took: with
-# how long its first token may have taken.
+# An answer whose tokens were not seen also says something about the speed, by its duration: with
+# the possible times of its first token.
 
 
 def first_token_times_s(
@@ -215,12 +215,12 @@ def first_token_times_s(
     constants: Constants,
     speed: float,
 ) -> list[float]:
-    """The time to a first token, s, as predicted, had it been known what was prefilled of its
-    prompt and of those in front of it; where that is not known, the most and the least.
+    """The time to a first token, s, as it would have been predicted with the true prefilled tokens
+    of its prompt and of those before it; if they are unknown, the most and the least.
 
     Args:
         ttft_s: as predicted when it was sent, with what was charged.
-        hits: cached tokens of its prompt, as its answer reported; None: it did not.
+        hits: cached tokens of its prompt, as its answer reported; None: not reported.
         speed: the factor f, observed over modelled time.
     """
     if prefix.off:
@@ -228,7 +228,7 @@ def first_token_times_s(
     ratio, c = prefix.ratio, constants
     prompt, charged = entry.prompt_tokens, entry.prefill_tokens
     in_front = 0.0 if entry.before is None else entry.before[2]
-    # What of its prompt was prefilled, and which part of what was to be in front of it.
+    # The prefilled part of its prompt, and the share of the prefill that was to come before it.
     may_be: tuple[tuple[float, float], ...]
     if ratio is None:
         least = 0.0 if hits is None else prompt - hits
@@ -242,7 +242,7 @@ def first_token_times_s(
         if c.p9:
             pairs = attended_pairs(charged, prompt - charged)
             pairs -= attended_pairs(new, prompt - new)
-            # In front of it, as if all prompts were of this one's length.
+            # Before it, as if all prompts had this one's length.
             spared_s += c.p9 * (pairs + (1 - of_others) * in_front * prompt / 2)
         time_s = ttft_s - speed * spared_s
         times_s.append(time_s if time_s > 0.0 else 0.0)

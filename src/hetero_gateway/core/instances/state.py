@@ -1,60 +1,59 @@
-"""One instance, as it is known from outside: what is on it, how far that is, how fast it is.
+"""The state of one instance as seen from outside: its load, its progress and its speed.
 
-A request's life is a row of events, and this is what they change on its instance:
+A request's life is a sequence of events, which change its instance as follows:
 
     event         from                  to           what changes
     dispatch      –                     WAITING      load, KV tokens and count grow; it joins U
-    first_token   WAITING               STREAMING    it goes from U to R
-    observe_steps –                     –            the step clock and f are set by what was seen
+    first_token   WAITING               STREAMING    it moves from U to R
+    observe_steps –                     –            the step clock and f follow the observation
     observe_cache –                     –            so many prompt tokens were not prefilled
     prefilled     WAITING               PINNED       a prefill leg: it leaves U, its KV stays
-    settle        all of these          settled      all that it put on is taken off, once
+    settle        all of these          settled      everything it added is taken off, once
     leave         (of the instance)     –            everything outstanding is settled
 
 Any other event changes nothing: a second first token, a second ``settle``, a token after it. An
-event that raises has changed nothing either: all that can fail comes first, then come the sums.
+event that raises has changed nothing either: everything that can fail comes before the sums.
 
 Rules:
 
-1. A dispatch remembers what it was charged. ``settle`` takes off just that; nothing is computed
-   anew. The first call returns True, every later one False.
-2. Loads, KV tokens and counts are the sums over what is outstanding, and exactly 0 when nothing is.
-   Loads are kept as whole numbers of 2^-40 s, so that no residue stays (erratum 3: as floats of
-   size e^(θu), the residue of a burst can outweigh real loads for the rest of the run). The sums of
-   floats are set to 0 when what they sum over is gone.
+1. A dispatch remembers what it was charged. ``settle`` takes off exactly that; nothing is
+   recomputed. The first call returns True, every later one False.
+2. Loads, KV tokens and counts are the sums over what is outstanding, and exactly 0 if nothing is.
+   Loads are whole numbers of 2^-40 s, so that no residue stays (erratum 3: as floats of
+   size e^(θu), the residue of a burst can outweigh real loads for the rest of the run). Sums of
+   floats are set to 0 when their terms are gone.
 
-``finish-time`` (docs/design/scheduling.md) needs more than loads. All is kept in sums, so that a
-placement never walks the running requests:
+``finish-time`` (docs/design/scheduling.md) needs more than loads. Everything is kept in sums, so
+that a placement never walks the running requests:
 
     symbol  attribute              what it is                                          unit
     |U|     waiting                sent, without a first token yet                     sequences
     |R|     streaming              past the first token                                sequences
     Σ_U I   waiting_prompt         prompt tokens of U, and of what is PINNED           tokens
-            waiting_prefill        those of them that the engine has to compute        tokens
+            waiting_prefill        the part of them that the engine has to compute     tokens
     Σ_U P   waiting_output         predicted output tokens of U                        tokens
     Σ_R I+g context                cached tokens of R; g: tokens streamed so far       tokens
-            shared_tokens          of both, what several have in common: held once     tokens
+            shared_tokens          of both, tokens shared by several: held once        tokens
     f       speed                  observed over modelled step time, forgetting        –
             heard_s                when it last gave a first token, or began to owe one
-            recent_prefill         prompt tokens to compute that were sent, forgetting     tokens
+            recent_prefill         prompt tokens to compute, recently sent, forgetting tokens
 
-g is not counted token by token. The step clock counts the decode steps that the engine has made as
-the model has it (times f), set right by every observation; all that stream on one engine advance
-together, so g is the clock's advance since the first token, and Σ g needs two sums. Residual lives
-depend on g by *stage* (powers of two): a heap moves a sequence on when the clock passes its next
-stage.
+g is not counted token by token. The step clock counts the engine's modelled decode steps (times f),
+corrected by every observation; all streams of one engine advance together, so g is the clock's
+advance since the first token, and Σ g needs two sums. Residual lives depend on g by *stage* (powers
+of two): a heap moves a sequence on when the clock passes its next stage.
 
-What is observed is kept as rows, too (``observation.py``): batch and context of a row are means
-over its time, since a batch may come and go between two looks. What of the prompts was prefilled
-and what was in the engine's prefix cache is known later (``prefix_hits.py``).
+Observations are kept as rows, too (``observation.py``): batch and context of a row are means over
+its time, since a batch may come and go between two looks. How much of the prompts was prefilled,
+and how much was in the engine's prefix cache, is known later (``prefix_hits.py``).
 
-An instance without a profile has stand-in constants from its first dispatch on. What they say is of
-no account, so its f may be anything. f itself, and when it is doubted, is ``speed.py``'s.
+An instance without a profile has stand-in constants from its first dispatch on. Their scale means
+nothing, so its f may be anything. ``speed.py`` has f itself, and when it is doubted.
 
-Load that is not ours, of another gateway in front of the same instance, is kept beside
-(``PeerLoad``) and added where a policy looks, and to the batch that a decode step is modelled for:
-the engine's steps are those of all. What others have seen of its speed is averaged with what we
-have, by modelled time. The clock of the world is an argument.
+Load of another gateway in front of the same instance is kept separately (``PeerLoad``). It is added
+where a policy looks, and to the batch of a modelled decode step: the engine's steps serve everyone.
+Others' observations of its speed are averaged with ours, weighted by modelled time. The time is an
+argument.
 """
 
 from __future__ import annotations
@@ -90,13 +89,13 @@ _STAGES = len(STAGE_TOKENS)
 # The bounds keep a bad observation from shutting an instance out.
 SPEED_BOUNDS = (0.1, 10.0)
 _STAND_IN_BOUNDS = (1e-3, 1e3)
-# A request whose tokens nobody sees says something of the speed where streams have not for so long.
+# A request whose tokens are not seen informs the speed if streams have not for this long.
 STREAMS_SAY_S: Final = 2.0
 _MOST_MISS: Final = 4.0
-# What was sent lately, of prompts, is forgotten over so long: about as long as an answer takes.
+# Recently sent prompt tokens are forgotten over this time: about as long as an answer takes.
 PREFILL_OVER_S: Final = 10.0
-# Prompts that others report as begun take an engine no longer than has passed, and so long more:
-# a long one is counted at its end.
+# Prompts that others report as begun occupy an engine for no longer than has passed, plus this: a
+# long one is counted at its end.
 _MOST_BEGUN_S: Final = 2.0
 
 
@@ -106,7 +105,7 @@ class InstanceState(Holder):
     Args:
         instance_id: its id.
         slot: its small number in ``Table``.
-        keeps: keep what is observed as rows, too.
+        keeps: also keep observations as rows.
     """
 
     __slots__ = (
@@ -130,6 +129,7 @@ class InstanceState(Holder):
         "constants",
         "context",
         "estimate",
+        "first_token_s",
         "heard_s",
         "interval",
         "kv_tokens",
@@ -174,7 +174,7 @@ class InstanceState(Holder):
         self.load_s = 0.0
         self.kv_tokens = 0
         self.in_flight = 0
-        self.tracked = 0  # of those in flight
+        self.tracked = 0  # those in flight that are followed
         self.waiting = 0
         self.streaming = 0
         self.waiting_prompt = 0
@@ -188,10 +188,10 @@ class InstanceState(Holder):
         self.stages = [0] * _STAGES  # streaming sequences by stage
         self.peers = NO_PEERS
         self._peer_loads: dict[str, PeerLoad] = {}
-        # Engine time that is left for what others say they began, s, and as of when.
+        # Engine time left for what others say they began, s, and as of when.
         self._begun_s, self._begun_at_s = _MOST_BEGUN_S, 0.0
-        # Counted for the others, who do not see them: prompts between decode steps, and what of
-        # them was to be computed.
+        # Counted for the other gateways, which do not see them: prompts between decode steps, and
+        # their tokens to compute.
         self._prompts = 0
         self._prefill_tokens = 0.0
         self._prompt_tokens = 0.0
@@ -199,20 +199,22 @@ class InstanceState(Holder):
         self.clock = 0.0
         self.read_s = 0.0
         self.steps_per_s = 0.0
-        # Where nobody sees the steps: the time that the engine will spend on prompts first, and
-        # how much it has.
+        # If the steps are not seen: the time that the engine will spend on prompts first, and the
+        # time it has had.
         self.owed_s = self.prefilled_s = 0.0
         self._moves: list[tuple[float, int, Dispatch]] = []
         self._sequence = 0
-        # Constants that count; ``stands_in``: they are not of this machine; ``observed``: and yet
-        # its speed was seen.
+        # The constants in use; ``stands_in``: they are another machine's; ``observed``: its speed
+        # was seen all the same.
         self.constants: Constants | None = None
+        # Of its profile: what the server takes beside the engine's steps, however slow these are.
+        self.first_token_s = 0.0
         self.stands_in = False
         self.observed = False
         self.speed = 1.0
-        # Of an engine whose slots nobody says; and when one that streamed last ended there.
+        # Of an engine whose slots are unknown; and when a streaming request last ended there.
         self.concurrency = Concurrency()
-        self.seats = NO_LIMIT  # sequences that may be there, as far as learnt
+        self.seats = NO_LIMIT  # learnt limit of sequences there
         self._freed_s = -math.inf
         self.estimate = SpeedEstimate(*SPEED_BOUNDS)
         self.streams_seen_s = -math.inf
@@ -221,9 +223,9 @@ class InstanceState(Holder):
         self.observations = self._sightings.observations
         self.interval = Interval()
         self.observed_clock = math.nan
-        # What the model has for the last row; None: that row says nothing of the speed. And, of
-        # whole answers that nobody has looked at yet (``slowness.py``): how long they took, and how
-        # long they should have.
+        # The model's time for the last row; None: that row says nothing about the speed. And of
+        # complete answers that ``slowness.py`` has not looked at yet: how long they took, and how
+        # long they should have taken.
         self.row_modelled_s: float | None = None
         self.checked_s = self.checked_modelled_s = 0.0
 
@@ -235,13 +237,13 @@ class InstanceState(Holder):
         )
 
     def outstanding(self) -> frozenset[Dispatch]:
-        """What is on it now."""
+        """Dispatches outstanding on it."""
         return frozenset(self._outstanding)
 
     # Constants
 
     def set_constants(self, constants: Constants | None, *, stands_in: bool = False) -> None:
-        """Give it constants of its own (None: it has no profile). Others begin f anew."""
+        """Set its own constants (None: it has no profile). Other constants restart f."""
         if constants == self.constants and stands_in == self.stands_in:
             return
         if constants != self.constants or not stands_in:
@@ -259,7 +261,7 @@ class InstanceState(Holder):
         set_rate(self)
 
     def learnt(self) -> Learnt:
-        """What was seen of it, for a process that goes on from here."""
+        """What was observed of it, for a process that takes over."""
         e, slots = self.estimate, self.concurrency
         return Learnt(
             None if self.constants is None else list(astuple(self.constants)),
@@ -271,7 +273,7 @@ class InstanceState(Holder):
         )
 
     def take_over(self, learnt: Learnt) -> None:
-        """Go on from what another process has seen; of other constants it says nothing."""
+        """Continue from another process's observations; for other constants they say nothing."""
         c = self.constants
         if learnt.constants is None or self.stands_in != learnt.stands_in:
             return
@@ -288,7 +290,7 @@ class InstanceState(Holder):
         set_rate(self)
 
     def set_speed(self, speed: float) -> None:
-        """Take it for so fast until it was observed (a stand-in's)."""
+        """Assume this speed until it is observed (a stand-in's)."""
         if speed != self.speed:
             self.speed = speed
             self.estimate.factor = self.estimate.own = speed
@@ -307,14 +309,14 @@ class InstanceState(Holder):
         tracked: bool = True,
         alone: bool = True,
     ) -> Dispatch:
-        """A request is sent to it. Raises ValueError for what cannot be charged (``Dispatch``).
+        """Send it a request. Raises ValueError for what cannot be charged (``Dispatch``).
 
         Args:
             workload: what it adds to the load, s, 0 or more.
-            kv_tokens: what it will hold in the cache; None: ``Request.kv_tokens``.
+            kv_tokens: tokens it will hold in the cache; None: ``Request.kv_tokens``.
             prefill_tokens: prompt tokens to compute, of all its sequences; None: every one.
             tracked: follow its progress.
-            alone: nobody else is there that is not followed; its first token may be learnt from.
+            alone: every other request there is followed; its first token may be learnt from.
         """
         if kv_tokens is None:
             kv_tokens = request.kv_tokens
@@ -347,7 +349,7 @@ class InstanceState(Holder):
             self.waiting_output += entry.output_tokens
             note_prefill(self, prefill_tokens, now_s)
             if now_s - self.streams_seen_s >= STREAMS_SAY_S:
-                # Nobody sees the steps: the engine takes this prompt in front of its next ones.
+                # The steps are not seen: the engine computes this prompt before its next ones.
                 clock = read_clock(self, now_s, 0.0)
                 if self._moves and self._moves[0][0] <= clock:
                     self._move_on()
@@ -360,9 +362,9 @@ class InstanceState(Holder):
         return entry
 
     def first_token(self, entry: Dispatch, now_s: float, *, seen: bool = True) -> bool:
-        """It streams. False, and no change, unless it was WAITING (and is followed).
+        """Note its first token. False, and no change, unless it was WAITING (and is followed).
 
-        ``seen``: or else only predicted, which nothing is to be learnt from.
+        ``seen``: otherwise only predicted, and nothing is learnt from it.
         """
         if entry.streaming or not entry.tracked or entry.outcome is not None:
             return False
@@ -378,12 +380,12 @@ class InstanceState(Holder):
         self.heard_s = now_s
         computed = entry.leg is not DECODE
         if computed and self.streaming > 0:
-            # Only then was its prefill among decode steps that are observed.
+            # Only then was its prefill between observed decode steps.
             interval = self.interval
             interval.prompts += n
             interval.prompt_tokens += entry.prompt_tokens
             if not self.prefix.off:
-                # Nobody has reported yet what of it was cached.
+                # Its cached tokens have not been reported yet.
                 interval.untold += 1
                 interval.untold_tokens += entry.prompt_tokens
                 interval.untold_charged += entry.prefill_tokens
@@ -396,7 +398,7 @@ class InstanceState(Holder):
         if seen and entry.before is not None:
             self._sightings.keep_first_token(entry, entry.before, now_s)
         self.streaming += n
-        # The first token is out: each sequence holds its prompt and that one.
+        # The first token is out: each sequence holds its prompt and that token.
         self.context += entry.prompt_tokens + n
         self.stages[0] += n
         self._schedule_move(entry)
@@ -406,8 +408,8 @@ class InstanceState(Holder):
         return True
 
     def prefilled(self, entry: Dispatch, now_s: float) -> bool:
-        """A prefill leg's prompt is computed; its KV stays until it settles. False, and no change,
-        unless it was WAITING (and is followed).
+        """Note that a prefill leg's prompt is computed; its KV stays until it settles. False, and
+        no change, unless it was WAITING (and is followed).
         """
         if (
             entry.leg is not PREFILL
@@ -425,9 +427,10 @@ class InstanceState(Holder):
     def settle(
         self, entry: Dispatch, outcome: Outcome, now_s: float, usage: Usage | None = None
     ) -> bool:
-        """It is over: take off what it put on. True the first time, False and no change after.
+        """Take off what it added. True the first time; False and no change after.
 
-        ``usage``: what its answer reported in the end. Raises KeyError for another instance's.
+        ``usage``: what its answer reported at the end. Raises KeyError for another instance's
+        dispatch.
         """
         if entry.outcome is not None:
             return False
@@ -448,7 +451,7 @@ class InstanceState(Holder):
             ):
                 self._sightings.end(entry, usage)
             elif entry.interval is not None:
-                # Nobody said what of it was cached: its interval waits for the next scrape.
+                # Its cached tokens were not reported: its interval waits for the next scrape.
                 entry.interval.open -= 1
                 entry.interval = None
         if entry.tracked:
@@ -467,7 +470,7 @@ class InstanceState(Holder):
                 if self.streaming == 0:
                     # Exactly nothing, so that no remainder of the sums outlives a busy period.
                     self.context = self.clock = 0.0
-                    # A clock that began anew between two observations is not set by the second.
+                    # A clock restarted between two observations is not set by the second.
                     self.observed_clock = math.nan
                     self._moves.clear()
                 set_rate(self)
@@ -478,20 +481,20 @@ class InstanceState(Holder):
         return True
 
     def made_tokens(self, entry: Dispatch, now_s: float) -> float:
-        """How many tokens one that is outstanding has made by now, by the step clock."""
+        """Tokens that an outstanding request has made by now, by the step clock."""
         if not entry.streaming:
             return 0.0
         return entry.request.sequences * (1.0 + self._read_clock(now_s) - entry.joined)
 
     def leave(self, now_s: float) -> list[Dispatch]:
-        """The instance goes: settle everything; returns what was outstanding."""
+        """Remove the instance: settle everything; returns what was outstanding."""
         orphans = list(self._outstanding)
         for entry in orphans:
             self.settle(entry, Outcome.INSTANCE_REMOVED, now_s)
         return orphans
 
     def own_load(self, now_s: float) -> PeerLoad:
-        """What is ours on it now, as other gateways want to know it."""
+        """Our load on it now, as other gateways need it."""
         self._read_clock(now_s)
         observed_s, modelled_s = self.estimate.sums()
         return PeerLoad(
@@ -511,7 +514,7 @@ class InstanceState(Holder):
         )
 
     def set_peer(self, peer: str, load: PeerLoad | None, now_s: float = 0.0) -> None:
-        """What another gateway has on it, in place of what was said before; None: it is gone."""
+        """Replace another gateway's load on it; None: that gateway is gone."""
         self._read_clock(now_s)
         before = self._peer_loads.get(peer)
         if load is None:
@@ -547,8 +550,9 @@ class InstanceState(Holder):
         set_rate(self)
 
     def _begun(self, load: PeerLoad, before: PeerLoad, now_s: float) -> tuple[float, float]:
-        """(prompts, tokens) that a peer began in between, as far as the engine can have done so."""
-        # A peer that has begun to count anew has fewer.
+        """(prompts, tokens) that a peer began in between, limited to what the engine can have
+        done."""
+        # A peer that restarted its counters has fewer.
         prompts = max(0.0, load.prompts - before.prompts)
         tokens = max(0.0, load.prompt_tokens - before.prompt_tokens)
         c = self.constants
@@ -565,9 +569,10 @@ class InstanceState(Holder):
     # What is observed
 
     def observe_steps(self, steps: float, duration_s: float, now_s: float) -> StepRow | None:
-        """The engine made ``steps`` decode steps in ``duration_s``, up to now, while it streamed.
+        """Note that the engine made ``steps`` decode steps in the last ``duration_s`` while
+        streaming.
 
-        Sets the speed factor, and the step clock right. Returns the row that it was; None: none.
+        Sets the speed factor and corrects the step clock. Returns the resulting row, or None.
         """
         self._read_clock(now_s)
         interval, self.interval = self.interval, Interval()
@@ -576,9 +581,9 @@ class InstanceState(Holder):
         self.row_modelled_s = None
         if duration_s > 0 and (streaming or interval.streamed_s > 0):
             if self.waiting and self.prefix.ratio is None:
-                # A prefill may be under way that counts in the next one, and is not known there.
+                # A prefill may be under way that counts in the next row and is not known here.
                 interval.untold += 1
-            # No step at all counts as well: that is an engine that hangs.
+            # No steps at all count as well: that is an engine that hangs.
             row = step_row(self, interval, steps, duration_s, interval.hits(None))
             if self._keeps:
                 self._sightings.keep_steps(row, interval)
@@ -593,7 +598,7 @@ class InstanceState(Holder):
         return row
 
     def _modelled_s(self, row: StepRow, interval: Interval) -> float | None:
-        """What the model has for a row, s; None: the row says nothing of the speed."""
+        """The model's time for a row, s; None: the row says nothing about the speed."""
         c = self.constants
         if c is None:
             return None
@@ -601,10 +606,10 @@ class InstanceState(Holder):
             row = row._replace(hit_tokens=interval.shown * interval.hits(self.prefix.ratio))
         if row.known:
             return sum(seconds(row.terms, c))
-        # It is slower than believed even if all was prefilled, or faster even if nothing was; or
-        # nothing is learnt.
+        # It is slower than believed even if all was prefilled, or faster even if nothing was;
+        # otherwise nothing is learnt.
         least_s = sum(seconds(row._replace(hit_tokens=row.prompt_tokens).terms, c))
-        waiting = self.waiting_prefill  # of which a part may have been prefilled by now
+        waiting = self.waiting_prefill  # a part of which may have been prefilled by now
         most_s = sum(seconds(row._replace(hit_tokens=0.0).terms, c))
         most_s += c.p1 * waiting + c.p9 * attended_pairs(waiting)
         believed_s = row.duration_s / self.speed
@@ -612,14 +617,14 @@ class InstanceState(Holder):
         return None if modelled_s == believed_s else modelled_s
 
     def waiting_modelled_s(self) -> float:
-        """What the model has, s, to prefill the prompts that wait for their first token here."""
+        """Modelled time to prefill the prompts that wait for their first token here, s."""
         c, waiting = self.constants, self.waiting_prefill
         if c is None or not self.waiting:
             return 0.0
         return c.p1 * waiting + c.p2 * self.waiting + c.p9 * attended_pairs(waiting)
 
     def take_checked(self) -> tuple[float, float]:
-        """How long whole answers took since the last call, and should have by the model, s."""
+        """Observed and modelled time of complete answers since the last call, s."""
         checked = self.checked_s, self.checked_modelled_s
         self.checked_s = self.checked_modelled_s = 0.0
         return checked
@@ -627,8 +632,8 @@ class InstanceState(Holder):
     def observe_cache(
         self, caching: bool | None, counters: tuple[float, float] | None, now_s: float
     ) -> bool:
-        """The engine was scraped: whether it has a prefix cache, and the tokens that it looked for
-        and found there since it started; None: it does not say. Whether it was started anew.
+        """Take a scrape: whether the engine has a prefix cache, and the tokens that it looked for
+        and found there since it started; None: not reported. Returns whether it has restarted.
         """
         self.prefix.caching = caching
         renewed = self.prefix.count(counters, self._prompt_tokens, self._prefill_tokens, now_s)
@@ -638,10 +643,11 @@ class InstanceState(Holder):
     def observe_answer(
         self, entry: Dispatch, output_tokens: float, now_s: float, usage: Usage | None = None
     ) -> None:
-        """A request whose tokens nobody saw is complete: its whole time, against the predicted.
+        """Learn from a complete request whose tokens were not seen: its whole time, and the
+        predicted.
 
-        To be called right before ``settle``, with the ``usage`` of its answer, if it has one.
-        Nothing is learnt where streams say it better.
+        Call it right before ``settle``, with the ``usage`` of its answer, if any. Nothing is learnt
+        while streams give better information.
         """
         if (
             entry.outcome is not None
@@ -651,7 +657,9 @@ class InstanceState(Holder):
             or now_s - self.streams_seen_s < STREAMS_SAY_S
         ):
             return
-        took_s = now_s - entry.predicted_s[0]
+        # What the engine took, and should have taken: the server's own part says nothing of it.
+        took_s = now_s - entry.predicted_s[0] - self.first_token_s
+        engine_s = entry.predicted_s[1] - self.first_token_s
         steps = output_tokens - 1 if output_tokens > 1 else 0.0
         if steps > MOST_TOKENS:
             steps = float(MOST_TOKENS)
@@ -662,7 +670,7 @@ class InstanceState(Holder):
             hits = reported_hits(entry, usage)
         others_s = made = 0.0
         if entry.streaming:
-            # While it streamed, the engine took others' prompts as well.
+            # While it streamed, the engine computed other requests' prompts as well.
             others_s, made = self.prefilled_s - entry.prefilled_s, clock - entry.joined
         if self.steps_per_s > 0:
             step_s = 1 / self.steps_per_s
@@ -670,7 +678,7 @@ class InstanceState(Holder):
             prompt = entry.prompt_tokens
             step_s = self.speed * (c.p5 * prompt + c.p6 + c.p7 * prompt + c.p8)
         least_s, most_s = math.inf, -math.inf
-        ttfts_s = first_token_times_s(entry, entry.predicted_s[1], hits, self.prefix, c, self.speed)
+        ttfts_s = first_token_times_s(entry, engine_s, hits, self.prefix, c, self.speed)
         for ttft_s in ttfts_s:
             decoding_s = took_s - ttft_s - others_s
             # As many streamed as the clock knows: that is the mean step of all this time.
@@ -686,11 +694,11 @@ class InstanceState(Holder):
         elif took_s > most_s:
             predicted_s = most_s
         if len(ttfts_s) > 1 and predicted_s == took_s:
-            return  # it may be as believed: nothing is learnt
-        # All that run at a time say the same: together they weigh as much as the time they took.
+            return  # it may be as believed: learn nothing
+        # All that run at once say the same: together they weigh as much as the time they took.
         share = 1 / (self.in_flight if self.in_flight > 1 else 1)
         if took_s > 0 and predicted_s > 0:
-            # One answer, whose length the engine says, is not believed beyond this.
+            # One answer, whose length the engine reports, is not believed beyond this.
             if predicted_s > _MOST_MISS * took_s:
                 predicted_s = _MOST_MISS * took_s
             elif predicted_s < took_s / _MOST_MISS:
@@ -701,10 +709,10 @@ class InstanceState(Holder):
             if took_s - modelled_s <= HTTP_S:
                 modelled_s = took_s
             self.checked_modelled_s += share * modelled_s
-            if self.streaming and not entry.streaming:  # or else it does as it leaves
+            if self.streaming and not entry.streaming:  # otherwise it does when it leaves
                 set_rate(self)
 
-    # How many run at once, where nobody says
+    # How many run at once, if unknown
 
     def _learn_concurrency(self, entry: Dispatch, now_s: float) -> None:
         c = self.constants
@@ -712,7 +720,7 @@ class InstanceState(Holder):
             return
         n, prompt = entry.request.sequences, entry.request.prompt_tokens
         own_s = prefill_s(self, n, prompt, entry.prefill_tokens) + self.speed * c.p4
-        # Of the others, as if all were of the mean length.
+        # Of the others, as if all had the mean length.
         attended = (self.waiting_prompt - self.waiting_prefill / 2) / max(self.waiting, 1)
         others_s = self.speed * self.waiting_prefill * (c.p1 + c.p9 * attended)
         step_s = 1 / self.steps_per_s if self.steps_per_s > 0 else 0.0
@@ -729,17 +737,17 @@ class InstanceState(Holder):
         self._set_seats()
 
     def observe_queue(self, running: int, waiting: int, now_s: float) -> None:
-        """The engine says how many run, and how many wait in its own queue."""
+        """Take the engine's own numbers of running and queued requests."""
         if self.stands_in:
             peers = self.peers
             there = self.waiting + self.streaming + round(peers.waiting + peers.streaming)
-            # What streams runs, whatever the engine said a moment ago.
+            # Streaming requests run, whatever the engine reported a moment ago.
             running = max(running, self.streaming)
             self.concurrency.queues(running, waiting, there, now_s)
             self._set_seats()
 
     def let_pass(self, now_s: float) -> None:
-        """Time goes by: perhaps the engine runs more by now."""
+        """Let time pass: the engine may run more by now."""
         self.concurrency.let_pass(now_s)
         self._set_seats()
 
@@ -750,14 +758,14 @@ class InstanceState(Holder):
     # The step clock
 
     def _read_clock(self, now_s: float, steps: float = 0.0) -> float:
-        """The step clock now; ``steps``: beyond what the model has, as observed."""
+        """Read the step clock; ``steps``: observed beyond the modelled ones."""
         clock = read_clock(self, now_s, steps)
         if self._moves and self._moves[0][0] <= clock:
             self._move_on()
         return clock
 
     def _move_on(self) -> None:
-        """The clock has passed somebody's next stage."""
+        """Move on the sequences whose next stage the clock has passed."""
         moves = self._moves
         while moves and moves[0][0] <= self.clock:
             _, _, entry = heapq.heappop(moves)
@@ -777,14 +785,14 @@ class InstanceState(Holder):
             heapq.heappush(self._moves, (due, self._sequence, entry))
 
 
-# What follows asks for a state's fields alone: the simulator's compiled loop has them in a table
-# (``sim/compiled/progress.py``). There what a stream puts on and takes off stands once more, as a
-# call of each would cost every request.
+# The functions below use a state's fields alone: the simulator's compiled loop has them in a table
+# (``sim/compiled/progress.py``). What a stream adds and takes off is written out once more there,
+# as a call of each would cost every request.
 
 
 def note_prefill(state: InstanceState, tokens: float, now_s: float) -> None:
-    """So many prompt tokens to compute were sent now."""
-    # Whoever says no time, or one that is past, says nothing of how long ago the others were.
+    """Add prompt tokens that were sent now."""
+    # Without a time, or with one in the past, the age of the others is unknown.
     if now_s < state.recent_prefill_s:
         now_s = state.recent_prefill_s
     since_s = state.recent_prefill_s - now_s
@@ -793,7 +801,7 @@ def note_prefill(state: InstanceState, tokens: float, now_s: float) -> None:
 
 
 def leave_waiting(state: InstanceState, sequences: int, entry: Dispatch) -> None:
-    """A request of so many sequences is no longer in U."""
+    """Take a request with this many sequences out of U."""
     state.waiting -= sequences
     state.waiting_prompt -= entry.prompt_tokens
     if state.waiting == 0:
@@ -805,7 +813,7 @@ def leave_waiting(state: InstanceState, sequences: int, entry: Dispatch) -> None
 
 
 def prefill_s(state: InstanceState, sequences: int, prompt_tokens: int, new_tokens: float) -> float:
-    """The time, s, that a prefill of so many tokens of a request's adds to a decode step."""
+    """Time, s, that a prefill of this many of a request's tokens adds to a decode step."""
     c, n = state.constants, sequences
     assert c is not None
     alone_s = c.p1 * new_tokens + c.p2 * n
@@ -815,9 +823,9 @@ def prefill_s(state: InstanceState, sequences: int, prompt_tokens: int, new_toke
 
 
 def read_clock(state: InstanceState, now_s: float, steps: float) -> float:
-    """The step clock now; ``steps``: beyond what the model has, as observed.
+    """Read the step clock; ``steps``: observed beyond the modelled ones.
 
-    Those whose next stage it has passed are yet to be moved on.
+    Sequences whose next stage it has passed are yet to be moved on.
     """
     elapsed_s = now_s - state.read_s
     streaming = state.streaming
@@ -844,7 +852,7 @@ def read_clock(state: InstanceState, now_s: float, steps: float) -> float:
 
 
 def set_rate(state: InstanceState) -> None:
-    """Set how fast the step clock goes: by Eq. (4)'s step of all that stream, times f."""
+    """Set the step clock's rate: Eq. (4)'s step of everything that streams, times f."""
     c = state.constants
     if c is None or state.streaming < 1:
         state.steps_per_s = 0.0
@@ -859,7 +867,7 @@ def set_rate(state: InstanceState) -> None:
 def step_row(
     state: InstanceState, interval: Interval, steps: float, duration_s: float, hit_tokens: float
 ) -> StepRow:
-    """What was seen of an interval, of whose prompts so many tokens were not prefilled."""
+    """The row of an interval, of whose prompts this many tokens were not prefilled."""
     streamed_s, share = interval.streamed_s, 1.0
     sequences = state.streaming + state.peers.streaming
     context = state.context + state.peers.context
@@ -880,15 +888,15 @@ def step_row(
 def steps_missed(
     state: InstanceState, interval: Interval, steps: float, duration_s: float
 ) -> float:
-    """How far the step clock, which was read, is behind what was observed."""
+    """How far the step clock, just read, is behind the observation."""
     if duration_s < interval.streamed_s / 2:
-        steps *= interval.streamed_s / duration_s  # it saw a part only
+        steps *= interval.streamed_s / duration_s  # it saw only a part
     missed = state.observed_clock + steps - state.clock
     return 0.0 if math.isnan(missed) else missed
 
 
 def observe_speed(state: InstanceState, observed_s: float, modelled_s: float, now_s: float) -> None:
-    """Set f, of all that was observed of a machine whose constants are known; others count."""
+    """Set f from everything observed of a machine with known constants, including by others."""
     state.observed = state.observed or state.stands_in
     peers = state.peers
     state.speed = observe(
@@ -897,7 +905,7 @@ def observe_speed(state: InstanceState, observed_s: float, modelled_s: float, no
 
 
 def guess_speed(state: InstanceState, others: float, now_s: float) -> None:
-    """Take one that was never observed for as far off its constants as others are off theirs."""
+    """Assume that an instance never observed is as far off its constants as the others are."""
     guess(state.estimate, others, now_s)
     if state.speed != state.estimate.factor:
         state.speed = state.estimate.factor
@@ -905,7 +913,7 @@ def guess_speed(state: InstanceState, others: float, now_s: float) -> None:
 
 
 def revise_speed(state: InstanceState, best: float, now_s: float) -> None:
-    """Let f be doubted, if it is far above ``best`` and was not seen."""
+    """Doubt f if it is far above ``best`` and was not observed."""
     if state.constants is None or (state.stands_in and not state.observed):
         return
     revise(state.estimate, best, now_s)

@@ -1,1 +1,1 @@
-"""How long prompts and answers are: estimates that learn from what finished."""
+"""Estimates of prompt and answer lengths, learnt from finished requests."""

@@ -1,8 +1,8 @@
-"""Output lengths learnt offline: a small regression tree per model, and the predictor that uses it.
+"""Output lengths learnt offline: a small regression tree per model, and the predictor using it.
 
-A tree splits by prompt length and by the client's limit (``max_tokens``; none counts as no limit)
-and says the mean of each leaf. ``training`` makes them; here are the document that they are kept
-in, and what predicts by them.
+A tree splits by prompt length and by the client's limit (``max_tokens``; none counts as unlimited);
+each leaf has a mean. ``training`` makes the trees; this module has their document format, and the
+predictor.
 
 Files are the shell's work (``files/length_model_file.py``).
 """
@@ -18,11 +18,11 @@ from hetero_gateway.core.lengths.predictors import LengthFeatures
 
 FORMAT = "hetero-gateway length model"
 VERSION = 1
-# Of all requests, and of a model that the file does not name.
+# For all requests, and for models that the file does not name.
 ANY_MODEL = ""
 FEATURES = ("prompt_tokens", "max_tokens")
-# Online, a leaf starts with the weight of at most 200 requests, so that it follows what has
-# changed since it was trained, and remembers about the last thousand (as ``core.length`` does).
+# Online, a leaf starts with the weight of at most 200 requests, so that it follows changes since
+# the training, and remembers about the last thousand (as ``predictors`` does).
 _MOST_PRIOR_REQUESTS, _MEMORY_REQUESTS = 200.0, 1000.0
 _MAX_DEPTH = 64
 _MAX_TOKENS = 1e9
@@ -38,7 +38,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """``below`` where ``by`` (one of FEATURES) is at most ``at`` tokens, else ``above``."""
+    """``below`` if ``by`` (one of FEATURES) is at most ``at`` tokens, else ``above``."""
 
     by: str
     at: float
@@ -51,13 +51,13 @@ Node = Leaf | Split
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """One tree per model name; ANY_MODEL is always there."""
+    """One tree per model name; ANY_MODEL is always present."""
 
     trees: Mapping[str, Node]
 
 
 def leaf_count(node: Node) -> int:
-    """How many means a tree has."""
+    """The number of leaves of a tree."""
     return 1 if isinstance(node, Leaf) else leaf_count(node.below) + leaf_count(node.above)
 
 
@@ -67,7 +67,7 @@ def leaf_count(node: Node) -> int:
 class _FlatTree:
     """A tree as lists of plain numbers, whose leaves learn.
 
-    A leaf is a node that splits by -1.
+    A node that splits by -1 is a leaf.
     """
 
     __slots__ = ("above", "at", "by", "tokens", "weight")
@@ -110,11 +110,11 @@ class _FlatTree:
 
 
 class TrainedPredictor:
-    """A trained model that goes on learning: each leaf's mean follows what finishes in it.
+    """A trained model that keeps learning: each leaf's mean follows the requests finished in it.
 
     Args:
-        model: what was trained; not changed.
-        online: False keeps the means as they were trained.
+        model: the trained model; not changed.
+        online: False keeps the means as trained.
     """
 
     def __init__(self, model: LengthModel, *, online: bool = True) -> None:
@@ -140,13 +140,13 @@ class TrainedPredictor:
 
 
 def to_document(model: LengthModel) -> dict[str, Any]:
-    """A model as JSON-ready values."""
+    """Convert a model to JSON-ready values."""
     trees = {name: asdict(tree) for name, tree in model.trees.items()}
     return {"format": FORMAT, "version": VERSION, "models": trees}
 
 
 def from_document(document: Any) -> LengthModel:
-    """The model of a document. Raises ValueError, which names the key at fault."""
+    """Read a model from a document. Raises ValueError, which names the key at fault."""
     fields = _mapping(document, "document", {"format", "version", "models"}, frozenset({"about"}))
     if fields["format"] != FORMAT:
         raise ValueError(f"format: must be {FORMAT!r}")

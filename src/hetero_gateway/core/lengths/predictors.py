@@ -1,17 +1,17 @@
-"""How long an answer will be: predictors that learn from what finished.
+"""Predicts how long an answer will be, from finished requests.
 
-The paper (section 4.1) leaves the output-length predictor open and evaluates a normal draw. Here
-are that one, a constant, and the default, a conditional mean; ``length_model`` has the one that is
-trained offline.
+The paper (section 4.1) leaves the output-length predictor open and evaluates a normal draw. This
+module has that one, a constant, and the default, a conditional mean; ``length_model`` has the one
+that is trained offline.
 
-Reading a request's bytes is the gateway's work; those here see only counts. A predictor of the
-user's own may ask ``LengthFeatures`` for the prompt's text (docs/design/predictors.md).
+Reading a request's bytes is the gateway's work; these predictors see only counts. A predictor of
+the user's own may ask ``LengthFeatures`` for the prompt's text (docs/design/predictors.md).
 
-What is estimated of lengths beside the prediction itself: tokens of a prompt, what a stream has
-still to come, and how far a prediction is believed.
+Other estimates of lengths are here too: the tokens of a prompt, the remaining tokens of a stream,
+and how far a prediction is believed.
 
-What is learnt is kept per model and bounded: at most ``MAX_MODELS`` names, the rest share one
-entry, which is also what is known of a model that was never seen.
+Everything is learnt per model and bounded: at most ``MAX_MODELS`` names; the rest share one entry,
+which also stands for models never seen.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_MODELS: Final = 256
-# The name of the entry that all further models share.
+# The entry that all further models share.
 OTHER_MODELS: Final = ""
 
-# How far a stream is, in powers of two: what is left of it changes with the order of magnitude.
+# The progress of a stream, in powers of two: what is left of it changes with the order of
+# magnitude.
 STAGE_TOKENS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-# Streams in a stage are on average in its middle; the last one has no end.
+# Streams in a stage are on average at its middle; the last stage has no end.
 STAGE_MIDDLES: tuple[float, ...] = (16.0, 48.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3072.0, 6144.0)
 
-# So many times the length that nine of ten answers are within is as long as one is believed to be.
+# No length is believed to be more than this many times the one that nine of ten answers are within.
 FARTHEST: Final = 4.0
-# Of residual lives: lengths that are kept, how many finish until a table is made of them (which
-# costs as much as a few decisions), and how many requests the prior counts as.
+# Of residual lives: lengths kept, lengths that finish until a new table is made (which costs as
+# much as a few decisions), and the number of requests that the prior counts as.
 HISTORY: Final = 2048
 REFRESH_EVERY: Final = 32
 PRIOR_REQUESTS: Final = 8.0
 
 
 class _Finished:
-    """The last finished lengths of one model, as they came and in ``ordered``; the table that was
-    made of them; ``unseen``: how many have finished since. ``sums``: of the lengths that are beyond
-    so many of ``STAGE_MIDDLES``.
+    """The last finished lengths of one model, by arrival and ``ordered``; the table made from them;
+    ``unseen``: finished since then. ``sums``: of the lengths beyond each of ``STAGE_MIDDLES``.
     """
 
     __slots__ = ("lengths", "ordered", "plain", "sums", "unseen")
@@ -67,30 +67,30 @@ class _Finished:
 
 
 class ResidualLives:
-    """E[O − g | O > g] by stage of g and model: what a stream has still to come (tokens).
+    """E[O − g | O > g] by stage of g and model: the expected remaining tokens of a stream.
 
-    From the last finished lengths, with a prior of ``prior_requests`` requests of a memoryless
-    length, for which it is ``prior_tokens`` at every stage.
+    Computed from the last finished lengths, with a prior of ``prior_requests`` requests of a
+    memoryless length, for which it is ``prior_tokens`` at every stage.
     """
 
     def __init__(self, prior_tokens: float, prior_requests: float = PRIOR_REQUESTS) -> None:
         self._prior_tokens = prior_tokens
         self._prior_requests = prior_requests
         self._models: dict[str, _Finished] = {}
-        # What ``of`` has as ``plain`` for models that need not be made anew.
+        # ``of``'s ``plain`` for models whose table is up to date.
         self.plain: dict[str, list[float]] = {}
         self._unknown = _Finished([prior_tokens] * len(STAGE_TOKENS))
 
     def __len__(self) -> int:
-        """Entries that are kept, the shared one among them."""
+        """Number of entries, including the shared one."""
         return len(self._models)
 
     def of(self, model: str) -> _Finished:
-        """A model's entry; ``plain`` has the expected further output tokens of one sequence, by
-        stage, made anew where that is due: do not write to it.
+        """A model's entry; ``plain`` has the expected remaining output tokens of one sequence, by
+        stage, recomputed when due: do not write to it.
         """
         finished = self._models.get(model) or self._models.get(OTHER_MODELS) or self._unknown
-        # Made only when someone asks: most policies never do.
+        # Made only when asked for: most policies never do.
         if finished.unseen >= REFRESH_EVERY:
             finished.unseen = 0
             finished.plain = residuals(finished, self._prior_tokens, self._prior_requests)
@@ -99,18 +99,18 @@ class ResidualLives:
         return finished
 
     def after(self, model: str, tokens: int) -> float:
-        """What a sequence of so many output tokens has still to come, at least 1."""
+        """Expected remaining tokens of a sequence with this much output, at least 1."""
         plain = self.plain.get(model) or self.of(model).plain
         return max(1.0, plain[bisect_right(STAGE_TOKENS, tokens) - 1])
 
     def rest_of(self, request: Request, told_tokens: int) -> Request:
-        """What is left to do elsewhere once an answer broke off: a further leg of the request.
+        """What is left for another instance once an answer broke off: a further leg of the request.
 
-        What was told is in its prompt, and comes off its output: where that was to be no longer,
-        what such sequences have still to come.
+        Tokens already delivered join its prompt and come off its output. If the output was
+        predicted to be no longer, the remaining length of such sequences is used.
 
         Args:
-            told_tokens: of its one sequence, at least 0.
+            told_tokens: delivered tokens of its one sequence, at least 0.
         """
         left = request.predicted_output_tokens - told_tokens
         certain = request.certain_tokens
@@ -121,7 +121,7 @@ class ResidualLives:
         )
 
     def finished(self) -> list[tuple[str, float]]:
-        """What is kept, as ``observe_many`` takes it."""
+        """The kept lengths, as ``observe_many`` takes them."""
         return [(model, tokens) for model, each in self._models.items() for tokens in each.lengths]
 
     def observe_many(self, finished: Iterable[tuple[str, float]]) -> None:
@@ -149,10 +149,10 @@ class ResidualLives:
 
 
 def residuals(finished: _Finished, prior_tokens: float, prior_requests: float) -> list[float]:
-    """``residual`` by stage, of these lengths, of which there is one, and the prior."""
+    """``residual`` by stage, of these lengths (at least one) and the prior."""
     ordered, sums = finished.ordered, finished.sums
     size = len(ordered)
-    # A tenth of them may be made up: what is far beyond the others counts as the farthest.
+    # A tenth of them may be made up: lengths far beyond the others count as the farthest.
     farthest = FARTHEST * ordered[size * 9 // 10]
     far = bisect_right(ordered, farthest)
     result, tokens = [], -float(sum(ordered[far:]))
@@ -173,12 +173,12 @@ def residual(
     prior_tokens: float,
     prior_requests: float,
 ) -> float:
-    """E[O − g | O > g] in a stage, and the prior. The simulator's compiled loop runs it, too.
+    """E[O − g | O > g] in a stage, with the prior. The simulator's compiled loop runs it, too.
 
     Args:
         middle: of the stage.
-        longer: how many lengths are, of which so many are ``farther`` than the ``farthest``, and
-            count as that.
+        longer: the number of longer lengths; ``farther`` of them exceed the ``farthest`` and count
+            as that.
         tokens: of the others that are longer.
     """
     if middle >= farthest:
@@ -189,43 +189,41 @@ def residual(
 
 
 class _Reports:
-    """The last reports of one model. ``unseen``: since the model's ratio was
-    worked out.
-    """
+    """The last reports of one model. ``unseen``: since the model's ratio was computed."""
 
     __slots__ = ("oldest", "ratios", "sizes_bytes", "unseen")
 
     def __init__(self) -> None:
         self.ratios: list[float] = []
         self.sizes_bytes: list[float] = []
-        self.oldest = 0  # its place, once all are taken
+        self.oldest = 0  # its place, once all places are taken
         self.unseen = 0
 
 
 class BytesPerToken:
     """The bytes-per-token ratio per model, learnt from the prompt tokens that engines report.
 
-    The ratio is of sums, not the mean of ratios: short prompts, where the chat template's own
-    tokens weigh most, then count by their size. It is of the last ``_HISTORY`` reports, each of
-    them taken to be within a factor of their median by bytes: what a few engines make up moves
-    it little, and is forgotten. It is worked out anew when half of them are new.
+    It is a ratio of sums, not a mean of ratios, so that short prompts, in which the chat template's
+    own tokens weigh most, count by their size. It covers the last ``_HISTORY`` reports, each
+    limited to a factor of their median by bytes: numbers invented by a few engines move it little,
+    and are forgotten. It is recomputed when half of the reports are new.
     """
 
     _HISTORY = 128
     # No text has fewer or more bytes per token.
     _BOUNDS = (0.25, 64.0)
-    # Honest prompts of one model are within it: prose has 4 to 5 bytes per token, digits 1 to 3.
+    # Honest prompts of one model are within this: prose has 4 to 5 bytes per token, digits 1 to 3.
     _FACTOR = 2.0
 
     def __init__(self, prior: float, prior_tokens: float = 4096.0) -> None:
         self._prior = prior
         self._prior_tokens = prior_tokens
         self._models: dict[str, _Reports] = {}
-        self._ratios: dict[str, float] = {}  # as worked out last
+        self._ratios: dict[str, float] = {}  # as last computed
         self._ratio_of_others = prior
 
     def __len__(self) -> int:
-        """Entries that are kept, the shared one among them."""
+        """Number of entries, including the shared one."""
         return len(self._models)
 
     def ratio(self, model: str) -> float:
@@ -236,7 +234,7 @@ class BytesPerToken:
         return max(1, round(text_bytes / self._ratios.get(model, self._ratio_of_others)))
 
     def reports(self) -> list[tuple[str, int, int]]:
-        """What is kept, the oldest of each model first, as ``observe_many`` takes it."""
+        """The kept reports, the oldest of each model first, as ``observe_many`` takes them."""
         return [
             (model, round(sizes[i]), round(sizes[i] / of.ratios[i]))
             for model, of in self._models.items()
@@ -250,7 +248,7 @@ class BytesPerToken:
             self.observe(model, text_bytes, prompt_tokens)
 
     def observe(self, model: str, text_bytes: int, prompt_tokens: int) -> None:
-        """Learn from one finished request whose prompt length the engine told."""
+        """Learn from a finished request whose engine reported the prompt's length."""
         if text_bytes <= 0 or prompt_tokens <= 0:
             return
         if prompt_tokens > text_bytes and not can_hold(text_bytes, prompt_tokens):
@@ -278,7 +276,7 @@ class BytesPerToken:
         known, known_bytes = ratios.copy(), sizes_bytes.copy()
         prior_bytes = 0.0
         if len(known) < self._HISTORY:
-            # As one report more, until there are enough.
+            # Counts as one report, until there are enough.
             prior_bytes = self._prior * self._prior_tokens
             known.append(self._prior)
             known_bytes.append(prior_bytes)
@@ -297,17 +295,17 @@ class BytesPerToken:
         return min(max(total_bytes / total_tokens, least), most)
 
 
-# What a chat template or an engine's own instructions may add to a prompt.
+# Tokens that a chat template or an engine's own instructions may add to a prompt.
 _TEMPLATE_TOKENS: Final = 4096
 
 
 def can_hold(text_bytes: int, prompt_tokens: int) -> bool:
-    """Whether this many bytes of text can be this many tokens: no token is shorter than a byte."""
+    """Whether this many bytes of text can be this many tokens: a token has at least one byte."""
     return prompt_tokens <= text_bytes + _TEMPLATE_TOKENS
 
 
 def bounded_model(model: str, known: Mapping[str, object]) -> str:
-    """The entry that a model is learnt under: its own, or that of all others."""
+    """The entry that a model is learnt under: its own, or the shared one."""
     return model if model in known or len(known) < MAX_MODELS else OTHER_MODELS
 
 
@@ -315,11 +313,11 @@ def bounded_model(model: str, known: Mapping[str, object]) -> str:
 # minutes and still averages the heavy tail of output lengths.
 MEMORY_REQUESTS: Final = 1000.0
 
-# Prompts' beginnings that are kept apart, the ones used least recently forgotten first. Some 200
-# bytes each.
+# Prompt beginnings that are kept apart; the least recently used are forgotten first. Some 200 bytes
+# each.
 _MOST_BEGINNINGS: Final = 4096
 
-# A value that is this many times the mean counts as that.
+# A value above this many times the mean counts as that.
 FAR: Final = 8.0
 
 
@@ -328,15 +326,15 @@ def _no_text(body: bytes) -> str:
 
 
 class LengthFeatures:
-    """What is known of a request before it is answered.
+    """The features of a request before it is answered.
 
     Attributes:
         model: the name that the request asks for.
         prompt_tokens: of one sequence, estimated or exact; at least 1.
-        max_output_tokens: the client's limit, at least 1; None: none was given.
-        body: the request's JSON as it came; empty in the simulator and in ``explain``.
-        beginning: a number that all prompts with the same beginning have (``request``),
-            the system prompt's mostly; None: it is not known.
+        max_output_tokens: the client's limit, at least 1; None: not given.
+        body: the request's JSON as received; empty in the simulator and in ``explain``.
+        beginning: a number shared by all prompts with the same beginning (``request``), mostly the
+            system prompt; None: not known.
         memo: for the predictor's own use: ``observe`` gets the object that ``predict`` got.
     """
 
@@ -368,7 +366,7 @@ class LengthFeatures:
         self.memo: Any = None
 
     def prompt_text(self) -> str:
-        """The prompt's text, decoded now: what the hot path never does. "" where there is none."""
+        """The prompt's text, decoded now, which the hot path never does; "" if there is none."""
         return self._read_text(self.body)
 
 
@@ -383,7 +381,7 @@ class OutputLengthPredictor(Protocol):
         ...
 
     def observe(self, features: LengthFeatures, output_tokens: float) -> None:
-        """Learn from a finished request: its output tokens, the mean where it had n sequences."""
+        """Learn from a finished request: its output tokens, the mean if it had n sequences."""
         ...
 
 
@@ -393,7 +391,7 @@ def capped_output_tokens(
     context_tokens: int | None,
     prompt_tokens: int,
 ) -> float:
-    """A prediction capped by the client's limit and by what the context window leaves; at least 1.
+    """Cap a prediction by the client's limit and by the rest of the context window; at least 1.
 
     vLLM clamps the output silently when prompt + max_tokens is more than the context.
     """
@@ -407,13 +405,13 @@ def capped_output_tokens(
 def learn(
     predictor: OutputLengthPredictor, finished: Sequence[tuple[LengthFeatures, float]]
 ) -> None:
-    """Have a predictor observe some finished requests."""
+    """Let a predictor observe some finished requests."""
     for features, output_tokens in finished:
         predictor.observe(features, output_tokens)
 
 
 class ConstantPredictor:
-    """Always the same number of tokens."""
+    """Always predicts the same number of tokens."""
 
     def __init__(self, mean_tokens: float) -> None:
         self.mean_tokens = max(1.0, mean_tokens)
@@ -426,7 +424,8 @@ class ConstantPredictor:
 
 
 class NormalPredictor:
-    """The paper's: a normal draw, clipped at 1 token (erratum 13: it would go negative)."""
+    """The paper's predictor: a normal draw, clipped at 1 token (erratum 13: it could go
+    negative)."""
 
     def __init__(self, mean_tokens: float, sd_tokens: float, rng: np.random.Generator) -> None:
         self._mean_tokens = mean_tokens
@@ -437,7 +436,7 @@ class NormalPredictor:
         return max(1.0, self._rng.normal(self._mean_tokens, self._sd_tokens))
 
     def next_predictions(self, count: int) -> NDArray[np.float64]:
-        """What it would say this many times from now on."""
+        """Return its next predictions, this many of them."""
         rng = copy.deepcopy(self._rng)
         return rng.normal(self._mean_tokens, self._sd_tokens, count).clip(1.0)
 
@@ -446,7 +445,7 @@ class NormalPredictor:
 
 
 class RunningMean:
-    """A mean that starts at a prior and forgets slowly; far more than itself moves it little."""
+    """A mean that starts at a prior and forgets slowly; outliers move it little."""
 
     __slots__ = ("value", "weight")
 
@@ -456,17 +455,17 @@ class RunningMean:
 
 
 def add_to(mean: RunningMean, value: float) -> None:
-    """Learn from one more value; the simulator's compiled loop runs it, too."""
+    """Add one value to a mean; the simulator's compiled loop runs it, too."""
     if mean.weight < MEMORY_REQUESTS:
         mean.weight += 1
-    # Of memoryless lengths 1 in 3 000 is beyond: an engine that makes them up is held back.
+    # Of memoryless lengths, 1 in 3 000 is beyond this: it limits an engine that invents lengths.
     if value > FAR * mean.value:
         value = FAR * mean.value
     mean.value += (value - mean.value) / mean.weight
 
 
-# Of ``BucketMeanPredictor``: what it is a mean of ("": a model), model, bucket and beginning, the
-# mean and its weight.
+# One mean of ``BucketMeanPredictor``: what it covers ("": a model), model, bucket and beginning,
+# the mean and its weight.
 LearntMean = tuple[str, str, int, int, float, float]
 
 
@@ -475,12 +474,12 @@ class BucketMeanPredictor:
     """The default: the mean output length by prompt-length bucket (log2) and model, learnt online.
 
     A bucket starts at the model's mean over all lengths, which starts at ``prior_tokens``; each
-    prior weighs as much as ``prior_requests`` finished requests. Never a random draw: the spread
-    of a draw only moves requests to where they do not belong.
+    prior weighs as much as ``prior_requests`` finished requests. Never a random draw: the spread of
+    a draw only sends requests to the wrong instances.
 
-    Prompts that begin alike are of one application, which has answers of its own: where beginnings
-    are known, a bucket has a mean for each of them, too, and that starts at the bucket's. The
-    bucket then learns from beginnings that are new: they are what it predicts.
+    Prompts with the same beginning come from one application, whose answers are alike: if
+    beginnings are known, a bucket also has a mean for each of them, which starts at the bucket's.
+    The bucket itself then learns only from new beginnings, since those are what it predicts.
     """
 
     def __init__(self, prior_tokens: float, prior_requests: float = 8.0) -> None:
@@ -488,17 +487,17 @@ class BucketMeanPredictor:
         self.prior_requests = prior_requests
         self._models: dict[str, RunningMean] = {}
         self._buckets: dict[tuple[str, int], RunningMean] = {}
-        # By bucket and beginning, which says the model, too; least recently used first. (A plain
-        # dict walks past all that were deleted at its front.)
+        # By bucket and beginning, which implies the model; least recently used first. (A plain dict
+        # walks past all deleted entries at its front.)
         self._beginnings: OrderedDict[tuple[int, int], RunningMean] = OrderedDict()
 
     @property
     def has_learnt(self) -> bool:
-        """It has seen a request finish."""
+        """Whether it has seen a request finish."""
         return bool(self._models)
 
     def means(self) -> list[LearntMean]:
-        """All that it has learnt, for another one's ``take_over``."""
+        """All it has learnt, for another predictor's ``take_over``."""
         rows = [("", model, 0, 0, of.value, of.weight) for model, of in self._models.items()]
         for (model, size), of in self._buckets.items():
             rows.append(("bucket", model, size, 0, of.value, of.weight))
@@ -507,7 +506,7 @@ class BucketMeanPredictor:
         return rows
 
     def take_over(self, means: Iterable[LearntMean]) -> None:
-        """Know what another one has learnt: of its bounds, which are the same."""
+        """Take over what another predictor with the same bounds has learnt."""
         for kind, model, size, beginning, value, weight in means:
             mean = RunningMean(value, min(weight, MEMORY_REQUESTS))
             if kind == "beginning":

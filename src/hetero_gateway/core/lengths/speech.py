@@ -1,10 +1,10 @@
-"""How long a recording plays, by its container's own words: seconds, and never a sample decoded.
+"""The playing time of a recording, from its container's headers, in seconds; nothing is decoded.
 
-An engine's work for speech goes by seconds, and a file's size says little of them: a second of WAV
-has as many bytes as ten of MP3. Read are RIFF WAVE, FLAC, Ogg (Opus, Vorbis), MPEG audio and MP4
-(M4A), which is what is uploaded for transcription but for WebM; that, and what cannot be read,
-goes by its bytes. Within 1 % for files that say the truth. Those that do not are held to what their
-bytes can be.
+An engine's work for speech depends on seconds, and a file's size says little about them: a second
+of WAV has as many bytes as ten of MP3. Supported are RIFF WAVE, FLAC, Ogg (Opus, Vorbis), MPEG
+audio and MP4 (M4A), which covers what is uploaded for transcription except WebM; that, and
+unreadable files, are estimated by their bytes. Files with honest headers are within 1 %; others are
+limited to what their bytes can hold.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import struct
 
 # Of speech at 32 kbit/s, which is what phones and browsers record.
 _USUAL_BYTES_PER_S = 4000.0
-# The most that a compressed second has (Opus' and AAC's limits, 512 kbit/s), and the least that
-# any has (Codec2 and AMR are not read; Opus begins at 6 kbit/s).
+# The most bytes that a compressed second has (Opus' and AAC's limits, 512 kbit/s), and the fewest
+# (Codec2 and AMR are not read; Opus begins at 6 kbit/s).
 _MOST_BYTES_PER_S = 64_000.0
 _LEAST_BYTES_PER_S = 700.0
-# A header that is not within this many bytes of an end of its file is not looked for.
+# A header is looked for only within this many bytes of either end of the file.
 _NEAR_BYTES = 1 << 16
 _FAR_BYTES = 1 << 22
 _OPUS_HZ = 48_000
@@ -35,7 +35,7 @@ _HZ = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_
 
 
 def seconds_of(data: bytes | bytearray, start: int, end: int) -> float:
-    """Of the file between two places of a body; 0 for an empty one."""
+    """The seconds of the file between two places of a body; 0 for an empty one."""
     size = end - start
     if size <= 0:
         return 0.0
@@ -45,7 +45,7 @@ def seconds_of(data: bytes | bytearray, start: int, end: int) -> float:
             if said is not None:
                 return said
         seconds = _compressed(data, start, end)
-    except struct.error:  # it ends within a header
+    except struct.error:  # truncated within a header
         seconds = None
     if seconds is None:
         seconds = size / _USUAL_BYTES_PER_S
@@ -63,7 +63,7 @@ def _compressed(data: bytes | bytearray, start: int, end: int) -> float | None:
 
 
 def _wave(data: bytes | bytearray, start: int, end: int) -> float | None:
-    """By the samples that are there, whatever the header says of their number."""
+    """By the samples that are there, whatever number the header states."""
     at, frame_bytes_per_s = start + 12, 0.0
     for _ in range(64):
         kind = data[at : at + 4]
@@ -102,7 +102,7 @@ def _ogg(data: bytes | bytearray, start: int, end: int) -> float | None:
 
 def _mp4(data: bytes | bytearray, start: int, end: int) -> float | None:
     at = data.find(b"mvhd", start, min(end, start + _NEAR_BYTES))
-    if at < 0:  # the index may be behind the samples
+    if at < 0:  # the index may follow the samples
         at = data.rfind(b"mvhd", max(start, end - _FAR_BYTES), end)
     if at < 0:
         return None
@@ -126,7 +126,7 @@ def _mpeg(data: bytes | bytearray, start: int, end: int) -> float | None:
             head = data[at : at + 128]
             for mark in (b"Xing", b"Info"):
                 place = head.find(mark)
-                if place >= 0 and head[place + 7] & 1:  # it says how many frames there are
+                if place >= 0 and head[place + 7] & 1:  # it states the number of frames
                     frames = int.from_bytes(head[place + 8 : place + 12], "big")
                     return frames * samples / hz
             return (end - at) * 8 / bits_per_s
@@ -135,7 +135,7 @@ def _mpeg(data: bytes | bytearray, start: int, end: int) -> float | None:
 
 
 def _mpeg_frame(head: bytes | bytearray) -> tuple[float, int, int] | None:
-    """(bits per second, samples per second, samples in a frame); None: no frame begins so."""
+    """(bits per second, samples per second, samples in a frame); None: not the start of a frame."""
     if len(head) < 4 or head[1] & 0xE0 != 0xE0:
         return None
     version, layer = head[1] >> 3 & 3, 4 - (head[1] >> 1 & 3)

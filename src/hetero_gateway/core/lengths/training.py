@@ -1,9 +1,9 @@
-"""Trains the trees of ``length_model``, and tells how far predictions are off.
+"""Trains the trees of ``length_model``, and measures how far predictions are off.
 
-A tree splits where that lowers the squared error most. The squared error, because a placement's
-cost is close to linear in the output length, for which the mean is what is needed. How many leaves:
-by the error on the last quarter of the rows, so that a trace whose lengths depend on nothing gets
-one leaf. docs/evidence/predictors.md has the errors, and why not log2 buckets.
+A tree splits where that lowers the squared error most: a placement's cost is close to linear in the
+output length, so the mean is what is needed. The number of leaves is chosen by the error on the
+last quarter of the rows, so that a trace whose lengths depend on nothing gets one leaf.
+docs/evidence/predictors.md has the errors, and why not log2 buckets.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hetero_gateway.core.lengths.length_model import (
 from hetero_gateway.core.lengths.predictors import LengthFeatures, OutputLengthPredictor
 
 MIN_ROWS = 50
-# Below this a model of its own says less than what all of them say together.
+# With fewer rows, a model's own tree says less than the common one.
 MIN_MODEL_ROWS = 500
 _LEAVES = (1, 2, 4, 8, 16, 32)
 # A leaf has at least this many requests, and at least this share of them.
 _MIN_LEAF, _MIN_LEAF_SHARE = 20, 0.005
-# A part's mean is drawn to that of what it was split from as if it had this many more requests.
+# A part's mean is drawn to that of the part it was split from as if it had this many more requests.
 _SHRINKAGE = 4.0
 _VALIDATION_SHARE = 0.25
 
@@ -43,7 +43,7 @@ Features = NDArray[np.float64]
 class LengthSamples:
     """Finished requests, in the order of their arrival; all (N,).
 
-    ``max_tokens`` is infinite where the client gave no limit; ``models`` is "" where unknown.
+    ``max_tokens`` is infinite if the client gave no limit; ``models`` is "" where unknown.
     """
 
     prompt_tokens: FloatArray
@@ -55,7 +55,7 @@ class LengthSamples:
         return int(self.output_tokens.size)
 
     def part(self, start: int, stop: int) -> LengthSamples:
-        """The requests from ``start`` up to ``stop``."""
+        """The requests from ``start`` to before ``stop``."""
         numbers = self.prompt_tokens, self.max_tokens, self.output_tokens
         prompt, limit, output = (column[start:stop] for column in numbers)
         return LengthSamples(prompt, limit, output, self.models[start:stop])
@@ -70,7 +70,7 @@ class LengthSamples:
 
 
 def fit_length_model(samples: LengthSamples) -> LengthModel:
-    """A tree for all requests, and one for each model with ``MIN_MODEL_ROWS`` of them.
+    """Fit a tree for all requests, and one for each model with ``MIN_MODEL_ROWS`` of them.
 
     Raises:
         ValueError: fewer than ``MIN_ROWS`` requests.
@@ -94,14 +94,15 @@ def _fit_tree(columns: Features, output: FloatArray) -> Node:
         tree = _grow(columns[:, :earlier], output[:earlier], leaves)
         guess = np.array([_leaf(tree, row).tokens for row in columns[:, earlier:].T])
         errors.append(float(np.mean((guess - output[earlier:]) ** 2)))
-    # Within 1 % of the best the smaller tree: the rest is chance, and it is easier to read.
+    # Of trees within 1 % of the best, take the smaller: the rest is chance, and it is easier to
+    # read.
     enough = next(i for i, error in enumerate(errors) if error <= 1.01 * min(errors))
     return _grow(columns, output, _LEAVES[enough])
 
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Requests of a tree's leaf to be, and the best way to split them (gain 0: none)."""
+    """The requests of a future leaf, and the best way to split them (gain 0: none)."""
 
     rows: NDArray[np.intp]
     gain: float
@@ -136,7 +137,7 @@ def _grow(columns: Features, output: FloatArray, leaves: int) -> Node:
 
 
 def _best_split(values: FloatArray, output: FloatArray, smallest: int) -> tuple[float, float]:
-    """(gain in squared error, threshold); the gain is 0 where no split is allowed."""
+    """(gain in squared error, threshold); the gain is 0 if no split is allowed."""
     count = output.size
     if count < 2 * smallest:
         return 0.0, 0.0
@@ -152,12 +153,12 @@ def _best_split(values: FloatArray, output: FloatArray, smallest: int) -> tuple[
     allowed = (values[1:] > values[:-1]) & (below >= smallest) & (below <= count - smallest)
     gain = np.where(allowed, gain, 0.0)
     best = int(gain.argmax())
-    # At the lower value itself: half way to "no limit" would be no number.
+    # At the lower value itself: half way to "no limit" would not be a number.
     return float(gain[best]), float(values[best])
 
 
 def _node(part: _Part, output: FloatArray, around: float) -> Node:
-    """What was grown, as it is kept; ``around`` is the mean of what this was split from."""
+    """Convert the grown tree to the kept form; ``around`` is the mean it was split from."""
     own = output[part.rows]
     mean = (float(own.sum()) + _SHRINKAGE * around) / (own.size + _SHRINKAGE)
     if part.below is None or part.above is None:
@@ -174,13 +175,13 @@ def _leaf(node: Node, row: FloatArray) -> Leaf:
 
 # Errors
 
-# Upper ends, in prompt tokens, of the buckets that errors are reported by.
+# Upper ends, in prompt tokens, of the buckets by which errors are reported.
 ERROR_BUCKETS = (64, 256, 1024, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthError:
-    """Of predicted minus true output tokens, over ``requests`` requests."""
+    """The error of predicted minus true output tokens, over ``requests`` requests."""
 
     requests: int
     mae_tokens: float
@@ -189,7 +190,7 @@ class LengthError:
 
 
 def replay(predictor: OutputLengthPredictor, samples: LengthSamples) -> FloatArray:
-    """What a predictor says of each request, capped by its limit, learning from each after it."""
+    """Predict each request, capped by its limit, learning from each one afterwards."""
     result = np.empty(len(samples))
     for i, (features, output_tokens) in enumerate(samples.features()):
         tokens = predictor.predict(features)
@@ -200,12 +201,12 @@ def replay(predictor: OutputLengthPredictor, samples: LengthSamples) -> FloatArr
 
 
 def error_of(predicted: FloatArray, samples: LengthSamples) -> LengthError:
-    """The error over all of the requests, of which there is at least one."""
+    """The error over all requests; there must be at least one."""
     return _error(predicted - samples.output_tokens)
 
 
 def errors_by_prompt(predicted: FloatArray, samples: LengthSamples) -> list[LengthError | None]:
-    """The error by prompt length: up to each of ERROR_BUCKETS, and above; None: no request."""
+    """The error by prompt length: up to each of ERROR_BUCKETS, and above; None: no requests."""
     buckets = np.searchsorted(np.array(ERROR_BUCKETS), samples.prompt_tokens)
     residuals = predicted - samples.output_tokens
     parts = [residuals[buckets == i] for i in range(len(ERROR_BUCKETS) + 1)]

@@ -1,1 +1,1 @@
-"""How much a client may do: windows of a minute, what a request is charged, and what that cost."""
+"""Client limits: windows of a minute, what a request is charged, and what it really used."""

@@ -1,13 +1,13 @@
-"""Who has used how much: a key's account and its group's, and what one request is charged. Pure.
+"""Accounts of what a key and its group have used, and the charge of one request. Pure.
 
-    admit      every account has room: a request, its tokens as estimated, one more at a time
+    admit      every account has room: a request, its estimated tokens, one more in flight
     extend     a session goes on: more tokens than were charged, if every account has room
-    settle     the tokens that it really was; once, later calls change nothing
-    end        one less at a time; once
+    settle     the tokens it really used; once, later calls change nothing
+    end        one fewer in flight; once
 
-A request that is never settled keeps its estimate. The estimate that is charged is at most the
-smallest limit, so that no request is refused for good because somebody guessed its length too long;
-what it was beyond that is charged as it is settled.
+A request that is never settled keeps its estimate. The charged estimate is at most the smallest
+limit, so that no request is refused for good because of a length estimated too high; tokens beyond
+that are charged when it is settled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_gateway.core.limits.window import UNLIMITED, Window
 class Limits(NamedTuple):
     """Args:
     requests_per_minute, tokens_per_minute: in any 60 s; None: no limit.
-    concurrency: requests that are not over, at a time; None: no limit.
+    concurrency: requests in flight at once; None: no limit.
     """
 
     requests_per_minute: int | None = None
@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 
 class Limit(enum.Enum):
-    """Which of them there is no room under."""
+    """The limit that was reached."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"
@@ -39,13 +39,13 @@ class Limit(enum.Enum):
 
 
 class Denial(NamedTuple):
-    """A request that may not be served now.
+    """Why a request may not be served now.
 
     Args:
-        account: whose limit it is.
-        limit: which.
-        allowed: how much that is.
-        wait_s: until it may be, if nothing else comes in between; None: not known.
+        account: the account whose limit was reached.
+        limit: which limit.
+        allowed: its value.
+        wait_s: until the request may be served, if nothing else comes in between; None: not known.
     """
 
     account: str
@@ -54,16 +54,16 @@ class Denial(NamedTuple):
     wait_s: float | None
 
 
-# How a client stands once a request is charged, by the account where least is left: the limit of
-# requests, what remains of it, and the same of tokens. What was used last counts for ``SLOTS``
-# seconds from now. A limit of None: there is none, and what remains says nothing.
+# A client's standing once a request is charged, by the account with the least left: the limit of
+# requests, what remains of it, and the same for tokens. What was used last counts for ``SLOTS``
+# seconds from now. A limit of None means no limit, and the remaining value says nothing.
 LimitStanding = tuple[int | None, int, int | None, int]
 
 
 class Account:
     """What a key, or all keys of a group, have used.
 
-    ``name``: unique. ``in_flight``: now, here; ``room``: how many of them there may be.
+    ``name``: unique. ``in_flight``: now, here; ``room``: the most that may be in flight.
     """
 
     __slots__ = ("_elsewhere", "concurrency", "in_flight", "name", "requests", "room", "tokens")
@@ -80,7 +80,7 @@ class Account:
         return f"<Account {self.name}: {self.requests}, {self.tokens}, {self.in_flight} in flight>"
 
     def set_limits(self, limits: Limits) -> None:
-        """Other limits from now on; what was used stays so."""
+        """Apply other limits from now on; past usage stays."""
         self.requests.set_limit(limits.requests_per_minute)
         self.tokens.set_limit(limits.tokens_per_minute)
         self.concurrency = limits.concurrency
@@ -88,7 +88,7 @@ class Account:
 
     @property
     def others_in_flight(self) -> int:
-        """At other gateways."""
+        """Requests in flight at other gateways."""
         return self._elsewhere
 
     @others_in_flight.setter
@@ -98,7 +98,7 @@ class Account:
         self.room = most - requests
 
     def denial(self, tokens: int, now_s: float) -> Denial:
-        """Why a request of this many tokens may not be served now; the windows are of now."""
+        """Why a request of this many tokens may not be served now; the windows are current."""
         most = self.concurrency
         if most is not None and self.in_flight >= self.room:
             return Denial(self.name, Limit.CONCURRENCY, most, None)
@@ -109,7 +109,7 @@ class Account:
 
 
 class Charge:
-    """What one request was charged. ``tokens``: as estimated; ``standing``: with them."""
+    """The charge of one request. ``tokens``: as estimated; ``standing``: with them."""
 
     __slots__ = ("_accounts", "_ended", "_second", "_settled", "standing", "tokens")
 
@@ -127,7 +127,7 @@ class Charge:
         return f"<Charge of {self.tokens} tokens, {state}>"
 
     def extend(self, tokens: int, now_s: float) -> Denial | None:
-        """Charge this many tokens more, which are used now, to every account or to none."""
+        """Charge this many more tokens, used now, to every account or to none."""
         second = int(now_s)
         for account in self._accounts:
             window = account.tokens
@@ -141,7 +141,7 @@ class Charge:
         return None
 
     def settle(self, tokens: int, now_s: float) -> None:
-        """It was this many tokens. Only the first call counts."""
+        """Set the tokens it really used. Only the first call counts."""
         if self._settled:
             return
         self._settled = True
@@ -151,12 +151,12 @@ class Charge:
             for account in self._accounts:
                 window = account.tokens
                 if window.second == second == self._second:
-                    window.free -= difference  # the rule: a second's slot is noted when it is over
+                    window.free -= difference  # the usual case: a slot is noted once it has passed
                 else:
                     window.correct(self._second, difference, second)
 
     def end(self) -> None:
-        """The request is over. Only the first call counts."""
+        """Note that the request has ended. Only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -197,9 +197,9 @@ def admit(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge | De
 def _without_room(
     accounts: Sequence[Account], full: Account, tokens: int, now_s: float
 ) -> Charge | Denial:
-    """The accounts before this one give back what they were charged.
+    """Return their charge to the accounts before this one.
 
-    If that is because of an estimate beyond all that is allowed, it is charged what is.
+    If the estimate alone exceeds what is allowed, the allowed amount is charged instead.
     """
     for account in accounts[: accounts.index(full)]:
         account.requests.free += 1
@@ -214,7 +214,7 @@ def _without_room(
 
 
 def adopt(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge:
-    """Charge a request that is being served already, whatever the limits are."""
+    """Charge a request that is already being served, whatever the limits."""
     second = int(now_s)
     for account in accounts:
         for window, amount in ((account.requests, 1), (account.tokens, tokens)):
@@ -225,7 +225,7 @@ def adopt(accounts: Sequence[Account], tokens: int, now_s: float) -> Charge:
 
 
 def standing(accounts: Sequence[Account]) -> LimitStanding:
-    """How the client with these accounts stands, as of the last request."""
+    """The standing of the client with these accounts, as of the last request."""
     requests, tokens = (
         min(
             ((w.remaining(), w.limit) for w in windows if w.limit is not None),

@@ -1,8 +1,7 @@
-"""The policies, by the names that a configuration uses, behind one signature.
+"""The policies, by their names in a configuration, behind one signature.
 
-A policy sees what is known of each eligible instance and returns its choice with the figures that
-it was made from. It does no I/O, reads no clock, and draws only from the generator that it is
-given.
+A policy sees what is known of each eligible instance and returns its choice with the figures behind
+it. It does no I/O, reads no clock, and draws only from the generator that it is given.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def make_policy(
     options: PolicyOptions | None = None,
     installed: Mapping[str, PolicyMaker] = MappingProxyType({}),
 ) -> Policy:
-    """A new policy by its name, a built-in one or another. KeyError: there is none of this name."""
+    """Make a policy by its name, built-in or installed. KeyError: no such policy."""
     if name in installed:
         return installed[name]()
     return _POLICIES[name](options or PolicyOptions())

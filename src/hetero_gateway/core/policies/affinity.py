@@ -1,4 +1,4 @@
-"""Policies that send what belongs together to one place: peers to compare ``finish-time`` with."""
+"""Policies that keep related requests together: baselines to compare ``finish-time`` with."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BALANCE_RATIO: Final = 1.1
 _LEAST_MATCH: Final = 0.5
 
 # A session's own instance may have a quarter more than its share, as in Google's "Consistent
-# Hashing with Bounded Loads" (arXiv 1608.01350), where 1.25 is the factor of the examples.
+# Hashing with Bounded Loads" (arXiv 1608.01350), whose examples use 1.25.
 _MOST_SHARE: Final = 1.25
-# Sessions are hashed with the ids of instances; so many ids are kept.
+# Sessions are hashed with the ids of instances; this many ids are kept.
 _MOST_IDS: Final = 1 << 14
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _64_BITS = (1 << 64) - 1
@@ -31,9 +31,9 @@ _64_BITS = (1 << 64) - 1
 class PrefixAffinity(PlacesAtOnce):
     """The rule of vllm-router's ``cache_aware``, with this gateway's index in place of its tree.
 
-    Where requests in flight are out of balance, the fewest; else the deepest match, if it is more
-    than half of the prompt; else the fewest. It knows neither how fast an instance is nor how far
-    a match can be trusted.
+    If requests in flight are out of balance, the fewest; else the deepest match, if it is more than
+    half of the prompt; else the fewest. It knows neither how fast an instance is nor how far a
+    match can be trusted.
     """
 
     name = "prefix-affinity"
@@ -44,7 +44,7 @@ class PrefixAffinity(PlacesAtOnce):
             matches = _matches(candidates)
             best = max(matches)
             if best > _LEAST_MATCH * candidates.request.prompt_tokens:
-                # Of equally deep ones the least loaded.
+                # Of equally deep matches, the least loaded.
                 in_flight = [
                     there if match == best else math.inf
                     for there, match in zip(in_flight, matches, strict=True)
@@ -83,12 +83,12 @@ def _matches(candidates: Candidates) -> Sequence[float]:
 
 
 class Session(PlacesAtOnce):
-    """A session's requests go to one instance, by hash, as long as that has not too many.
+    """Hashes a session's requests to one instance, as long as that one is not overloaded.
 
-    Each session has an order of the instances of its own (rendezvous hashing, weighted by fitted
-    capacity), and takes the first one that would not have more than 1.25 times its share of what
-    is in flight. An instance that comes or goes moves its own sessions only. A request without a
-    session goes where (in flight + 1) / capacity is lowest.
+    Each session has its own order of the instances (rendezvous hashing, weighted by fitted
+    capacity), and takes the first one that would not exceed 1.25 times its share of the requests in
+    flight. An instance that comes or goes moves only its own sessions. A request without a session
+    goes where (in flight + 1) / capacity is lowest.
     """
 
     name = "session"
@@ -111,7 +111,7 @@ class Session(PlacesAtOnce):
         return scores.index(max(scores))
 
     def _score(self, session: int, instance_id: InstanceId, capacity: float) -> float:
-        """The session's order: an instance is ahead of all others as often as its capacity says."""
+        """The session's order: an instance comes first as often as its capacity warrants."""
         hashed = self._hashes.get(instance_id)
         if hashed is None:
             if len(self._hashes) >= _MOST_IDS:
@@ -140,7 +140,7 @@ class Session(PlacesAtOnce):
 
 
 def _mixed(value: int) -> int:
-    """Every bit depends on every other (the finaliser of splitmix64)."""
+    """Mix the bits: every bit depends on every other (the finaliser of splitmix64)."""
     value ^= value >> 30
     value = value * _MULTIPLIERS[0] & _64_BITS
     value ^= value >> 27

@@ -1,4 +1,4 @@
-"""Policies that send every request on as it comes: what they look at, and how ties are broken."""
+"""Policies that place every request on arrival: what they see, and how ties are broken."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hetero_gateway.core.types import Draws
 
 
 class Candidates:
-    """What a policy that places at once chooses by: a list entry for each candidate.
+    """The inputs of a policy that places on arrival: a list entry for each candidate.
 
     ``request_time_s``: T_r^s. ``load``: outstanding charges, s. ``kv_usage``: Eq. (8).
     ``in_flight``: outstanding requests. ``capacity``: fitted requests/s. ``weight``: as configured.
-    What other gateways have sent there is in all of it.
+    All include what other gateways have sent there.
     """
 
     __slots__ = ("ids", "in_flight", "kv_usage", "load", "request", "request_time_s", "view")
@@ -65,9 +65,9 @@ class Candidates:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PlacesAtOnce:
-    """A policy that sends every request on as it comes. It says which ``position`` it takes.
+    """A policy that places every request on arrival, by returning a ``position``.
 
-    One that remembers what it chose has a ``turn``, too.
+    One that remembers its choices also has a ``turn``.
     """
 
     name: str
@@ -76,7 +76,7 @@ class PlacesAtOnce:
     default_predictor: DefaultPredictor = "bucket-mean"
 
     def position(self, candidates: Candidates, rng: Draws) -> int:
-        """The chosen candidate's."""
+        """The chosen candidate's position."""
         raise NotImplementedError
 
     def choose(self, view: View, rng: Draws) -> Choice:
@@ -96,13 +96,13 @@ class PlacesAtOnce:
         return self.choose(view, rng)
 
     def turn(self) -> Any:
-        return None  # most depend on nothing else
+        return None  # most have no other state
 
     def take_back(self, turn: Any) -> None:
         pass
 
     def told(self, candidates: Candidates) -> dict[str, Sequence[float]]:
-        """What else the choice was made from than ``COLUMNS``, by name."""
+        """Further columns that the choice was made from, beside ``COLUMNS``, by name."""
         return {}
 
     def charge(self, request_time_s: float, kv_usage: float, theta: float) -> float:
@@ -116,10 +116,10 @@ class PlacesAtOnce:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LowestScore(PlacesAtOnce):
-    """A policy that gives each candidate a number: the lowest has it; equals are drawn from."""
+    """A policy that scores each candidate: the lowest score wins, ties are drawn."""
 
     def scores(self, candidates: Candidates) -> Sequence[float]:
-        """One number for each candidate, none of them NaN."""
+        """One number for each candidate, never NaN."""
         raise NotImplementedError
 
     def choose(self, view: View, rng: Draws) -> Choice:
@@ -134,9 +134,9 @@ class LowestScore(PlacesAtOnce):
 
 
 def lowest_with_random_ties(scores: Sequence[float], rng: Draws) -> int:
-    """The position of the lowest score; among equals a seeded draw (erratum 2).
+    """The position of the lowest score; a seeded draw among ties (erratum 2).
 
-    Never the list's order: with equal instances the lowest index would get every request of an
+    Never the list's order: with equal instances, the lowest index would get every request of an
     idle moment, and reversing the configuration would change the throughput.
     """
     best = min(scores)
@@ -153,7 +153,7 @@ def lowest(
     tie: str = "of equals one is drawn at random",
     whole: bool = False,
 ) -> str:
-    """The sentence of a rule that takes the lowest of ``scores``, beside the nearest other one."""
+    """The sentence of a rule that takes the lowest of ``scores``, with the runner-up."""
     chosen = decision.choice.position
     mine = scores[chosen]
     nearest = min((i for i in range(len(scores)) if i != chosen), key=scores.__getitem__)

@@ -1,12 +1,12 @@
-"""What every policy shares: its Protocol, what it sees, what it answers, and what comes of it.
+"""What all policies share: the Protocol, its inputs, its answer, and the resulting decision.
 
-A policy is asked with a ``View``: the candidates of one request, which are the instances that may
-get it. It answers with a ``Choice``, which carries the figures that it was made from; both become a
-``Decision``, which is explained when somebody asks, in the policy's own words. It writes to nothing
-that it was given.
+A policy is asked with a ``View``: the candidates of one request, the instances that may get it. It
+answers with a ``Choice``, which carries the figures it was made from; together they become a
+``Decision``, which is explained on demand, in the policy's own words. A policy never writes to its
+inputs.
 
-All is in plain numbers: of a few candidates, that is half of what arrays cost; it can be compiled
-as it stands; and every rule has one form.
+Everything is in plain numbers: for a few candidates that costs half as much as arrays, it can be
+compiled as it stands, and every rule has one form.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hetero_gateway.core.request import Request
 from hetero_gateway.core.types import CachedPrefix, Candidate, Draws, InstanceId, InstanceSpec
 
 Objective = Literal["latency", "makespan"]
-# The predictors of output lengths that a policy may want by default.
+# The output-length predictors that a policy may use by default.
 DefaultPredictor = Literal["bucket-mean", "normal"]
 
-# Shorter waits in the gateway are not worth a word.
+# Shorter waits in the gateway are not worth mentioning.
 _NO_WAIT_S: Final = 0.01
 _MOST_NAMED: Final = 3
 
 
-# What finish-time expects of a candidate.
+# finish-time's estimates for a candidate.
 _ESTIMATES = (
     "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
     "prefill_cost_s", "decode_cost_s",
@@ -42,17 +42,17 @@ _ESTIMATES = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What a configuration may set.
+    """The configurable options of policies.
 
     Args:
         randomised: round-robin policies draw an instance instead of taking turns.
         single_instance: where ``single-instance`` sends everything; None: the first candidate.
-        objective: what ``finish-time`` is to keep low; see there.
-        prefill_depth: most requests without a first token that ``finish-time`` leaves on one
+        objective: what ``finish-time`` minimises; see there.
+        prefill_depth: maximum requests without a first token that ``finish-time`` leaves on one
             instance.
-        first_token_weight: how much a second until the first token counts for ``finish-time``
-            beside a second of latency, where a cached prefix is known; 0 or more.
-        slos: limits that ``finish-time`` keeps requests within, where it can; None: it has none.
+        first_token_weight: for ``finish-time``, the weight of a second until the first token
+            against a second of latency, if a cached prefix is known; 0 or more.
+        slos: limits that ``finish-time`` keeps requests within, where possible; None: none.
     """
 
     randomised: bool = False
@@ -63,20 +63,20 @@ class PolicyOptions:
     slos: Slos | None = None
 
 
-# What is made for every request are classes with slots, not NamedTuples: compiled, their numbers
-# are a processor's own, and to look at one costs no search for a name.
+# Objects made for every request are classes with slots, not NamedTuples: compiled, their numbers
+# are machine numbers, and access costs no lookup by name.
 
 
 class Backlog:
-    """What a policy that queues knows of those that wait in the gateway, and of what arrives.
+    """What a policy that queues knows of the requests waiting in the gateway, and of arrivals.
 
     Args:
-        queued: requests that wait, this one included.
+        queued: waiting requests, including this one.
         idle_s: since the last arrival; ``mean_gap_s``: between the arrivals before.
-        mean_lengths: prompt and output tokens of the mean queued request; None: nobody waits.
-        typical_request_time_s: T of a request of the lengths that arrive on average, by candidate.
-        residual: expected further output by stage (tokens).
-        profiled: some candidate has constants of its own, or was observed.
+        mean_lengths: prompt and output tokens of the mean queued request; None: none is waiting.
+        typical_request_time_s: T of a request of mean arrival lengths, by candidate.
+        residual: expected remaining output by stage (tokens).
+        profiled: some candidate has its own constants, or was observed.
         stands_in: some candidate's constants are not its own, so its times come from its observed
             speed.
         waited_s: since the request arrived.
@@ -118,14 +118,14 @@ class Backlog:
 
 
 class View:
-    """A request and its candidates, an entry each. Nobody may write to it.
+    """A request and its candidates, one entry each. Read-only.
 
     Args:
         prefill_tokens: prompt tokens to compute, of all its sequences, by candidate.
-        kv_tokens: that it will hold in the KV cache at its end, cached ones among them.
-        prefix: what of the prompt need not be computed; None: nothing is cached anywhere, as far
-            as is known.
-        backlog: for policies that ``queues``; None for all others.
+        kv_tokens: tokens it will hold in the KV cache at its end, including cached ones.
+        prefix: the part of the prompt that need not be computed; None: nothing is known to be
+            cached anywhere.
+        backlog: for policies that set ``queues``; None for all others.
     """
 
     __slots__ = (
@@ -167,7 +167,7 @@ class View:
 
 
 class Figures:
-    """What a choice was made from: named columns of one number per candidate.
+    """The inputs of a choice: named columns of one number per candidate.
 
     ``data``: candidate by candidate. ``by_speed``: some candidate's times come from its observed
     speed alone.
@@ -184,11 +184,11 @@ class Figures:
         return name in self.names
 
     def column(self, name: str) -> list[float]:
-        """One number per candidate. ValueError: there is no such column."""
+        """One number per candidate. ValueError: no such column."""
         return self._data[self.names.index(name) :: len(self.names)]
 
     def at(self, name: str, candidate: int) -> float:
-        """One number of a column. ValueError: there is no such column."""
+        """One number of a column. ValueError: no such column."""
         return self._data[candidate * len(self.names) + self.names.index(name)]
 
 
@@ -198,15 +198,15 @@ class Choice:
     Args:
         position: of the chosen candidate.
         charge: what its load grows by, s.
-        names, data, by_speed: of its ``figures``, what it was chosen from. There are always
-            ``COLUMNS``.
-        waits: it would be the best, but cannot be sent a request now (only where ``queues``).
+        names, data, by_speed: of the ``figures`` it was chosen by. They always include ``COLUMNS``.
+        waits: it would be the best, but cannot be sent a request now (only if ``queues``).
         ttft_s: predicted time to the first token, s; None: not estimated.
-        latency_s: predicted time to the last one, s; None: not estimated.
+        latency_s: predicted time to the last token, s; None: not estimated.
 
-    Where another candidate computes the prompt (``policies/legs.py``): its ``prefill_position``, -1
-    else; what its load grows by, ``prefill_charge``, and how long that takes, ``prefill_s``; then
-    ``charge`` is of the answer alone, which comes after a transfer of ``transfer_s``.
+    If another candidate computes the prompt (``policies/legs.py``): its ``prefill_position``,
+    otherwise -1; what its load grows by, ``prefill_charge``, and how long that takes,
+    ``prefill_s``. Then ``charge`` is for the answer alone, which follows a transfer of
+    ``transfer_s``.
     """
 
     __slots__ = (
@@ -251,16 +251,16 @@ class Choice:
         return Figures(self.names, self.data, self.by_speed)
 
 
-# What every choice reports of each candidate.
+# Columns that every choice reports for each candidate.
 COLUMNS = ("request_time_s", "kv_usage", "load_s", "in_flight")
 
 
 class Decision:
-    """Where a request goes. The reason is kept as the figures it was made from; see ``explain``.
+    """Where a request goes, with the figures it was chosen by; see ``explain``.
 
     ``prefill_tokens`` and ``kv_tokens``: what the instance is charged, as in ``View``.
     ``ids``: the candidates, in the order of the figures. ``excluded``: those that took no part.
-    ``prefix``: what of the prompt each candidate is thought to have cached; None: nothing.
+    ``prefix``: the part of the prompt each candidate should have cached; None: nothing.
     """
 
     __slots__ = (
@@ -297,18 +297,18 @@ class Decision:
 
     @property
     def prefill_id(self) -> InstanceId | None:
-        """Who computes the prompt; None: who answers."""
+        """The instance that computes the prompt; None: the one that answers."""
         position = self.choice.prefill_position
         return None if position < 0 else self.ids[position]
 
     @property
     def waits(self) -> bool:
-        """It would get the request, but not now."""
+        """Whether it would get the request, but not now."""
         return self.choice.waits
 
     @property
     def loads_after(self) -> list[float]:
-        """What each candidate's load would have been with the request, s."""
+        """Each candidate's load with the request, s."""
         column, theta = self.choice.figures.column, self.theta
         return [
             load_s + self.policy.charge(time_s, usage, theta)
@@ -352,10 +352,10 @@ class Decision:
         prefill = request.sequences * (request.prompt_tokens - cached)
         return CachedPrefix(prefix.match_tokens[i], prefix.trust[i], cached, prefill)
 
-    # In one plain sentence. Each policy looks at something else, so it says what it looked at.
+    # In one plain sentence. Each policy looks at something else, so it describes its own reason.
 
     def reason(self, got: str = "got it", waited_s: float = 0.0) -> str:
-        """Why the policy chose what it chose; ``got`` is its verb.
+        """Why the policy made its choice; ``got`` is the sentence's verb.
 
         ``waited_s``: how long the request was in the gateway's queue before.
         """
@@ -363,7 +363,7 @@ class Decision:
         return f"{self.instance_id} {got}{after}: {self._because()}."
 
     def waiting_reason(self, waiting: int) -> str:
-        """Why it would wait in the gateway; ``waiting``: how many do now."""
+        """Why it would wait in the gateway; ``waiting``: how many requests do now."""
         figures = self.choice.figures
         if self.waits and not any(figures.column("room")):
             why = "no instance has room now"
@@ -387,15 +387,15 @@ class Decision:
 
 
 class Policy(Protocol):
-    """What chooses."""
+    """Chooses an instance."""
 
-    # The name in a configuration.
+    # Its name in a configuration.
     name: str
-    # Requests wait in the gateway for it, and it wants ``View.backlog``.
+    # Requests wait in the gateway for it, and it needs ``View.backlog``.
     queues: bool
-    # Of very many candidates, it can do with a sample (``scheduling/decider.py``).
+    # A sample of very many candidates suffices for it (``scheduling/decider.py``).
     samples: bool
-    # The predictor of output lengths that it is used with where none is configured.
+    # Its predictor of output lengths, if none is configured.
     default_predictor: DefaultPredictor
 
     def choose(self, view: View, rng: Draws) -> Choice | None:
@@ -403,15 +403,16 @@ class Policy(Protocol):
         ...
 
     def would_choose(self, view: View, rng: Draws) -> Choice:
-        """The same for an explanation: where it is None, what is best and has to be waited for."""
+        """The same for an explanation: instead of None, the best candidate, which has to be waited
+        for."""
         ...
 
     def turn(self) -> Any:
-        """What its next choices depend on beside what it is given, for ``take_back``."""
+        """The state its next choices depend on, for ``take_back``."""
         ...
 
     def take_back(self, turn: Any) -> None:
-        """Have its next choices be those that they were to be when ``turn`` was asked."""
+        """Restore the state that ``turn`` returned."""
         ...
 
     def charge(self, request_time_s: float, kv_usage: float, theta: float) -> float:
@@ -419,14 +420,14 @@ class Policy(Protocol):
         ...
 
     def because(self, decision: Decision) -> str:
-        """Why it chose what it chose, as the end of a sentence."""
+        """The reason of its choice, as the end of a sentence."""
         ...
 
 
-# Figures in a sentence.
+# Numbers in a sentence.
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A figure to read: so many digits that count, never an exponent."""
+    """A readable number: this many significant digits, never an exponent."""
     exponent = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{min(12, max(0, digits - 1 - exponent))}f}"

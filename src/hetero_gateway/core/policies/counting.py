@@ -30,9 +30,9 @@ class LeastRequests(PlacesAtOnce):
 
 
 class CapacityWeighted(PlacesAtOnce):
-    """The fewest outstanding requests per fitted capacity, this one included.
+    """The fewest outstanding requests per fitted capacity, including this one.
 
-    The honest baseline: it knows the constants, but not the request.
+    The fair baseline: it knows the constants, but not the request.
     """
 
     name = "capacity-weighted"
@@ -72,5 +72,5 @@ class PowerOfTwo(PlacesAtOnce):
 
 
 def per_capacity(in_flight: Sequence[float], capacity: Sequence[float]) -> list[float]:
-    """By candidate: requests in flight with one more, over fitted requests per second, s."""
+    """By candidate: requests in flight plus one, over fitted requests per second, s."""
     return [(there + 1) / per_s for there, per_s in zip(in_flight, capacity, strict=True)]

@@ -1,7 +1,7 @@
-"""What ``finish-time`` expects of each candidate (docs/design/scheduling.md): the arithmetic alone.
+"""``finish-time``'s estimates for each candidate (docs/design/scheduling.md): arithmetic only.
 
-Functions of plain numbers for one instance at a time. The compiled simulation has numba compile
-these same functions (``sim/compiled``), with the same results to the bit.
+Functions of plain numbers for one instance at a time. numba compiles these same functions for the
+compiled simulation (``sim/compiled``), with the same results to the bit.
 
     symbol  here                         unit
     n       sequences there              sequences
@@ -14,16 +14,16 @@ these same functions (``sim/compiled``), with the same results to the bit.
     price   memory_price_s               s
     late    late_price_s                 s
 
-Steps wait for the prompts that are computed in between, those that come later among them: an answer
-of P tokens takes P·step/(1 − ρ). ρ is what was sent there lately. Each machine has its own: long
+Steps wait for the prompts computed in between, including those that arrive later: an answer of P
+tokens takes P·step/(1 − ρ). ρ follows what was sent there recently. Each machine has its own: long
 prompts go to some machines and short ones to others.
 
-What several sequences have in common is in the cache once, and each of them reads it: memory goes
-by ``tokens`` less what is shared, steps by all.
+Tokens that several sequences share are in the cache once, and each sequence reads them: memory
+counts ``tokens`` without the shared ones, steps count all.
 
-Attention over the prompts (p9 of ``cost_model``): where u of I prompt tokens are to be computed,
-behind C = I − u, they attend to u·(C + u/2) = u·(I − u/2) pairs. Of those that wait only the sums
-of I and u are known; they are taken for sequences of the mean I and u.
+Attention over the prompts (p9 of ``cost_model``): if u of I prompt tokens are to be computed,
+behind C = I − u, they attend to u·(C + u/2) = u·(I − u/2) pairs. Of waiting prompts only the sums
+of I and u are known; they are treated as sequences of the mean I and u.
 """
 
 from __future__ import annotations
@@ -37,46 +37,47 @@ from hetero_gateway.core.instances.state import PREFILL_OVER_S, InstanceState
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.types import Draws
 
-# Sent beyond max_num_seqs, so that the engine has the next request at hand when one finishes: one
-# for each so many seats, as that many finish between two looks, and within these bounds. With few
-# seats a request that waits for one in an engine waits long, and nobody can help it any more.
+# Sequences sent beyond max_num_seqs, so that the engine has the next request at hand when one
+# finishes: one per this many seats, as that many finish between two looks, within these bounds.
+# With few seats, a request waiting in an engine waits long, and can no longer be moved.
 _SEATS_FOR_ONE: Final = 32.0
 _MOST_BEYOND: Final = 8.0
 # An engine admits prompts as long as its cache has blocks for them, and running sequences grow.
-# What would come to more than this share of the cache waits in the engine, behind its queue, or
-# evicts somebody; here it goes to whoever has room first.
+# Beyond this share of the cache, a request would wait in the engine's own queue, or evict another;
+# here it goes to the first instance with room.
 KV_ROOM: Final = 0.95
-# And nobody is admitted where all that is there, at its end, would come to so much more: answers of
-# thousands of tokens evict each other else, again and again. They do not all end at one time, which
-# is why not the whole of it counts. With half there are 4 to 16 times as many evictions.
+# No request is admitted if everything there, at its end, would exceed the cache by this much:
+# otherwise answers of thousands of tokens evict each other again and again. They do not all end at
+# once, so the whole of it does not count. With half, there are 4 to 16 times as many evictions.
 GROWN_SHARE: Final = 0.65
 # Prompt tokens without a first token that are always allowed: two steps of vLLM's default budget
-# (vllm/engine/arg_utils.py). One is being computed, one must lie ready: where prompts are short, a
-# few requests are not enough for that. But no more than are computed in ``LATE_S``.
+# (vllm/engine/arg_utils.py). One is being computed, one must be ready: with short prompts, a few
+# requests do not suffice for that. But no more than are computed in ``LATE_S``.
 PREFILL_TOKENS: Final = 4096
 # An instance that has slots, but too many prompts to begin with, will take the next one within a
-# few steps. It is worth that wait when the best of the others would cost so many times more, unless
-# that one is idle, and loses less by it than the queue behind it gains (``cheapest``).
+# few steps. It is worth that wait if the best of the others would cost this many times more, unless
+# that one is idle and loses less by it than the queue behind it gains (``cheapest``).
 WORTH_WAITING: Final = 1.25
-# Of unprofiled instances, those whose predicted costs differ by no more are taken to be equal: of
-# their speeds only noise is known, and where speed does not fall with load the noise of one moment
-# would choose again and again, as who gets nothing is not observed.
+# Unprofiled instances whose predicted costs differ by no more than this count as equal: their known
+# speeds are only noise, and if speed does not fall with load, the noise of one moment would choose
+# again and again, as an instance that gets nothing is not observed.
 NEAR: Final = 1.05
-# But not when it has been silent for so long: an engine that hangs must not hold everybody up.
+# But not if it has been silent for this long: an engine that hangs must not hold up everything.
 MOST_PATIENCE_S: Final = 1.0
-# Where so much of a prompt is cached, it waits for its instance rather than be computed elsewhere:
-# in the engine's queue, where it is not passed, up to so many times as many as may wait else.
+# With this much of its prompt cached, a request waits for its instance rather than be computed
+# elsewhere: in the engine's queue, where it is not overtaken, up to this many times the usual
+# depth.
 MATCHED_SHARE: Final = 0.5
 MATCHED_WAIT: Final = 3
-# A first token is late beyond so long, or beyond so many times the soonest on offer where that is
-# late, too. The first second more is as dear as so many seconds of latency, and each further one
-# less: what is very late anyway is not to swamp all else. Without it long prompts go to slow
-# machines, as on a fast one they hold up a hundred streams for a moment: right for the mean, and
-# the tail of the first tokens is up to three times as long.
+# A first token is late beyond this, or beyond this multiple of the soonest on offer if that is
+# late, too. The first second more costs as much as this many seconds of latency, and each further
+# one less, so that a very late one does not outweigh everything else. Without it, long prompts go
+# to slow machines, since on a fast one they hold up a hundred streams for a moment: right for the
+# mean, but the tail of the first tokens is up to three times as long.
 LATE_S: Final = 0.5
 LATE_FACTOR: Final = 2.0
 LATE_WEIGHT: Final = 30.0
-# More of a machine's time than this is not taken to go on being spent on prompts.
+# Prompts are not assumed to keep taking more of a machine's time than this.
 MOST_BUSY: Final = 0.7
 
 
@@ -88,7 +89,7 @@ Estimate = tuple[float, float, float, float, float, float, float, float, float]
 
 
 class Prospect(NamedTuple):
-    """A request on one candidate, for a rule of one's own.
+    """A request on one candidate, for a custom price rule.
 
     ``latency_s`` to ``step_s``: as in ``Estimate``. Tokens are those of each of its sequences.
     ``waited_s``: since it arrived.
@@ -106,24 +107,24 @@ class Prospect(NamedTuple):
     now_s: float
 
 
-# A rule of one's own: so many seconds a placement costs beside all else, below 0 for what speaks
-# for it. It asks state and member for fields alone, so that numba can compile it.
+# A custom price rule: seconds that a placement costs beside everything else; below 0 in its favour.
+# It reads only fields of state and member, so that numba can compile it.
 Price = Callable[[InstanceState, Member, Prospect], float]
 
 
 def no_price(state: InstanceState, member: Member, prospect: Prospect) -> float:
-    """The ``Price`` where there is none."""
+    """The ``Price`` if there is none."""
     return 0.0
 
 
 def seats(max_num_seqs: float) -> float:
-    """The most sequences that are sent to an engine: one or a few more than it runs at once."""
+    """The most sequences sent to an engine: one or a few more than it runs at once."""
     return max_num_seqs + min(_MOST_BEYOND, max(1.0, max_num_seqs // _SEATS_FOR_ONE))
 
 
 def request_time_s(member: Member, prompt_tokens: float, output_tokens: float) -> float:
-    """Eqs. (5) and (6): T of one sequence, as ``cost_model.request_time_s`` has it of a profile;
-    where it does not fit, as if it ran alone, a batch of 1.
+    """Eqs. (5) and (6): T of one sequence, as ``cost_model.request_time_s`` computes it for a
+    profile; if it does not fit, as if it ran alone, a batch of 1.
 
     T = A + B/b, where A and B are linear in (I, 1, O·I, O, O(O+1)/2): dividing Eq. (3) + Eq. (4)
     by b leaves p1, p2, p5, p6 in A and p3, p4, p7, p8 over b in B.
@@ -142,15 +143,15 @@ def request_time_s(member: Member, prompt_tokens: float, output_tokens: float) -
 
 
 def holds(member: Member, tokens: float) -> bool:
-    """Whether a sequence of so many tokens fits its KV cache: a batch of 1 or more in Eq. (5)."""
+    """Whether a sequence of this many tokens fits its KV cache: a batch of 1 or more in Eq. (5)."""
     return member.kv_limit_tokens >= tokens and member.max_num_seqs >= 1
 
 
 def busy(state: InstanceState, p1: float, now_s: float) -> float:
-    """ρ, the share of an instance's time that prompts take, as of the last seconds; it may be
-    above 1, where more was sent there than it can compute."""
+    """ρ, the share of an instance's time spent on prompts over the last seconds; it may exceed 1 if
+    more was sent there than it can compute."""
     recent, since_s = state.recent_prefill, state.recent_prefill_s - now_s
-    if since_s < 0.0:  # or else a caller's clock is behind
+    if since_s < 0.0:  # otherwise a caller's clock is behind
         recent *= math.exp(since_s / PREFILL_OVER_S)
     return state.speed * p1 * recent / PREFILL_OVER_S
 
@@ -166,9 +167,9 @@ def room(
     """Whether an instance is worth waiting for, and whether it may be sent a request now.
 
     Args:
-        needed: tokens that a request's prompts take of a cache as it is admitted; -inf, which fits
-            everywhere, where some of it is cached: those that run may share that.
-        grown: the same with its answers.
+        needed: tokens that a request's prompts take in a cache when it is admitted; -inf, which
+            always fits, if part of it is cached: running requests may share that.
+        grown: the same including its answers.
     """
     peers = state.peers
     waiting = state.waiting + peers.waiting
@@ -195,8 +196,8 @@ def room(
 
 
 def at_hand(state: InstanceState, member: Member) -> bool:
-    """Whether one is to wait in an engine whose learnt seats are all taken, as all others' are: so
-    that it begins as soon as one finishes; and if it begins at once, there are more seats."""
+    """Whether one request is to wait in an engine whose learnt seats, like all others', are taken,
+    so that it begins as soon as one finishes; if it begins at once, there are more seats."""
     peers = state.peers
     streaming = state.streaming + peers.streaming
     return state.seats <= streaming < member.seats and state.waiting + peers.waiting == 0
@@ -205,7 +206,7 @@ def at_hand(state: InstanceState, member: Member) -> bool:
 def matched_room(
     state: InstanceState, member: Member, prefill_depth: int, now_s: float
 ) -> tuple[bool, bool]:
-    """The same for one without room, where much of the request is cached."""
+    """The same for an instance without room, if much of the request is cached there."""
     peers = state.peers
     waiting = state.waiting + peers.waiting
     there = waiting + state.streaming + peers.streaming
@@ -232,9 +233,9 @@ def cheapest(
     """The cheapest instance with room; of those up to ``near`` times as dear, the one with the
     fewest requests; of those, a draw.
 
-    -1: none that is done by ``latest_s``, or one of ``slots`` that lacks room is worth waiting for.
-    It is not, where the cheapest with room is idle and costs no more than another ``takes_s``, the
-    time in which all that wait are served: while one waits for a fast machine, so do those behind
+    -1: none finishes by ``latest_s``, or one of ``slots`` that lacks room is worth waiting for. It
+    is not if the cheapest with room is idle and costs no more than another ``takes_s``, the time in
+    which all waiting requests are served: while one waits for a fast machine, so do those behind
     it, and the slow ones stand still (the threshold for a slow server of queueing theory).
     """
     lowest = best = math.inf
@@ -276,8 +277,8 @@ def cheapest(
 
 
 def late_from_s(soonest_ttft_s: float, cached: bool) -> float:
-    """From when on a first token is late, where the soonest on offer comes after so long. Where
-    something is cached, never: every second counts there, by ``first_token_weight``."""
+    """From when on a first token is late, given the soonest on offer. Never if something is cached:
+    then every second counts, by ``first_token_weight``."""
     if cached:
         return math.inf
     return LATE_S if LATE_S > LATE_FACTOR * soonest_ttft_s else LATE_FACTOR * soonest_ttft_s
@@ -292,13 +293,13 @@ def cost(
     late_s: float,
     first_token_weight: float,
 ) -> tuple[float, float, float]:
-    """What a placement is taken to cost, s: its memory price, its late price, and all of it.
+    """The cost of a placement, s: its memory price, its late price, and the total.
 
     Args:
         latency_s, delay_s, price, ttft_s: of its ``Estimate``.
         soonest_s: the lowest latency on offer.
         late_s: of ``late_from_s``.
-        first_token_weight: of the time to the first token; 0 where nothing is cached.
+        first_token_weight: of the time to the first token; 0 if nothing is cached.
     """
     price_s = price * soonest_s
     late_price_s = LATE_WEIGHT * late_s * (1.0 - late_s / ttft_s) if ttft_s > late_s else 0.0
@@ -319,14 +320,14 @@ def estimate(
     now_s: float,
     expects_prompts: bool,
 ) -> Estimate:
-    """What is to be expected of one instance, T among it.
+    """Estimate a request on one instance, T included.
 
     Args:
         prefill: prompt tokens to compute, of all the request's sequences.
         cached: prompt tokens of each sequence that need not be computed; None: none anywhere.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         residual: as in ``Backlog``.
-        expects_prompts: further ones are to be reckoned with.
+        expects_prompts: further prompts are to be expected.
     """
     (
         p1, p2, _, p4, p5, p6, p7, p8, p9, kv, _, max_num_seqs, _, _, _, _,
@@ -406,12 +407,12 @@ def estimate(
     delay_s = shared * f * n_r * (p6 + p5 * (prompt_tokens + output / 2))
     delay_s += n * f * (p1 * prefill + own_s + p2 * n_r)
     usage = kv_there / kv
-    if n > usage * max_num_seqs:  # seats run out before memory
+    if n > usage * max_num_seqs:  # seats run out before memory does
         usage = n / max_num_seqs
     time_s = n_r * request_time_s(member, prompt_tokens, output)
     computed_s = time_s
     if cached is not None:
-        # What is cached takes no time of the machine.
+        # Cached tokens take none of the machine's time.
         computed_s -= n_r * cached * (p1 + 0.5 * p9 * cached)
     price = computed_s / typical_request_time_s * usage * usage
     usage = kv_tokens / kv

@@ -4,17 +4,17 @@ The description is in docs/design/scheduling.md.
 
 Goes beyond the paper. Requests wait in the gateway, first in, first out, and are placed when an
 instance has room: late binding. The cost of a placement is the request's own predicted latency,
-plus the delay it imposes on the requests that are there, plus a price for the memory it takes
-from those to come. Two more things make it robust: times are multiplied by each instance's
-observed speed factor, and at the end of a batch the drain rule keeps the slow machines from taking
-work that a fast one would finish sooner, after waiting.
+plus the delay it imposes on the requests already there, plus a price for the memory it takes from
+later ones. Two more things make it robust: times are multiplied by each instance's observed speed
+factor, and at the end of a batch the drain rule keeps slow machines from taking work that a fast
+one would finish sooner, after waiting.
 
 The price is about comparative advantage. T_r^s over T of the pool's typical request says how well
-a request suits an instance next to what else comes: a long one is dearer on a small cache. It
-counts as the instance's memory fills, by the square of its usage, and is in units of the lowest
-latency on offer.
+a request suits an instance compared with other traffic: a long one is dearer on a small cache. It
+counts as the instance's memory fills, by the square of its usage, in units of the lowest latency on
+offer.
 
-The arithmetic is in ``estimates.py``; here are the rules.
+The arithmetic is in ``estimates.py``; this module has the rules.
 """
 
 from __future__ import annotations
@@ -56,22 +56,23 @@ from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.policies.slo import VIOLATION_PRICE_S, Slos, violations
 from hetero_gateway.core.types import Draws
 
-# The drain rule: what waits is the end of a batch when nothing has arrived for so many mean gaps
-# between arrivals, within these bounds (s). Poisson arrivals pause that long once in 20 000.
+# The drain rule: waiting requests are the end of a batch when nothing has arrived for this many
+# mean gaps between arrivals, within these bounds (s). Poisson arrivals pause that long once
+# in 20 000.
 _GAPS_BEFORE_DRAIN: Final = 10.0
 _IDLE_BOUNDS_S = (0.02, 2.0)
-# A part of a cost below this is not worth a word.
+# A part of a cost below this is not worth mentioning.
 _WORTH_SAYING_S: Final = 0.0005
-# How many times the wait that draining the queue takes must cover what a request would finish
-# later than elsewhere. Twice makes the batch end sooner, but its mean request finishes later.
+# How many times the wait for the queue to drain must cover the time by which a request would finish
+# later than elsewhere. Twice makes the batch end sooner, but its mean request finish later.
 DRAIN_FACTOR: dict[Objective, float] = {"latency": 1.0, "makespan": 2.0}
 
-# What its choices report of each candidate; without any constants the cost is a count.
+# Columns its choices report for each candidate; without any constants the cost is a count.
 _ESTIMATES = (
     "latency_s", "delay_s", "memory_price_s", "late_price_s", "cost_s", "ttft_s", "room",
 )  # fmt: skip
 _NAMES = (*COLUMNS, *_ESTIMATES)
-# What more it may report, and what that is called.
+# Further columns, and their names in words.
 _FURTHER = {"slo_price_s": "limits that would be missed", "own_price_s": "a rule of its own"}
 _NAMES_OF_COUNTS = (*COLUMNS, "cost_s", "room")
 
@@ -79,7 +80,7 @@ __all__ = ["MOST_PATIENCE_S", "FinishTime", "drain_s", "idle_before_drain_s"]
 
 
 def idle_before_drain_s(mean_gap_s: float) -> float:
-    """How long nothing must arrive for a batch to be at its end, given the mean gap before."""
+    """How long nothing must arrive for a batch to have ended, given the previous mean gap."""
     low, high = _IDLE_BOUNDS_S
     return min(high, max(low, _GAPS_BEFORE_DRAIN * mean_gap_s))
 
@@ -88,9 +89,9 @@ class FinishTime(PlacesAtOnce):
     """Section "finish-time" of docs/design/scheduling.md.
 
     Args:
-        options: ``objective`` "makespan" has the drain rule always, "latency" only when nothing
+        options: ``objective`` "makespan" always applies the drain rule, "latency" only when nothing
             has arrived for ``idle_before_drain_s``; and ``prefill_depth``.
-        own_price: a rule of one's own, where there are times at all.
+        own_price: a custom price rule, if there are times at all.
     """
 
     name = "finish-time"
@@ -112,7 +113,7 @@ class FinishTime(PlacesAtOnce):
     def choose(  # type: ignore[override]
         self, view: View, rng: Draws, *, waits: bool = False
     ) -> Choice | None:
-        """``waits``: where it is None, say which is the best and has to be waited for."""
+        """``waits``: instead of None, return the best candidate, which has to be waited for."""
         request, states, members, now_s = view.request, view.states, view.members, view.now_s
         backlog = view.backlog
         assert backlog is not None
@@ -137,11 +138,11 @@ class FinishTime(PlacesAtOnce):
                 slots = [slot or has_room for slot, has_room in zip(slots, rooms, strict=True)]
             if True not in rooms and not waits:
                 return None
-        # Nothing is at an end so soon after an arrival.
+        # So soon after an arrival, no batch has ended.
         ended = backlog.idle_s >= _IDLE_BOUNDS_S[0] and _has_ended(backlog)
         output, residual = float(request.predicted_output_tokens), backlog.residual
         typical_s = backlog.typical_request_time_s
-        # How long prompts take by themselves nobody has seen of a stand-in.
+        # The prompt times of a stand-in were never observed.
         expects_prompts = not (ended or backlog.stands_in)
         found: list[Estimate] = []
         soonest_s = soonest_ttft_s = math.inf
@@ -194,7 +195,7 @@ class FinishTime(PlacesAtOnce):
                 for prices in further:
                     told.append(prices[i])
         else:
-            # As seconds they are wrong, but they let go of those whose first token nobody sees.
+            # As seconds they are wrong, but they release requests whose first token is not seen.
             names, latencies = _NAMES_OF_COUNTS, costs
             for i, one in enumerate(found):
                 costs.append(_sequences_for_weight(states[i], members[i]))
@@ -205,7 +206,7 @@ class FinishTime(PlacesAtOnce):
         if (drains or False in rooms) and backlog.mean_lengths is not None:
             takes_s = drain_s(states, members, backlog.mean_lengths, backlog.queued)
             if drains:
-                # The drain rule: not where the fastest is done sooner after the queue is drained.
+                # The drain rule: not if the fastest finishes sooner after the queue is drained.
                 latest_s = soonest_s + takes_s / DRAIN_FACTOR[self.objective]
         near = NEAR if backlog.stands_in else 1.0
         position = cheapest(states, costs, slots, rooms, latencies, latest_s, takes_s, near, rng)
@@ -222,7 +223,7 @@ class FinishTime(PlacesAtOnce):
         return Choice(position, charge, names, told, it_waits, best[7], best[4], by_speed)
 
     def _slo_prices(self, view: View, slos: Slos, found: list[Estimate]) -> list[float]:
-        """What the limits that would be missed cost beside latency, by candidate, s."""
+        """The price of limits that would be missed, beside latency, by candidate, s."""
         request, backlog = view.request, view.backlog
         assert backlog is not None
         slo, n_r, prompt = slos.of(request), float(request.sequences), float(request.prompt_tokens)
@@ -239,7 +240,7 @@ class FinishTime(PlacesAtOnce):
         ]  # fmt: skip
 
     def _own_prices(self, view: View, own_price: Price, found: list[Estimate]) -> list[float]:
-        """What a rule of one's own adds to each candidate's cost, s."""
+        """The custom price of each candidate, s."""
         request, prefix, backlog = view.request, view.prefix, view.backlog
         assert backlog is not None
         n_r, prompt = float(request.sequences), float(request.prompt_tokens)
@@ -292,7 +293,7 @@ class FinishTime(PlacesAtOnce):
         return told
 
     def _because_cached(self, decision: Decision) -> str:
-        """What of the prompt is cached where it goes."""
+        """The cached part of the prompt where it goes."""
         prefix = decision.prefix
         if prefix is None or not any(prefix.cached_tokens):
             return ""
@@ -301,7 +302,7 @@ class FinishTime(PlacesAtOnce):
 
 
 def _sequences_for_weight(state: InstanceState, member: Member) -> float:
-    """What stands for a cost where there are no constants: who would be there, per weight."""
+    """Stands for a cost if there are no constants: sequences per weight."""
     peers = state.peers
     there = state.waiting + state.streaming + peers.waiting + peers.streaming
     return (there + 1) / member.weight
@@ -318,7 +319,7 @@ def drain_s(
     lengths: tuple[float, float],
     queued: int,
 ) -> float:
-    """How long so many of these mean (prompt, output) tokens take at full speed, s."""
+    """How long this many requests of these mean (prompt, output) tokens take at full speed, s."""
     rate_per_s, (prompt_tokens, output_tokens) = 0.0, lengths
     for state, member in zip(states, members, strict=True):
         rate_per_s += 1 / (state.speed * request_time_s(member, prompt_tokens, output_tokens))
@@ -326,5 +327,5 @@ def drain_s(
 
 
 def _part(price_s: float, what: str) -> str:
-    """A part of a cost in words; "" where it is next to nothing."""
+    """A part of a cost in words; "" if it is negligible."""
     return f", with {number(price_s)} s for {what}," if price_s >= _WORTH_SAYING_S else ""

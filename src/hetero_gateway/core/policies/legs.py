@@ -1,19 +1,19 @@
-"""``finish-time`` where a prompt may be computed on one instance and answered by another.
+"""``finish-time`` if a prompt may be computed on one instance and answered by another.
 
-docs/design/disaggregation.md has the description. What ``FinishTime`` expects of a whole request on
-each candidate is taken apart into what its prompt and what its answer cost there, so that a pair is
-priced in the same seconds, and without looking at the candidates once more:
+docs/design/disaggregation.md has the description. ``FinishTime``'s estimate of a whole request on
+each candidate is split into the cost of its prompt and of its answer there, so that a pair is
+priced in the same seconds, without looking at the candidates again:
 
     prefill leg on i   its first token's time there, and the delay of those that wait for its prompt
-    transfer           what j lacks of the KV, over the pair's link
+    transfer           the KV that j lacks, over the pair's link
     decode leg on j    its steps there, with the first token's, their delay for others, memory
 
 A cost is a sum of one part by i, one by j, and one by the pair that is never below 0. So pairs are
-looked at in the order of the parts, until no other can be cheaper: the best of all n² is found
-after a few.
+examined in the order of the parts, until no other can be cheaper: the best of all n² is found after
+a few.
 
-Roles are prices: seconds that a prompt costs on an instance that had better not compute prompts,
-and an answer on one that had better not decode (``planner/roles.py`` finds them).
+Roles are prices: seconds that a prompt costs on an instance that should rather not compute prompts,
+and an answer on one that should rather not decode (``planner/roles.py`` finds them).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from hetero_gateway.core.policies.slo import (
 )
 from hetero_gateway.core.types import Draws, InstanceId
 
-# What more its choices report of each candidate.
+# Further columns its choices report for each candidate.
 _LEG_NAMES = ("prefill_cost_s", "decode_cost_s")
 
 
 class RolePrice(NamedTuple):
-    """What it costs to compute a prompt on an instance, and to answer there, beside all else, s."""
+    """Extra cost of computing a prompt on an instance, and of answering there, s."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -55,15 +55,15 @@ class RolePrice(NamedTuple):
 _NO_PRICE: Final = RolePrice()
 
 
-# One leg on one candidate: what it costs, s, without the price of a late first token; the first
-# token's time there, s; and its position.
+# One leg on one candidate: its cost, s, without the price of a late first token; the first token's
+# time there, s; and its position.
 _Part = tuple[float, float, int]
 
 
 class _Pair(NamedTuple):
-    """A way over two candidates: its cost, s, both positions, and how long its transfer takes, s.
+    """A way over two candidates: its cost, s, both positions, and the time of its transfer, s.
 
-    As it is made: none, at no price that is ever paid.
+    Initially none, at a price that is never paid.
     """
 
     cost_s: float = math.inf
@@ -79,9 +79,9 @@ class FinishTimeOfLegs(FinishTime):
     """``FinishTime``, for requests that may be split.
 
     Args:
-        of: whose rules it has.
-        pairs: who can hand over to whom.
-        roles: prices by instance; who is not there has none.
+        of: the policy whose rules it uses.
+        pairs: which instance can hand over to which.
+        roles: prices by instance; an instance without an entry has none.
         models: whose requests may be split; None: all.
     """
 
@@ -106,7 +106,7 @@ class FinishTimeOfLegs(FinishTime):
         return found if waits or not found.waits else None
 
     def _cheapest(self, view: View, whole: Choice) -> Choice:
-        """The cheapest of all ways, given what is expected of a whole request."""
+        """The cheapest of all ways, given the estimates of a whole request."""
         request, backlog = view.request, view.backlog
         assert backlog is not None
         output = float(request.predicted_output_tokens)
@@ -156,7 +156,7 @@ class FinishTimeOfLegs(FinishTime):
                     shares[member.kind] = share
             decode_s = latency_s - ttft_s + step_s + data[row + at_delay] - held_up_s
             decode_s += share * data[row + at_price] + price.decode_s
-            # Its server reads the request, too, and makes the answer's head.
+            # Its server reads the request, too, and starts the answer.
             begin_s = step_s + member.first_token_s
             decode_s += member.first_token_s
             if slo is not None:
@@ -179,7 +179,7 @@ class FinishTimeOfLegs(FinishTime):
                 has or room(state, member, needed, grown, self.prefill_depth, now_s)[0]
                 for state, member, has in zip(view.states, view.members, rooms, strict=True)
             ]
-        # An answer computes no prompt, so how many of these wait there is of no account.
+        # An answer computes no prompt, so waiting prompts there do not matter.
         best = self._best_pair(
             view, late_s, weight,
             [p for p in prefills if rooms[p[2]]], [d for d in decodes if slots[d[2]]],
@@ -285,7 +285,7 @@ class FinishTimeOfLegs(FinishTime):
         return choice
 
     def _takes_s(self, view: View) -> float:
-        """How long all that wait take, s."""
+        """How long all waiting requests take, s."""
         backlog = view.backlog
         if backlog is None or backlog.mean_lengths is None:
             return 0.0
@@ -308,7 +308,7 @@ class FinishTimeOfLegs(FinishTime):
 def _answer_share(
     member: Member, prompt_tokens: float, whole_s: float, cached_tokens: float
 ) -> float:
-    """What of a whole request's time on an instance its answer is, 0 to 1."""
+    """The answer's share of a whole request's time on an instance, 0 to 1."""
     prompt_s = request_time_s(member, prompt_tokens, 0.0)
     cached_s = cached_tokens * (member.p1 + 0.5 * member.p9 * cached_tokens)
     computed_s = whole_s - cached_s

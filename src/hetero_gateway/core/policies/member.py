@@ -1,4 +1,4 @@
-"""What a policy is told of an instance that never changes."""
+"""The constant properties of an instance, as a policy sees them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """What never changes of an instance in a pool: p1..p9 and capacities.
+    """The constant properties of an instance in a pool: p1..p9 and capacities.
 
-    ``kv_capacity_tokens`` is what usage is measured by; where nobody knows it, it is assumed.
-    ``kv_limit_tokens`` is what a request has to fit, without a limit where nobody knows one.
-    ``seats``: sequences that are sent to it at most, a few more than ``max_num_seqs``.
-    ``capacity``: fitted requests per second. ``kind``: a number that those of one profile share,
-    where the same request takes the same time. ``first_token_s``, ``plans_ahead`` (0 or 1),
+    ``kv_capacity_tokens``: what usage is measured by; assumed if unknown.
+    ``kv_limit_tokens``: what a request has to fit; unlimited if unknown.
+    ``seats``: maximum sequences sent to it, a few more than ``max_num_seqs``.
+    ``capacity``: fitted requests per second. ``kind``: a number shared by instances of one profile,
+    on which the same request takes the same time. ``first_token_s``, ``plans_ahead`` (0 or 1),
     ``experts_awake_at``, ``idle_expert_s``: as in ``Profile``.
     """
 

@@ -12,13 +12,13 @@ from hetero_gateway.core.types import Draws
 
 
 class RoundRobin(PlacesAtOnce):
-    """Turns of equal weight, or, randomised, a draw with equal probability as the paper says."""
+    """Turns of equal weight, or, randomised, a draw with equal probability as in the paper."""
 
     name = "round-robin"
 
     def __init__(self, options: PolicyOptions) -> None:
         self.randomised = options.randomised
-        # By slot of ``Table``: how much each instance is owed, in turns.
+        # By slot of ``Table``: how many turns each instance is owed.
         self.owed: dict[int, float] = {}
 
     def weights(self, candidates: Candidates) -> list[float]:
@@ -30,12 +30,12 @@ class RoundRobin(PlacesAtOnce):
         shares = list(accumulate(weights))
         if self.randomised:
             return min(bisect_right(shares, rng.random() * shares[-1]), len(shares) - 1)
-        # Smooth weighted round-robin: everyone is owed its weight, the most owed one pays all back.
+        # Smooth weighted round-robin: each is owed its weight, and the most owed one pays all back.
         # Weights 5, 1, 1 give a a b a c a a instead of a a a a a b c.
         total, owed, slots = shares[-1], self.owed, [s.slot for s in candidates.view.states]
         for slot, weight in zip(slots, weights, strict=True):
-            # Never more than a round, which a round itself does not exceed: what was run up under
-            # other weights, or by the instance that had the slot before, would starve the others.
+            # Never more than a round, which a round itself does not exceed: debts from other
+            # weights, or of the instance that had the slot before, would starve the others.
             owed[slot] = min(max(owed.get(slot, 0.0), -total), total) + weight
         position = max(range(len(slots)), key=lambda i: owed[slots[i]])
         owed[slots[position]] -= total
@@ -61,7 +61,7 @@ class WeightedRoundRobin(RoundRobin):
 
 
 class SingleInstance(PlacesAtOnce):
-    """Everything to one instance; to the first candidate while that one cannot take it."""
+    """Everything to one instance; to the first candidate while that one is unavailable."""
 
     name = "single-instance"
 

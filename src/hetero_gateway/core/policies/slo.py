@@ -1,27 +1,27 @@
-"""Limits that requests should be within, and what a placement is expected to do to them.
+"""Latency limits of requests, and how many a placement is expected to violate.
 
 A violation is a request whose first token comes later than ``ttft_s`` after it arrived, or whose
-further tokens take longer than ``tpot_s`` each, in the mean. A placement may cause its own, and
-those of the sequences that it joins: ``violations`` is how many are to be expected of it, and
-``finish-time`` takes each for so many seconds of cost (``VIOLATION_PRICE_S``).
+further tokens take longer than ``tpot_s`` each, on average. A placement may cause its own, and
+those of the sequences that it joins: ``violations`` is the expected number, and ``finish-time``
+prices each at this many seconds (``VIOLATION_PRICE_S``).
 
-It switches itself off where nothing can be won: who has waited for ``ttft_s`` has missed it
-wherever he goes, and who is beyond his limit already is not lost a second time, so that what is too
-much gathers on few instances. Where every instance is beyond its limits, all prices are equal.
+It switches itself off where nothing can be won: a request that has waited for ``ttft_s`` has missed
+it wherever it goes, and one already beyond its limit is not lost a second time, so that overload
+gathers on few instances. If every instance is beyond its limits, all prices are equal.
 
     symbol   here            what it is                                                 unit
     ρ        estimates.busy  share of the machine's time that prompts take              –
-    step     step_s          one decode step of all that are there, and of the request  s
-    TPOT     step / (1 − ρ)  steps wait for the prompts that are computed in between    s
+    step     step_s          one decode step of everything there, and of the request    s
+    TPOT     step / (1 − ρ)  steps wait for the prompts computed in between             s
     d        held_up_s       what this request's prompt takes                           s
     P        output          tokens of the answer                                       –
 
-ρ is what was sent there lately: long prompts go to some machines, short ones to others, so what is
-typical of all requests says little of one instance. A prompt holds each stream up by d once, d /
-(P − 1) a token. How far a TPOT is off depends on the machine: an idle one decodes as predicted,
-and where prompts come in between, few of them make or break a short answer. They come as a Poisson
-process does, of which the spread has ρ. Who misses the first token's limit behind this prompt, as
-ρ / (1 − ρ) come while it is computed, counts as well.
+ρ follows what was sent there recently: long prompts go to some machines, short ones to others, so
+the average of all requests says little about one instance. A prompt holds each stream up by d once,
+d / (P − 1) a token. How far a TPOT is off depends on the machine: an idle one decodes as predicted,
+and if prompts come in between, few of them make or break a short answer. They arrive as a Poisson
+process, whose spread ρ has. Requests that miss the first token's limit behind this prompt (ρ / (1 −
+ρ) arrive while it is computed) count as well.
 """
 
 from __future__ import annotations
@@ -35,44 +35,44 @@ from hetero_gateway.core.policies.estimates import MOST_BUSY, busy
 from hetero_gateway.core.policies.member import Member
 from hetero_gateway.core.request import Request
 
-# More than what a long prompt costs the streams of a fast machine (some 15 s in sum): long prompts
-# gather on slow machines otherwise, whose streams then stand still half of the time. 10 leaves them
-# there, 100 is no better.
+# More than what a long prompt costs the streams of a fast machine (some 15 s in sum): otherwise
+# long prompts gather on slow machines, whose streams then stand still half of the time. 10 leaves
+# them there, 100 is no better.
 VIOLATION_PRICE_S: Final = 40.0
-# A first token whose wait is predicted between these multiples of what the limit leaves for it is a
-# violation in part: what comes meanwhile may be in front of it.
+# A first token whose predicted wait is between these multiples of what the limit leaves for it is a
+# partial violation: later arrivals may get in front of it.
 _TTFT_FROM, _TTFT_TO = 0.3, 1.0
-# The spread of a TPOT: of a step as predicted, a share; and of the prompts in between, as if each
-# had so many tokens. That is more than they have, as answers are of unequal lengths, too.
+# The spread of a TPOT: of a predicted step, a share; and of the prompts in between, as if each had
+# this many tokens. That is more than they have, as answers are of unequal lengths, too.
 _STEP_SPREAD: Final = 0.05
 _PROMPT_TOKENS: Final = 12288.0
-# The logistic function is about the normal distribution's with this factor; beyond so many times
-# the spread it is 0 or 1.
+# The logistic function approximates the normal distribution's with this factor; beyond this many
+# times the spread it is 0 or 1.
 _LOGISTIC: Final = 1.7
 _MOST_SPREADS: Final = 18.0
-# What a prompt does to the first tokens of those behind it counts so many times: they have others
+# The effect of a prompt on the first tokens behind it counts this many times: those have others
 # behind them.
 _BEHIND: Final = 1.5
-# Each step of an engine computes a chunk of a prompt: vLLM's default budget of tokens.
+# Each step of an engine computes a chunk of a prompt: vLLM's default token budget.
 _CHUNK_TOKENS: Final = 2048.0
-# Prompts take no more than this share of a machine, whatever was sent there lately.
+# Prompts take no more than this share of a machine, whatever was sent there recently.
 _MOST_BUSY: Final = 0.95
 
 
 class Slo(NamedTuple):
-    """Limits that a request is within when neither is exceeded; seconds, inf: none."""
+    """Limits of a request, met when neither is exceeded; seconds, inf: none."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
 
 class Slos:
-    """Whose requests have which limits.
+    """Which requests have which limits.
 
     Args:
-        default: of those that no other applies to.
+        default: for requests that no other entry applies to.
         models: by the name that the client asked for.
-        classes: by ``Request.request_class``; they go before models.
+        classes: by ``Request.request_class``; they take precedence over models.
     """
 
     __slots__ = ("_classes", "_default", "_models")
@@ -92,7 +92,7 @@ class Slos:
         return found or self._models.get(request.model, self._default)
 
     def has_class(self, name: str) -> bool:
-        """Whether a class has limits of its own."""
+        """Whether a class has its own limits."""
         return name in self._classes
 
     def everyones(self) -> Slo | None:
@@ -113,14 +113,14 @@ def violations(
     waited_s: float,
     slo: Slo,
 ) -> float:
-    """How many requests are expected to miss their limits by this placement: 0 or more.
+    """Expected number of requests that miss their limits because of this placement: 0 or more.
 
     Args:
-        ttft_s, step_s: as predicted of the request there (``estimates.estimate``).
+        ttft_s, step_s: predicted for the request there (``estimates.estimate``).
         prefill: prompt tokens to compute, of all its sequences.
         n_r, prompt_tokens, output: its sequences, and the tokens of each.
         waited_s: since it arrived.
-        slo: its limits; those that are there are taken to have the same.
+        slo: its limits; requests already there are assumed to have the same.
     """
     if waited_s >= slo.ttft_s:
         return 0.0
@@ -147,9 +147,9 @@ def violations(
     return missed + late_behind(ttft_s, held_up_s, left, slo.ttft_s)
 
 
-# What ``violations`` counts, for a request whose prompt is computed elsewhere than its answer
-# (``legs.py``). ``token_s``: a step as an answer has to wait for it, over what prompts leave of the
-# machine's time; ``there``: sequences there.
+# Inputs of ``violations`` for a request whose prompt is computed elsewhere than its answer
+# (``legs.py``). ``token_s``: a step as an answer has to wait for it, over the share of the
+# machine's time that prompts leave; ``there``: sequences there.
 
 
 def missed_by_prompt(
@@ -165,7 +165,7 @@ def missed_by_prompt(
     waited_s: float,
     slo: Slo,
 ) -> float:
-    """How many requests are expected to miss their limits by this prompt there."""
+    """Expected number of requests that miss their limits because of this prompt there."""
     prompt_token_s, left = state.speed * member[0], 1.0 - busy(state, member[0], now_s)
     step_s = token_s * max(1.0 - MOST_BUSY, left)
     left, held_up_s = max(1.0 - _MOST_BUSY, left), prompt_token_s * prefill
@@ -188,7 +188,7 @@ def missed_by_answer(
     now_s: float,
     slo: Slo,
 ) -> float:
-    """How many requests are expected to miss their limits by this answer there."""
+    """Expected number of requests that miss their limits because of this answer there."""
     p1, p5, p6 = member[0], member[4], member[5]
     prompt_token_s, left = state.speed * p1, 1.0 - busy(state, p1, now_s)
     step_s = token_s * max(1.0 - MOST_BUSY, left)
@@ -207,13 +207,13 @@ def too_slow(
     output: float,
     tpot_s: float,
 ) -> float:
-    """How surely an answer's further tokens take longer than ``tpot_s``.
+    """Probability that an answer's further tokens take longer than ``tpot_s``.
 
     Args:
         step_s: a decode step.
         left: 1 − ρ, above 0.
-        held_up_s: by one prompt more.
-        prompt_token_s: what a token of a prompt takes.
+        held_up_s: by one more prompt.
+        prompt_token_s: time of one prompt token.
         output: tokens of the answer.
     """
     steps = output - 1.0 if output > 2.0 else 1.0
@@ -230,10 +230,10 @@ def too_slow(
 
 
 def too_late(ttft_s: float, own_s: float, limit_s: float) -> float:
-    """How surely a first token comes later than ``limit_s`` from now.
+    """Probability that a first token comes later than ``limit_s`` from now.
 
-    What its own prompt takes (``own_s``, part of ``ttft_s``) is certain; what it waits for is not:
-    others may get in front.
+    Its own prompt's time (``own_s``, part of ``ttft_s``) is certain; its wait is not: other
+    requests may get in front.
     """
     if ttft_s >= limit_s:
         return 1.0
@@ -244,15 +244,15 @@ def too_late(ttft_s: float, own_s: float, limit_s: float) -> float:
 
 
 def late_behind(ttft_s: float, held_up_s: float, left: float, limit_s: float) -> float:
-    """How many miss their first token's limit behind a prompt that takes so long, as predicted
-    where its own first token comes after ``ttft_s``."""
+    """Number of requests that miss their first token's limit behind a prompt that takes this long,
+    predicted where its own first token comes after ``ttft_s``."""
     then = surely((ttft_s + held_up_s) / limit_s, _TTFT_FROM, _TTFT_TO)
     then -= surely(ttft_s / limit_s, _TTFT_FROM, _TTFT_TO)
     return _BEHIND * then * (1.0 - left) / left
 
 
 def surely(ratio: float, start: float, end: float) -> float:
-    """How surely a limit is missed, where the prediction is so many times the limit."""
+    """Probability that a limit is missed, if the prediction is this many times the limit."""
     share = (ratio - start) / (end - start)
     if share <= 0.0:
         return 0.0

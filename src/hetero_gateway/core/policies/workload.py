@@ -1,4 +1,4 @@
-"""Policies that weigh a request by what it would cost: min-max and its relatives (section 4.1)."""
+"""Policies that weigh a request by its cost: min-max and its relatives (section 4.1)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hetero_gateway.core.types import Draws
 class MinMax(PlacesAtOnce):
     """Algorithm 2 with every decision of docs/design/scheduling.md.
 
-    It minimises the highest load that results. Ties, which are the rule with three or more
-    instances, go to the lowest load of the chosen instance itself: if any placement leaves the
-    maximum where it is, the one with the lowest L_s + w_s does, and if none does, the new maximum
-    is that sum. So the argmin of L_s + w_s is the min-max choice with that tie-break, and no
-    maximum over the others is needed (erratum 18).
+    It minimises the highest resulting load. Ties, which are the rule with three or more instances,
+    go to the lowest load of the chosen instance itself: if any placement leaves the maximum where
+    it is, the one with the lowest L_s + w_s does, and if none does, the new maximum is that sum. So
+    the argmin of L_s + w_s is the min-max choice with that tie-break, and no maximum over the
+    others is needed (erratum 18).
     """
 
     name = "min-max"
@@ -64,7 +64,7 @@ class LeastWork(MinMax):
 class Paper(MinMax):
     """Algorithm 2 as the paper's evaluation ran it: ties go to the lowest index.
 
-    Mended are errata 1 (the start value), 3, 4, 6 and 7; the tie-break is as printed.
+    Errata 1 (the start value), 3, 4, 6 and 7 are corrected; the tie-break is as printed.
     """
 
     name = "paper"
@@ -84,9 +84,9 @@ class Paper(MinMax):
 
 
 def _highest_loads(load: Sequence[float], after: Sequence[float]) -> list[float]:
-    """For each candidate, the highest load of all if it were chosen: what Algorithm 2 compares.
+    """For each candidate, the highest of all loads if it were chosen: what Algorithm 2 compares.
 
-    The highest load stands for that of the others: on its own instance load + w is above it.
+    The highest load stands for that of the others: on its own instance, load + w exceeds it.
     """
     highest = max(load)
     return [max(highest, one) for one in after]

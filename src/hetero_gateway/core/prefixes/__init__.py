@@ -1,1 +1,1 @@
-"""What instances have in their prefix caches, as far as what they were sent shows."""
+"""What instances have in their prefix caches, inferred from what they were sent."""

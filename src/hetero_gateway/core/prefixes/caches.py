@@ -1,20 +1,20 @@
-"""What the instances are thought to have in their prefix caches, and how far that can be believed.
+"""The assumed contents of the instances' prefix caches, and how far to trust them.
 
-``keys`` names a text's beginnings, ``PrefixIndex`` says what was sent where, ``trust`` how much of
-that an engine really finds, ``engine_blocks`` what it tells itself; and ``PrefixCaches`` has them
-follow the scheduler's events:
+``keys`` names a text's beginnings, ``PrefixIndex`` records what was sent where, ``trust`` how much
+of that an engine really finds, and ``engine_blocks`` what an engine reports itself.
+``PrefixCaches`` updates them from the scheduler's events:
 
     event                       what changes
-    dispatch                    the text is there
+    dispatch                    the text is added
     first token never came      what the dispatch added is taken back: it was not all computed
     completed                   the text was used last
     an answer, or a counter     the trust of its instance
-    removed, lost, restarted    its part is empty, its trust begins anew
+    removed, lost, restarted    its part is emptied, its trust starts over
 
-**The index.** An engine keeps the KV blocks of what it has computed until it needs the room, the
-least recently used first, and of one text the end before the beginning. So does this: of each
-instance as many bytes of text as its KV cache has tokens for. It is an estimate; how good it is on
-each instance, its trust finds out (``trust``). Nothing of a text is in here, only keys.
+**The index.** An engine keeps the KV blocks it has computed until it needs the space, evicting the
+least recently used first, and of one text the end before the beginning. The index does the same:
+for each instance it keeps as many bytes of text as its KV cache has tokens for. It is an estimate;
+the instance's trust learns how good it is (``trust``). It contains no text, only keys.
 
     key → mask       one bit per instance that has it
     instance → keys  in the order in which they were used last; both in small dicts (``key_tables``)
@@ -43,7 +43,7 @@ from hetero_gateway.core.prefixes.sources import CacheSource, EngineWord
 from hetero_gateway.core.prefixes.trust import Trust
 from hetero_gateway.core.types import COMPLETED, InstanceId, InstanceSpec, Outcome, PrefixKeys
 
-# Keys that are only looked up: as ints, each look makes a new object of one where this is compiled.
+# Keys that are only looked up: as ints, each look would make a new object where this is compiled.
 _Hashes = tuple[Any, ...]
 
 
@@ -53,12 +53,13 @@ class PrefixIndex(KeyTables):
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self)} keys of {len(self._members)} instances>"
 
-    # What was sent
+    # Sending
 
     def insert(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
-        """A text was sent there; returns how many of its first keys were there. KeyError: unknown.
+        """Note that a text was sent there; returns how many of its first keys were there. KeyError:
+        unknown.
 
-        The same again, when it is finished, is a ``touch``.
+        The same text again, when it is finished, is a ``touch``.
         """
         member = self._members[instance_id]
         masks, bit, newest = self._masks, member.bit, member.newest
@@ -136,13 +137,13 @@ class PrefixIndex(KeyTables):
         for key in keys.hashes[known:]:
             at = self._take(member, key, at)
 
-    # What is there now
+    # Present requests
 
     def begin(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
-        """A text's request is there from now on, until ``end``. KeyError: unknown.
+        """Note that a text's request is there from now on, until ``end``. KeyError: unknown.
 
-        Returns bytes of the texts that are there now and that others there have in common: what
-        the engine holds once and each of them counts.
+        Returns the bytes that the texts of present requests have in common with others there: the
+        engine holds them once, and each request counts them.
         """
         member = self._members[instance_id]
         running = member.running
@@ -158,7 +159,7 @@ class PrefixIndex(KeyTables):
         return member.shared_bytes
 
     def end(self, instance_id: InstanceId, keys: PrefixKeys) -> int:
-        """It is over; returns as ``begin``. KeyError: unknown, or it had not begun."""
+        """Note that it has ended; returns as ``begin``. KeyError: unknown, or it had not begun."""
         member = self._members[instance_id]
         running = member.running
         hashes: _Hashes = keys.hashes
@@ -172,7 +173,7 @@ class PrefixIndex(KeyTables):
             member.shared_bytes -= keys.ends[hashes.index(shared)]
         return member.shared_bytes
 
-    # What is there
+    # Lookup
 
     def levels(self, keys: PrefixKeys) -> list[tuple[int, int]]:
         """(mask, matched bytes) for each depth at which some instances' match ends, deepest last.
@@ -189,7 +190,7 @@ class PrefixIndex(KeyTables):
         result: list[tuple[int, int]] = []
         last = len(hashes) - 1
         while here:
-            # The deepest key at which all of these are still there.
+            # The deepest key at which all of these are still present.
             step, high, beyond = 1, last + 1, 0
             while low + step <= last:
                 key = hashes[low + step]
@@ -214,7 +215,8 @@ class PrefixIndex(KeyTables):
         return result
 
     def _probe(self, hashes: _Hashes, low: int, last: int, here: int) -> tuple[int, int]:
-        """Where the galloping went past the end: (the first key that not all have, who has it)."""
+        """Where galloping overshot the end: (the first key that not all have, the instances that
+        do)."""
         if low == last:
             return last + 1, 0
         key = hashes[last]
@@ -222,22 +224,22 @@ class PrefixIndex(KeyTables):
         return (last + 1, 0) if mask == here else (last, mask)
 
 
-# Of an instance that does not say what its KV cache holds: some machine's.
+# Of an instance whose KV capacity is unknown: a typical machine's.
 _ASSUMED_KV_TOKENS: Final = 400_000
-# Bytes of text per token until requests say it, and of how many of them the mean is.
+# Bytes of text per token until requests show it, and the number of them that the mean covers.
 _BYTES_PER_TOKEN: Final = 4.0
 _MEAN_OVER_REQUESTS: Final = 256
-# Of an instance that tells what it removes, so much more than its KV cache should hold.
+# Of an instance that reports its evictions: this much more than its KV cache should hold.
 _ROOM_OF_EXACT: Final = 2.0
-# The index is made to fit anew when the ratio has moved by so much.
+# The index is resized when the ratio has moved by this much.
 _MOVED: Final = 1.1
 
 
 class Prefix:
-    """What the candidates are thought to have cached of a prompt: one entry each, of one sequence.
+    """What the candidates should have cached of a prompt: one entry each, for one sequence.
 
-    ``match_tokens``: as far as the prompt went there before. ``trust``: how much of that is
-    really found, as observed, 0 to 1. ``cached_tokens``: their product, at most all but one.
+    ``match_tokens``: how much of the prompt was sent there before. ``trust``: the observed share of
+    that that is really found, 0 to 1. ``cached_tokens``: their product, at most all but one.
     """
 
     __slots__ = ("cached_tokens", "match_tokens", "trust")
@@ -257,18 +259,18 @@ class PrefixCaches:
     """The index and the trust of every instance.
 
     Attributes:
-        index: what is thought to be where.
-        is_shared: whether placements of other gateways are known, too, as of now; None: never.
+        index: the assumed contents of each cache.
+        is_shared: whether placements of other gateways are known now, too; None: never.
     """
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.is_shared: Callable[[], bool] | None = None
-        self._blocks: dict[InstanceId, EngineWord] = {}  # of those that tell
+        self._blocks: dict[InstanceId, EngineWord] = {}  # of those that report
         self._trusts: dict[InstanceId, Trust] = {}
         self._kv_tokens: dict[InstanceId, float] = {}
         self._etas: dict[int, float] = {}  # by slot
-        # Of what was placed lately, and what the capacities are reckoned with.
+        # Of recent placements, and the ratio that the capacities are computed with.
         self._text_bytes = self._prompt_tokens = 0.0
         self._bytes_per_token = _BYTES_PER_TOKEN
 
@@ -278,14 +280,14 @@ class PrefixCaches:
     # Membership
 
     def join(self, spec: InstanceSpec, slot: int) -> None:
-        """An instance with an empty cache."""
+        """Add an instance with an empty cache."""
         tokens = self._kv_tokens[spec.instance_id] = _kv_tokens(spec)
         self.index.join(spec.instance_id, tokens * self._bytes_per_token, slot)
         self._trusts[spec.instance_id] = Trust()
         self._etas[slot] = 1.0
 
     def change(self, before: InstanceSpec, spec: InstanceSpec) -> None:
-        """Its cache may have another size; of one that is lost nobody knows what comes back."""
+        """Its cache may have another size; if it was lost, its contents on return are unknown."""
         tokens = _kv_tokens(spec)
         if spec.instance_id in self._blocks:
             tokens *= _ROOM_OF_EXACT
@@ -295,13 +297,13 @@ class PrefixCaches:
             self.forget(spec.instance_id)
 
     def leave(self, instance_id: InstanceId) -> None:
-        """It is gone. KeyError: unknown."""
+        """Remove an instance. KeyError: unknown."""
         self._blocks.pop(instance_id, None)
         self.index.leave(instance_id)
         del self._trusts[instance_id], self._kv_tokens[instance_id]
 
     def forget(self, instance_id: InstanceId) -> None:
-        """Its cache is empty: restarted, asleep, reset, or lost from sight. KeyError: unknown."""
+        """Empty its cache: restarted, asleep, reset, or lost from sight. KeyError: unknown."""
         self.index.forget(instance_id)
         blocks = self._blocks.get(instance_id)
         if blocks is not None:
@@ -309,17 +311,17 @@ class PrefixCaches:
         self._trusts[instance_id].reset()
         self._note_trust(instance_id)
 
-    # What engines tell
+    # Reports of engines
 
     def listen(self, instance_id: InstanceId, blocks: EngineWord) -> None:
-        """An engine tells of its blocks from now on. KeyError: unknown."""
+        """Follow an engine's reports of its blocks from now on. KeyError: unknown."""
         if instance_id not in self._blocks:
-            # Of who tells what it removes nothing has to be guessed.
+            # An instance that reports its evictions needs no guesses.
             self._set_tokens(instance_id, _ROOM_OF_EXACT * self._kv_tokens[instance_id])
         self._blocks[instance_id] = blocks
 
     def listen_no_more(self, instance_id: InstanceId) -> None:
-        """It tells nothing any more: what is known of it stays, as if it had been sent there."""
+        """Its reports have ended: what is known stays, as if it had been sent there."""
         if self._blocks.pop(instance_id, None) is not None:
             self._set_tokens(instance_id, self._kv_tokens[instance_id] / _ROOM_OF_EXACT)
 
@@ -328,22 +330,22 @@ class PrefixCaches:
         self.index.resize(instance_id, tokens * self._bytes_per_token)
 
     def source(self, instance_id: InstanceId) -> CacheSource:
-        """What knowledge of an instance's cache there is."""
+        """The source of knowledge about an instance's cache."""
         blocks = self._blocks.get(instance_id)
         if blocks is not None and not blocks.silent:
             return CacheSource.EXACT
         shared = self.is_shared is not None and self.is_shared()
         return CacheSource.SHARED if shared else CacheSource.OWN
 
-    # What is there
+    # Lookup
 
     def cached(
         self, prompt_tokens: int, keys: PrefixKeys, states: Sequence[InstanceState]
     ) -> Prefix | None:
-        """What each instance should have cached of the text, as far as trusted; None: nobody has
-        any of it.
+        """What each instance should have cached of the text, weighted by trust; None: no instance
+        has any of it.
 
-        The last token is always computed: the first one of the answer is made of it.
+        The last token is always computed: the first one of the answer is made from it.
         """
         levels = self.index.levels(keys)
         if not levels:
@@ -368,21 +370,22 @@ class PrefixCaches:
         return Prefix(match, trust, cached) if some else None
 
     def eta(self, instance_id: InstanceId) -> float:
-        """How much of what an instance should have cached it really has, 0 to 1. KeyError."""
+        """The share really present of what an instance should have cached, 0 to 1. KeyError:
+        unknown."""
         return self._trusts[instance_id].eta
 
-    # What another process has learnt
+    # Another process's knowledge
 
     def trust(self, instance_id: InstanceId) -> tuple[float, float]:
         """See ``Trust.sums``. KeyError: unknown."""
         return self._trusts[instance_id].sums()
 
     def lately(self) -> tuple[float, float, float]:
-        """Bytes of text and tokens of what was placed lately; bytes per token as reckoned with."""
+        """Bytes of text and tokens of recent placements; bytes per token in use."""
         return self._text_bytes, self._prompt_tokens, self._bytes_per_token
 
     def take_over_lately(self, text_bytes: float, tokens: float, bytes_per_token: float) -> None:
-        """Go on from another process's ``lately``."""
+        """Continue from another process's ``lately``."""
         self._text_bytes, self._prompt_tokens = text_bytes, tokens
         self._bytes_per_token = bytes_per_token
         for instance_id, capacity in self._kv_tokens.items():
@@ -394,7 +397,7 @@ class PrefixCaches:
         held: Sequence[tuple[int, int]],
         trust: tuple[float, float],
     ) -> None:
-        """Know of one instance what another process does. KeyError: unknown."""
+        """Take over another process's knowledge of one instance. KeyError: unknown."""
         self.index.hold(instance_id, held)
         self._trusts[instance_id].take_over(*trust)
         self._note_trust(instance_id)
@@ -402,7 +405,7 @@ class PrefixCaches:
     # A request's events
 
     def placed(self, dispatch: Dispatch, keys: PrefixKeys) -> None:
-        """It was sent to its instance, and with it the text of these keys.
+        """Note that a request, and the text of these keys, was sent to its instance.
 
         Here and in ``settled``, its state notes the change with its own part of the event.
         """
@@ -422,7 +425,7 @@ class PrefixCaches:
                     self.index.resize(instance_id, tokens * self._bytes_per_token)
 
     def settled(self, dispatch: Dispatch, keys: PrefixKeys, outcome: Outcome) -> None:
-        """It is over."""
+        """Note that it has ended."""
         known, dispatch.known_keys = dispatch.known_keys, None
         state = dispatch.state
         instance_id = state.instance_id
@@ -432,16 +435,16 @@ class PrefixCaches:
         state.shared_tokens = shared_bytes / self._bytes_per_token
         if outcome is COMPLETED:
             if instance_id in self._blocks and self.source(instance_id) is CacheSource.EXACT:
-                self.index.use(instance_id, keys)  # it says itself what is there again
+                self.index.use(instance_id, keys)  # the engine itself reports what is there
             else:
                 self.index.touch(instance_id, keys)
         elif not dispatch.streaming:
             self.index.withdraw(instance_id, keys, known)
 
-    # What is observed
+    # Observations
 
     def observe(self, dispatch: Dispatch, cached_tokens: float) -> None:
-        """It is known of a completed request how many of its prompt's tokens were cached."""
+        """Note how many of a completed request's prompt tokens were cached."""
         trust = self._trusts.get(dispatch.instance_id)
         if trust is None or dispatch.request.prefix is None:
             return
@@ -449,7 +452,7 @@ class PrefixCaches:
         self._note_trust(dispatch.instance_id)
 
     def switch(self, instance_id: InstanceId, *, on: bool) -> None:
-        """An engine says whether it has a prefix cache. KeyError: unknown."""
+        """Note whether an engine has a prefix cache at all. KeyError: unknown."""
         self._trusts[instance_id].switch(on=on)
         self._note_trust(instance_id)
 

@@ -1,27 +1,27 @@
-"""Which beginnings of prompts an engine really has, by what it tells of its blocks.
+"""The prompt beginnings that an engine really has, from the blocks it reports.
 
-An engine knows tokens and hashes of blocks, a gateway texts and their keys (``caches``). They meet
-in a request: the gateway gives it a name, the engine names it with the blocks that it caches for
-it, and so the gateway learns which block each key ends in. From then on a block that is removed
-takes its keys with it: of what is bound, the index is what the engine has, to a block.
+An engine knows tokens and block hashes, a gateway texts and their keys (``caches``). They meet in a
+request: the gateway gives it a name, the engine reports that name with the blocks it caches for it,
+and so the gateway learns which block each key ends in. From then on a removed block takes its keys
+with it: for bound keys, the index matches the engine to a block.
 
-    stored       blocks are there, each behind another one; chains of them stand for texts
-    ended        the request of a name is over: its keys are bound to the blocks of its chain, which
-                 began, maybe, with other requests, or past the gateway
-    removed      a block is gone, and the keys that end in it; of equal ones, the last. Of a request
-                 that is not over yet, what ends there is not believed when it is
-    cleared      all are
-    doubted      somebody else has found that all may be: what is there has to be told anew
+    stored       blocks were added, each behind another one; chains of them stand for texts
+    ended        the request with a name has ended: its keys are bound to the blocks of its chain,
+                 which may have begun with other requests, or bypassing the gateway
+    removed      a block was evicted, and the keys that end in it; of equal blocks, with the last.
+                 Keys of unfinished requests that end there are not bound later
+    cleared      all blocks were removed
+    doubted      something else found that all may be gone: the blocks must be reported again
 
-Where a key ends in tokens follows from its bytes: the prompt's tokens are known when it is over,
-and are spread over its text evenly between the places that are bound already.
+Where a key ends in tokens follows from its bytes: the prompt's token count is known at the end, and
+tokens are spread over the text evenly between the places that are bound already.
 
-What a request found cached causes no event. Its beginning was bound when it was computed; what is
-bound to nothing (a beginning that was computed before anybody listened, what other gateways sent)
-stays in the index as a placement, and is forgotten as those are, the least recently used first.
+What a request found cached causes no event. Its beginning was bound when it was computed; keys that
+are bound to nothing (beginnings computed before anyone listened, or sent by other gateways) stay
+in the index as placements, and are evicted like those, the least recently used first.
 
-A publisher may lie, of its own instance alone: nothing here is shared between instances. At most
-``most_blocks`` are kept, the oldest go first.
+A publisher may lie, but only about its own instance: nothing here is shared between instances. At
+most ``most_blocks`` are kept; the oldest go first.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ T = TypeVar("T")
 
 # Requests whose blocks, or whose end, are still to come.
 _MOST_SESSIONS = 4096
-# Blocks of one chain that are looked at: 262 144 tokens of 16 each.
+# Blocks of one chain that are examined: 262 144 tokens of 16 each.
 _MOST_DEPTH = 1 << 14
 _ASSUMED_BLOCK_TOKENS = 128
-# So many prompts of which blocks had to be computed, and not a word: nobody speaks any more.
+# After this many computed prompts without a report, the engine no longer reports.
 _SILENT_AFTER = 8
-# And so many whose names did not come with their blocks: this engine does not know of names.
+# After this many prompts whose names did not come with their blocks, the engine does not know
+# names.
 _NAMELESS_AFTER = 64
 
 
 class _Block:
-    """``parent``: the hash in front of it; None: it begins a text. ``depth``: how many are in front
-    of it; below 0: unknown. ``more``: how often it is there once more: an engine that computes the
-    same again keeps both. ``keys``: that end in it.
+    """``parent``: the hash before it; None: it begins a text. ``depth``: the number of blocks
+    before it; below 0: unknown. ``more``: additional copies of it: an engine that computes the same
+    again keeps both. ``keys``: those that end in it.
     """
 
     __slots__ = ("depth", "keys", "more", "parent", "tokens")
@@ -65,12 +66,12 @@ class EngineBlocks:
     """One instance's blocks.
 
     Args:
-        index: where its keys are.
-        instance_id: is in the index.
-        most_blocks: more are not kept.
+        index: has its keys.
+        instance_id: its id in the index.
+        most_blocks: how many are kept at most.
 
     Attributes:
-        is_doubted: see ``doubted``; unset by who has it told anew.
+        is_doubted: see ``doubted``; cleared by the caller that has everything reported again.
     """
 
     def __init__(self, index: PrefixIndex, instance_id: InstanceId, most_blocks: int) -> None:
@@ -79,13 +80,13 @@ class EngineBlocks:
         self._instance_id = instance_id
         self._most_blocks = most_blocks
         self._blocks: dict[int, _Block] = {}
-        # Block and tokens in front of the end, of each key that is bound.
+        # Block, and tokens before the end, of each bound key.
         self._bound: dict[int, tuple[int, int]] = {}
-        # The last block that each request has stored and that is there still (None: none is), and
-        # whether any behind it is gone; and whose last one a block is.
+        # The last stored block of each request that is still present (None: none is), and whether
+        # any behind it has gone; and the requests whose last block it is.
         self._latest: dict[str, tuple[int | None, bool]] = {}
         self._last_of: dict[int, str] = {}
-        self._ended: dict[str, tuple[PrefixKeys, int]] = {}  # before their blocks were told
+        self._ended: dict[str, tuple[PrefixKeys, int]] = {}  # before their blocks were reported
         self._unanswered = self._unnamed = 0
         self._block_tokens = _ASSUMED_BLOCK_TOKENS
 
@@ -97,27 +98,27 @@ class EngineBlocks:
 
     @property
     def bound_keys(self) -> int:
-        """Keys of which it is known to a block that the engine has them."""
+        """Keys that the engine is known to have, to a block."""
         return len(self._bound)
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is told any more, although there must be something to tell."""
+        """Whether reports have stopped although there must be something to report."""
         return self._unanswered >= _SILENT_AFTER or self.nameless
 
     @property
     def nameless(self) -> bool:
-        """Whether it tells of blocks without the names of their prompts."""
+        """Whether it reports blocks without the names of their prompts."""
         return self._unnamed >= _NAMELESS_AFTER
 
     def hashes(self) -> Iterator[int]:
-        """Of all blocks that are thought to be there."""
+        """The hashes of all blocks assumed to be present."""
         return iter(self._blocks)
 
     def stored(
         self, hashes: Sequence[int], parent: int | None, block_tokens: int, session: str = ""
     ) -> None:
-        """Blocks are there, one behind the other."""
+        """Add blocks, one behind the other."""
         blocks = self._blocks
         self._unanswered = 0
         before = None if parent is None else blocks.get(parent)
@@ -143,7 +144,7 @@ class EngineBlocks:
                 self._bind(*ended, hashes[-1])
 
     def removed(self, hashes: Sequence[int]) -> None:
-        """Blocks are gone; those that are not known are no error."""
+        """Remove blocks; unknown ones are ignored."""
         blocks = self._blocks
         for each in hashes:
             known = blocks.get(each)
@@ -170,7 +171,7 @@ class EngineBlocks:
                     self._index.drop(self._instance_id, key)
 
     def cleared(self) -> None:
-        """Nothing is known to be there any more, and the index has nothing of it."""
+        """Remove all blocks; the index has nothing of it any more."""
         self._blocks = {}
         self._bound = {}
         self._latest = {}
@@ -179,7 +180,7 @@ class EngineBlocks:
         self._index.forget(self._instance_id)
 
     def doubted(self) -> None:
-        """It was lost from sight, or started anew: what it has told is not to be relied upon."""
+        """It was lost from sight, or restarted: its past reports are unreliable."""
         self.cleared()
         self.is_doubted = True
 
@@ -190,10 +191,10 @@ class EngineBlocks:
         prompt_tokens: int,
         computed_tokens: float | None = None,
     ) -> None:
-        """A request is complete, whose prompt had these keys and so many tokens.
+        """Note a complete request, whose prompt had these keys and this many tokens.
 
         Args:
-            computed_tokens: of them, what was not cached; None: unknown.
+            computed_tokens: the uncached part of them; None: unknown.
         """
         latest = self._latest.pop(session, None)
         if latest is not None:
@@ -207,14 +208,14 @@ class EngineBlocks:
     def _bind(
         self, keys: PrefixKeys, prompt_tokens: int, latest: int | None, is_cut: bool = False
     ) -> None:
-        """``is_cut``: what was behind the latest is gone; None: all of it."""
+        """``is_cut``: what was behind the latest block is gone; None: everything is."""
         chain = [] if latest is None else self._chain(latest)
         if chain is None or not keys.text_bytes:
             return
         if chain:
             self._block_tokens = self._blocks[chain[-1]].tokens
         block_tokens, bound, held = self._block_tokens, self._bound, []
-        # Where the last key that is bound ends: from there on bytes and tokens go evenly.
+        # Where the last bound key ends: from there on bytes and tokens are spread evenly.
         from_bytes = from_tokens = 0
         begin = 0
         for key, end in zip(keys.hashes, keys.ends, strict=True):
@@ -240,12 +241,12 @@ class EngineBlocks:
         self._index.confirm(self._instance_id, held)
 
     def _chain(self, latest: int) -> list[int] | None:
-        """The hashes of a text's blocks, its beginning first; None: that is not known."""
+        """The hashes of a text's blocks, its beginning first; None: not known."""
         chain: list[int] = []
         at: int | None = latest
         while at is not None:
             block = self._blocks.get(at)
-            # What is told may lead in circles: depths do not.
+            # Reported chains may be circular: depths are not.
             if block is None or not 0 <= block.depth < _MOST_DEPTH:
                 return None
             if chain and block.depth != self._blocks[chain[-1]].depth - 1:
@@ -257,7 +258,7 @@ class EngineBlocks:
 
 
 def _keep(kept: dict[str, T], name: str, value: T) -> None:
-    """The latest of them."""
+    """Keep only the latest of them."""
     kept.pop(name, None)
     kept[name] = value
     if len(kept) > _MOST_SESSIONS:

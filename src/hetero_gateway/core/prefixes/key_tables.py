@@ -1,5 +1,5 @@
-"""Which instance has which keys of prompts' beginnings: the tables of ``PrefixIndex``, who is in
-them, what is told of them from elsewhere, and what goes when an instance is full.
+"""The tables of ``PrefixIndex``: which instance has which keys of prompts' beginnings, their
+membership, knowledge from elsewhere, and eviction.
 
 What a request does to them is ``caches``' part: every request passes there and none here, unless
 an instance is full.
@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from hetero_gateway.core.types import InstanceId, PrefixKeys
 
-# Sizes are counted in units of this many bytes: those of most pieces are ints that Python has
-# anyway. A piece counts for one unit at least.
+# Sizes are counted in units of this many bytes: most pieces then have sizes that are cached ints in
+# Python. A piece counts for at least one unit.
 UNIT_BYTES: Final = 32
 # When an instance is full, this fraction of it goes, or so many units, and so many keys at a time.
 _EVICTED_SHARE: Final = 32
@@ -103,7 +103,7 @@ class HeldKeys:
 
 
 class KeyTables:
-    """The keys of all instances. Instances have slots, small and used again."""
+    """The keys of all instances. Instances have slots, small and reused."""
 
     def __init__(self) -> None:
         self._masks: list[dict[int, int]] = [{} for _ in range(_PARTS)]
@@ -117,16 +117,16 @@ class KeyTables:
         self._until_tidied = _LEAST_BETWEEN
 
     def __len__(self) -> int:
-        """Different keys."""
+        """Number of different keys."""
         return sum(map(len, self._masks))
 
     # Membership
 
     def join(self, instance_id: InstanceId, capacity_bytes: float, slot: int | None = None) -> None:
-        """An instance with an empty cache.
+        """Add an instance with an empty cache.
 
         Args:
-            capacity_bytes: bytes of text that its KV cache has room for; 0: it keeps nothing.
+            capacity_bytes: bytes of text that its KV cache can hold; 0: it keeps nothing.
             slot: its bit; None: the lowest that is free.
 
         Raises:
@@ -141,12 +141,12 @@ class KeyTables:
         self._members[instance_id] = HeldKeys(slot, _units(capacity_bytes))
 
     def leave(self, instance_id: InstanceId) -> None:
-        """It is gone, and what it had. KeyError: unknown."""
+        """Remove an instance and its keys. KeyError: unknown."""
         self.forget(instance_id)
         del self._members[instance_id]
 
     def forget(self, instance_id: InstanceId) -> None:
-        """Its cache is empty: it was started anew, slept, or was reset. KeyError: unknown."""
+        """Empty its cache: it was restarted, slept, or was reset. KeyError: unknown."""
         member = self._members[instance_id]
         self._forget_more(member.bit)
         self._forgotten += [(member.bit, part) for part in member.parts]
@@ -181,7 +181,7 @@ class KeyTables:
         """Its bit in ``PrefixIndex.levels``. KeyError: unknown."""
         return self._members[instance_id].slot
 
-    # What goes
+    # Eviction
 
     def _evict(self, member: HeldKeys) -> None:
         """Make room, as far as that takes no long step; only where there is none."""
@@ -227,7 +227,7 @@ class KeyTables:
         else:
             del part[key]
 
-    # What another process has learnt
+    # Another process's knowledge
 
     def held(self, instance_id: InstanceId) -> list[tuple[int, int]]:
         """(key, size) of what one instance has, least recently used first. KeyError: unknown."""
@@ -254,9 +254,9 @@ class KeyTables:
     def learn(
         self, instance_id: InstanceId, told: Sequence[tuple[Any, int]], most_units: int
     ) -> int:
-        """Others have sent (key, size) there just now, what was used first in front.
+        """Other gateways have just sent (key, size) there, least recently used first.
 
-        Of what is new no more counts than ``most_units``; returns how much does. KeyError: unknown.
+        Of new keys, at most ``most_units`` count; returns how many do. KeyError: unknown.
         """
         member = self._members[instance_id]
         masks, bit, new = self._masks, member.bit, 0
@@ -280,10 +280,10 @@ class KeyTables:
             self._evict(member)
         return new
 
-    # What an engine tells of its cache
+    # Reports of engines
 
     def drop(self, instance_id: InstanceId, key: int) -> None:
-        """It has a key no longer; one that it had not is no error. KeyError: unknown."""
+        """Drop a key of an instance; one that it did not have is ignored. KeyError: unknown."""
         member = self._members[instance_id]
         self._take(member, key, member.newest)
 
@@ -301,27 +301,27 @@ class KeyTables:
         return at
 
     def confirm(self, instance_id: InstanceId, held: Sequence[tuple[int, int]]) -> None:
-        """It has keys of so many bytes for certain. KeyError: unknown."""
+        """It certainly has keys of this many bytes. KeyError: unknown."""
         told = [(key, size_bytes // UNIT_BYTES or 1) for key, size_bytes in reversed(held)]
         self.learn(instance_id, told, self._members[instance_id].capacity)
 
-    # What there is to show
+    # For display
 
     def keys_on(self, instance_id: InstanceId) -> int:
         """Keys of one instance. KeyError: unknown."""
         return len(self._members[instance_id])
 
     def capacity_units(self, instance_id: InstanceId) -> int:
-        """What one instance has room for. KeyError: unknown."""
+        """The capacity of one instance. KeyError: unknown."""
         return self._members[instance_id].capacity
 
     def bytes_on(self, instance_id: InstanceId) -> tuple[int, int]:
-        """(bytes of text that one instance has, and has room for). KeyError: unknown."""
+        """(bytes of text that one instance has, bytes it can hold). KeyError: unknown."""
         member = self._members[instance_id]
         return member.used * UNIT_BYTES, member.capacity * UNIT_BYTES
 
     def memory_bytes(self) -> int:
-        """What all of it takes, about."""
+        """Approximate memory of everything here."""
         return (
             sum(map(sys.getsizeof, self._masks))
             + len(self) * _KEY_BYTES
@@ -333,8 +333,8 @@ class KeyTables:
 
 
 def sizes_of(keys: PrefixKeys) -> list[int]:
-    """How much each key of a text takes, in the index's units."""
-    begins = (0, *keys.ends)  # of the pieces, in front of the last end
+    """The size of each key of a text, in the index's units."""
+    begins = (0, *keys.ends)  # of the pieces, before the last end
     pieces = zip(begins, keys.ends, strict=False)
     return [(end - begin) // UNIT_BYTES or 1 for begin, end in pieces]
 

@@ -1,4 +1,4 @@
-"""Where what is known of an instance's prefix cache comes from."""
+"""Sources of knowledge about an instance's prefix cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class CacheSource(enum.Enum):
-    """What is known of an instance's cache, the better the further down."""
+    """Sources of knowledge about an instance's cache, better ones last."""
 
     OWN = "own"  # what this gateway has sent there
     SHARED = "shared"  # what all gateways have
@@ -15,13 +15,13 @@ class CacheSource(enum.Enum):
 
 
 class EngineWord(Protocol):
-    """What an engine tells of its blocks: ``engine_blocks``."""
+    """An engine's own reports of its blocks: ``engine_blocks``."""
 
     @property
     def silent(self) -> bool:
-        """Whether it tells nothing any more, although there must be something."""
+        """Whether reports have stopped although there must be something to report."""
         ...
 
     def doubted(self) -> None:
-        """Its cache is empty, or nobody knows what is in it."""
+        """Its cache is empty, or its contents are unknown."""
         ...

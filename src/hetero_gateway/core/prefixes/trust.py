@@ -1,28 +1,28 @@
-"""How far what an instance is thought to have in its prefix cache can be believed.
+"""How far the assumed contents of an instance's prefix cache can be trusted.
 
     η = min(1, (Σ actual + 4096) / (Σ predicted + 4096)),   both sums × 0.98 per request
 
-in tokens. It begins at 1 and learns from what an engine says: ``cached_tokens`` of an answer, or,
-where answers have none, what its hit counter makes of one (``instances/prefix_hits``). An instance
-whose cache is smaller than it looks ends below 1 by itself, one that has none near 0; where the
-engine says that it is off, it is 0 at once.
+in tokens. It begins at 1 and learns from what an engine reports: ``cached_tokens`` of an answer,
+or, if answers have none, its share of the hit counter (``instances/prefix_hits``). An instance
+whose cache is smaller than it looks ends below 1 by itself, one without a cache near 0; if the
+engine reports that it is off, it is 0 at once.
 
-What exceeds a prediction by more than a quarter is not counted: a hit that nobody predicted does
-not make up for one that failed to come. That also bounds what an engine's counter can do, which
-mixes all of its clients; what it says is used for nothing else.
+An excess over a prediction of more than a quarter is not counted: an unpredicted hit does not make
+up for one that failed to come. That also bounds the influence of an engine's counter, which mixes
+all of its clients; it is used for nothing else.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# Tokens that the prior weighs as much as: a few prompts.
+# The weight of the prior in tokens: a few prompts.
 _PRIOR_TOKENS: Final = 4096.0
-# What is kept of the sums with each request: a memory of 50.
+# The share of the sums that is kept with each request: a memory of 50.
 _KEEP: Final = 0.98
 # Lengths are estimated, some too long and some too short.
 _MOST_SURPLUS: Final = 1.25
-# What no request has; an engine's figure may be anything.
+# More than any request has; an engine's figure may be anything.
 _MOST_TOKENS: Final = 2.0**40
 
 
@@ -43,31 +43,31 @@ class Trust:
         return f"<Trust {self.eta:.3f}: {self._actual:.0f} of {self._predicted:.0f} tokens>"
 
     def reset(self) -> None:
-        """Its cache is empty, and maybe another one: back to the prior."""
+        """Its cache is empty, and may be another one: back to the prior."""
         self._actual = 0.0
         self._predicted = 0.0
         self.eta = 0.0 if self._off else 1.0
 
     def switch(self, *, on: bool) -> None:
-        """Its engine says whether it has a prefix cache; where it has none, there is no hit."""
+        """Its engine reports whether it has a prefix cache; if not, there are no hits."""
         if self._off == on:
             self._off = not on
             self.reset()
 
     def sums(self) -> tuple[float, float]:
-        """(predicted, actual) tokens, as they are remembered."""
+        """(predicted, actual) tokens, as remembered."""
         return self._predicted, self._actual
 
     def take_over(self, predicted_tokens: float, actual_tokens: float) -> None:
-        """Go on from another process's ``sums``."""
+        """Continue from another process's ``sums``."""
         self.reset()
         self.observe(predicted_tokens, actual_tokens)
 
     def observe(self, predicted_tokens: float, actual_tokens: float) -> None:
-        """A request was completed, and its answer or its engine's counters say what was cached.
+        """Note a completed request whose cached tokens its answer or the counters report.
 
         Args:
-            predicted_tokens: the match at dispatch, not times η.
+            predicted_tokens: the match at dispatch, not multiplied by η.
         """
         if not (0 <= predicted_tokens <= _MOST_TOKENS and 0 <= actual_tokens <= _MOST_TOKENS):
             return

@@ -1,1 +1,1 @@
-"""Who waits, who is chosen, and why: the scheduler and its parts."""
+"""The scheduler and its parts: which request waits, which instance is chosen, and why."""

@@ -1,4 +1,4 @@
-"""One request and its candidates, as a policy sees them; and the decision that comes of it."""
+"""Presents one request and its candidates to a policy, and makes the decision of its answer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import Draws, InstanceId
 
 # Of more candidates than this, a policy that ``samples`` is shown the fastest, those that have just
-# become free, and so many that are drawn: what it costs to look at one is the same for all, and the
-# best of 24 is as good as the best of all (benchmarks/scheduling/shards.py).
+# become free, and this many drawn ones: each costs the same to look at, and the best of 24 is as
+# good as the best of all (benchmarks/scheduling/shards.py).
 MOST_CANDIDATES: Final = 48
 _DRAWN: Final = 24
 _MOST_FREED: Final = 8
-# Where none of a sample can take a request, all are looked at, no oftener than this: some have room
-# that no event tells of.
+# If none of a sample can take a request, all are examined, at most this often: some have room that
+# no event reports.
 _LOOKS_AT_ALL_EVERY_S: Final = 0.1
 
 
@@ -32,9 +32,9 @@ class Views:
     Args:
         theta: θ of Eq. (7), above 0.
         reference: (prompt, output) tokens of a typical request while nothing has arrived.
-        caches: what is known of prefix caches; None: nothing is to be known.
+        caches: knowledge of prefix caches; None: not used.
 
-    ``queues``: the policy wants a ``Backlog``.
+    ``queues``: the policy needs a ``Backlog``.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Views:
         *,
         keep: bool = True,
     ) -> View:
-        """What a policy is shown.
+        """Make the view of a request.
 
         Args:
             waited_s: since the request arrived.
-            keep: a decision is made of it, not only an explanation.
+            keep: it leads to a decision, not only to an explanation.
         """
         pool, kept = eligible.pool, eligible.kept
         ids, states, members = pool.ids, pool.states, pool.members
@@ -68,7 +68,7 @@ class Views:
             ids = tuple([ids[i] for i in kept])
             states = tuple([states[i] for i in kept])
             members = tuple([members[i] for i in kept])
-        # The same of all; kv_tokens as ``Request.kv_tokens``.
+        # The same for all; kv_tokens as ``Request.kv_tokens``.
         n, prompt, keys = request.sequences, request.prompt_tokens, request.prefix
         kv_tokens = n * (prompt + round(request.predicted_output_tokens))
         prefix = backlog = None
@@ -126,7 +126,7 @@ class Views:
 
 
 class _Ahead:
-    """Draws that are looked at before they are taken; ``drawn`` has them."""
+    """Draws that can be looked at before they are taken; ``drawn`` has them."""
 
     def __init__(self, rng: Draws) -> None:
         self._rng = rng
@@ -138,7 +138,7 @@ class _Ahead:
 
 
 class _Draws:
-    """A generator whose draws can be given back."""
+    """A generator whose draws can be returned."""
 
     __slots__ = ("_given_back", "rng")
 
@@ -154,13 +154,13 @@ class _Draws:
 
 
 class Decider:
-    """Shows a policy the candidates, and keeps what it said.
+    """Shows a policy the candidates, and keeps its decisions.
 
-    ``freed``: whose requests have just ended, or begun to stream, while others waited.
+    ``freed``: instances whose requests have just ended, or begun to stream, while others waited.
 
     Args:
         rng: for ties, random policies and samples.
-        views: what a policy sees; its θ is that of decisions.
+        views: makes what a policy sees; its θ is that of decisions.
     """
 
     __slots__ = ("_draws", "_looked_s", "freed", "policy", "views")
@@ -174,11 +174,11 @@ class Decider:
 
     @property
     def rng(self) -> Draws:
-        """What it was given."""
+        """The generator it was given."""
         return self._draws.rng
 
     def set_policy(self, policy: Policy) -> None:
-        """Have another policy choose from now on."""
+        """Use another policy from now on."""
         self.policy = policy
         self.views.queues = policy.queues
 
@@ -190,7 +190,7 @@ class Decider:
         queue: ModelQueue | None,
         waited_s: float = 0.0,
     ) -> Decision | None:
-        """None: it has to wait."""
+        """Decide; None: the request has to wait."""
         policy, draws, looked_at = self.policy, self._draws, eligible
         if len(eligible.kept or eligible.pool.ids) > MOST_CANDIDATES and policy.samples:
             looked_at = self._sample(eligible, draws)
@@ -220,9 +220,9 @@ class Decider:
         *,
         takes_turn: bool,
     ) -> Decision:
-        """Who would get a request that comes now, whether or not there is room.
+        """The instance for a request that comes now, whether or not there is room.
 
-        ``takes_turn``: or else neither the policy's turn nor a random draw is taken.
+        ``takes_turn``: otherwise neither the policy's turn nor a random draw is taken.
         """
         policy, ahead = self.policy, _Ahead(self._draws)
         turn = None if takes_turn else policy.turn()

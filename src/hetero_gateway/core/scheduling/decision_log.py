@@ -1,9 +1,9 @@
-"""The last decisions, for whoever asks why.
+"""The last decisions, for later questions.
 
-Each is packed into one row of numbers beside what it shares with others. A few hundred decisions as
-they are would be some thousand objects that every request has to touch when the oldest goes: they
-took a tenth of a request's CPU in a real server, whose caches are cold (nothing in a loop of one
-process). What a decision needs for its explanation is unpacked when somebody asks.
+Each is packed into one row of numbers beside the data it shares with others. A few hundred
+decisions as objects would be some thousand objects that every request has to touch when the oldest
+goes: they took a tenth of a request's CPU in a real server, whose caches are cold (nothing in a
+loop of one process). A decision is unpacked when someone asks for its explanation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PACKERS: dict[int, Any] = {}  # by how many numbers there are; decisions have a
 
 
 class LoggedDecision(NamedTuple):
-    """A decision, and whose it was.
+    """A decision and its request.
 
     Args:
-        placed_s: when, on the scheduler's clock; with the id it finds what came of the request.
+        placed_s: when, on the scheduler's clock; with the id it finds the request's outcome.
         request_id: of the request.
-        decision: with the model and lengths of its request, and nothing else of that.
+        decision: with the model and lengths of its request only.
         waited_s: in the gateway's queue.
     """
 
@@ -40,8 +40,8 @@ class LoggedDecision(NamedTuple):
 class DecisionLog:
     """Keeps the last ``size`` decisions.
 
-    ``noted``: decisions that are kept by the next ``keep_noted``, as arguments of ``append``; some
-    at a time, since a decision by itself would find none of this in the processor's caches.
+    ``noted``: decisions kept by the next ``keep_noted``, as arguments of ``append``; several at a
+    time, since a single decision would find none of this in the processor's caches.
     """
 
     def __init__(self, size: int) -> None:
@@ -104,7 +104,7 @@ class DecisionLog:
             )
 
     def newest_first(self, request_id: bytes | None = None) -> Iterator[LoggedDecision]:
-        """All of them, or those about one request."""
+        """All of them, or those of one request, newest first."""
         self.keep_noted()
         for row in reversed(self._rows):
             if request_id is None or row[3] == request_id:
@@ -135,7 +135,7 @@ def _unpacked(
     if "latency_s" in names:
         choice.latency_s = choice.figures.at("latency_s", choice.position)
     request = Request(model, int(prompt), output, int(sequences), bool(streams))
-    # Nobody asks what another candidate would have had to compute.
+    # What another candidate would have had to compute is not needed.
     view = View(request, ids, (), (), [prefill] * count, int(kv), prefix, theta, placed_s, None)
     decision = Decision(view, choice, policy, excluded)
     return LoggedDecision(placed_s, request_id.decode(), decision, waited_s)

@@ -1,21 +1,22 @@
-"""Who goes next of those that wait: queue disciplines, behind one Protocol.
+"""Queue disciplines, which decide who goes next, behind one Protocol.
 
-    fifo       who came first
-    shortest   of what came together, who takes least of a machine's time, by prediction
-    classes    shares of the machines' time for named classes; within one, who came first
-    clients    the same, and within a class shares for clients, so that none's backlog is another's
+    fifo       the oldest
+    shortest   among those that came together, the least predicted machine time
+    classes    shares of the machines' time for named classes; within one, the oldest
+    clients    the same, and within a class shares for clients, so that one client's backlog does
+               not delay another's requests
 
-A discipline is one for all the queues of a scheduler, so that models that share instances share
-them by it, too. It orders and refuses nobody; ``clients`` keeps a seat of each instance free.
+One discipline serves all the queues of a scheduler, so that models that share instances also share
+them by it. It orders and never refuses; ``clients`` keeps a seat of each instance free.
 
-``shortest`` is aged when a request comes: it stands in the row as if it had come later than it did,
-by ``patience_s`` times its work over four times the mean work, and by ``patience_s`` at most. So
-who comes so much later never passes it, however short.
+``shortest`` is aged on arrival: a request is queued as if it had come later than it did, by
+``patience_s`` times its work over four times the mean work, and by at most ``patience_s``. So a
+request that arrives later by more than that never overtakes it, however short.
 
-``classes`` is start-time fair queueing (Goyal, Vin and Cheng, 1996): a class whose request goes
-has its next turn after work/share, on a clock of work done. One that asks for less than its share
-hardly waits, whatever the others ask for; what it leaves over is theirs. Who has waited for its
-class's ``max_wait_s`` goes ahead of them all.
+``classes`` is start-time fair queueing (Goyal, Vin and Cheng, 1996): a class whose request goes has
+its next turn after work/share, on a clock of work done. A class that asks for less than its share
+hardly waits, whatever the others ask for; what it leaves over goes to them. A request that has
+waited for its class's ``max_wait_s`` goes ahead of all others.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from hetero_gateway.core.scheduling.queue import (
 )
 from hetero_gateway.core.types import BATCH_CLASS, DEFAULT_CLASS, Usage
 
-# A retry has waited its turn before.
+# A retry has already waited its turn.
 _RETRY = -math.inf
-# Few requests are longer than so many mean ones; they need not be distinguished.
+# Few requests are longer than this many mean ones; they need not be distinguished.
 LONG = 4.0
-# Clients that come and go leave nothing behind.
+# Clients that come and go leave no state behind.
 _MOST_COUNTERS = 10_000
-# An answer is taken to be at most so many times the work that was predicted.
+# An answer counts as at most this many times the predicted work.
 _MOST_TIMES = 32.0
-# Who has not asked for so long needs no room kept free.
+# A client that has not asked for this long needs no room kept free.
 _LATELY_S = 60.0
 
 
@@ -67,7 +68,7 @@ class Fifo:
 
     @property
     def unused(self) -> bool:
-        """Nobody has joined yet."""
+        """Whether nothing has joined yet."""
         return not self._sequence
 
     def line(self, request: Request) -> str:
@@ -96,7 +97,7 @@ class Shortest(Fifo):
     """The least work first, aged.
 
     Args:
-        patience_s: who comes so much later than another does not go ahead of it; above 0.
+        patience_s: a request that comes later by more than this does not go ahead; above 0.
     """
 
     __slots__ = ("_joined", "_mean_work_s", "patience_s")
@@ -122,7 +123,7 @@ class Shortest(Fifo):
 
 
 def later_s(work_s: float, mean_work_s: float, patience_s: float) -> float:
-    """How much later than it did a request is taken to have come."""
+    """How much later than its arrival a request is queued."""
     if work_s <= 0.0:
         return 0.0
     return patience_s * min(1.0, work_s / (LONG * mean_work_s))
@@ -130,19 +131,19 @@ def later_s(work_s: float, mean_work_s: float, patience_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClassRule:
-    """What a class gets.
+    """The share of a class.
 
     Args:
-        share: of the machines' time, beside the others' shares, while all want more; above 0.
-        max_wait_s: who has waited so long goes ahead of every class, s; above 0.
+        share: of the machines' time, relative to the other classes, while all want more; above 0.
+        max_wait_s: after this wait a request goes ahead of every class, s; above 0.
     """
 
     share: float = 1.0
     max_wait_s: float = math.inf
 
 
-# Interactive requests wait only for their own kind, as long as they are not nine parts in ten of
-# the work; and a batch's go on.
+# Interactive requests wait only for their own kind, unless they are nine tenths of the work; and a
+# batch's keep moving.
 DEFAULT_CLASSES: Mapping[str, ClassRule] = {
     DEFAULT_CLASS: ClassRule(9.0),
     BATCH_CLASS: ClassRule(1.0),
@@ -153,7 +154,7 @@ class Classes(Fifo):
     """Shares for classes.
 
     Args:
-        classes: by name, at least one. A request of another class counts as of the first.
+        classes: by name, at least one. A request of an unknown class counts as of the first.
     """
 
     __slots__ = ("_clock_s", "_first", "_next_s", "_rules")
@@ -164,7 +165,7 @@ class Classes(Fifo):
         super().__init__()
         self._rules = dict(classes)
         self._first = next(iter(self._rules))
-        # Work done, as the class whose turn it was had it; and when each has its next turn.
+        # Work done, by the clock of the class whose turn it was; and each class's next turn.
         self._clock_s = 0.0
         self._next_s = dict.fromkeys(self._rules, 0.0)
 
@@ -185,7 +186,7 @@ class Classes(Fifo):
         name = self.line(ticket.request)
         start_s = max(self._clock_s, self._next_s[name])
         if self.turn(ticket, now_s)[0] == 0:
-            # Who goes out of turn moves its class on, and not the clock of all.
+            # Going out of turn advances the class, and not the common clock.
             self._clock_s = start_s
         work_s = work_of(ticket.request, ticket.eligible.pool)
         self._next_s[name] = start_s + work_s / self._rules[name].share
@@ -200,18 +201,18 @@ class Classes(Fifo):
 class Clients(Classes):
     """Shares for clients, within their classes: a virtual counter of work for each.
 
-    A client's weight is its share times its class's. As a virtual token counter (Sheng et al.,
-    2024), it counts what was served and is lifted to the clock of all when a client comes back, so
-    that nobody saves up; it counts time on a machine instead of tokens. Predicted work is charged
-    as a request goes, and corrected by what its answer says that it was.
+    A client's weight is its share times its class's. As in a virtual token counter (Sheng et al.,
+    2024), the counter is of what was served and is lifted to the common clock when a client comes
+    back, so that nobody saves up; it counts machine time instead of tokens. Predicted work is
+    charged when a request goes, and corrected when its answer shows the real work.
 
-    Who has more requests out than its part of all of them leaves room for another on each instance
-    (``leaves_room``, ``Eligible.roomy``) while others have asked within a minute: what comes next
-    from somebody else finds a seat, as it would if the backlog were not there.
+    A client with more than its part of the outstanding requests leaves room for another one on each
+    instance (``leaves_room``, ``Eligible.roomy``) while others have asked within a minute: the next
+    request of another client finds a seat, as if the backlog were not there.
 
     Args:
-        reserve: share of the seats and the memory of each instance that it leaves free so, if that
-            is more than for one request; from 0 to below 1.
+        reserve: the share of each instance's seats and memory left free in this way, if that is
+            more than room for one request; from 0 to below 1.
     """
 
     __slots__ = ("_asked_s", "_counters_s", "_out", "_total", "_weight", "reserve", "shares")
@@ -221,13 +222,13 @@ class Clients(Classes):
     ) -> None:
         super().__init__(classes)
         self.reserve = reserve
-        # Of clients, by ``Request.client``; who has none has 1. Above 0.
+        # Weights of clients, by ``Request.client``; 1 if not listed. Above 0.
         self.shares: Mapping[str, float] = {}
         self._counters_s: dict[str, float] = {}
-        # Sequences that are on instances, by line and in all.
+        # Sequences on instances, by line and in total.
         self._out: dict[str, int] = {}
         self._total = 0
-        # Who has asked lately: (when last, weight), the longest ago first; and their weight.
+        # Clients that asked recently: (when last, weight), the longest ago first; and their weight.
         self._asked_s: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._weight = 0.0
 
@@ -256,8 +257,8 @@ class Clients(Classes):
         return (0.0, max(self._clock_s, counter_s), sequence)
 
     def leaves_room(self, ticket: Ticket, now_s: float) -> bool:
-        """Whether it may take no instance's last room: its client has more than its part already,
-        and others have asked lately."""
+        """Whether it may not take an instance's last room: its client has more than its part
+        already, and others have asked recently."""
         if len(self._asked_s) < 2:
             return False
         request = ticket.request
@@ -277,7 +278,7 @@ class Clients(Classes):
         work_s = work_of(request, ticket.eligible.pool) / weight
         counters[name] = start_s + work_s
         if len(counters) > _MOST_COUNTERS:
-            # What is behind the clock says nothing.
+            # Anything behind the clock means nothing.
             self._counters_s = {n: c for n, c in counters.items() if c > self._clock_s}
         if ticket.dispatch is not None:
             ticket.dispatch.turn = Served(self, name, work_s, weight, ticket.eligible.pool)
@@ -285,11 +286,11 @@ class Clients(Classes):
             self._total += request.sequences
 
     def settled(self, dispatch: Dispatch, usage: Usage | None, made_tokens: float | None) -> None:
-        """A request is over; later calls change nothing.
+        """Settle a request; later calls change nothing.
 
         Args:
-            usage: as its answer reported; None, or what is None in it: nobody knows.
-            made_tokens: what it had made when it was cut short; None: it came to its end.
+            usage: as its answer reported; None, or None in it: unknown.
+            made_tokens: tokens made when it was cut short; None: it was complete.
         """
         served, dispatch.turn = dispatch.turn, None
         if not isinstance(served, Served) or served.by is not self:
@@ -308,7 +309,7 @@ class Clients(Classes):
         if output is None:
             return  # as predicted
         real_s = sequences * served.pool.work_s(prompt, output / sequences) / served.weight
-        # An instance that says something absurd shall not bar a client for long.
+        # An absurd report of an instance must not lock a client out for long.
         real_s = min(real_s, _MOST_TIMES * served.work_s)
         self._counters_s[name] = self._counters_s.get(name, self._clock_s) + real_s - served.work_s
 
@@ -320,7 +321,7 @@ class Clients(Classes):
 
 
 class Served(NamedTuple):
-    """As what a request was counted when it went. ``work_s``: predicted, over the weight."""
+    """How a request was counted when it went. ``work_s``: predicted, over the weight."""
 
     by: Clients
     line: str
@@ -330,8 +331,8 @@ class Served(NamedTuple):
 
 
 def work_of(request: Request, pool: Pool) -> float:
-    """How much of a machine's time a request takes, of all its sequences, s: T on the pool's
-    fastest, as if that had memory for it."""
+    """Machine time that a request takes, of all its sequences, s: T on the pool's fastest instance,
+    as if that had memory for it."""
     return request.sequences * pool.work_s(request.prompt_tokens, request.predicted_output_tokens)
 
 
@@ -341,7 +342,8 @@ def make_discipline(
     classes: Mapping[str, ClassRule] | None = None,
     reserve: float = DEFAULT_RESERVE,
 ) -> QueueDiscipline:
-    """A discipline by its name in a configuration; what does not concern it is not looked at."""
+    """Make a discipline by its name in a configuration; settings of other disciplines are
+    ignored."""
     if name == "shortest":
         return Shortest(patience_s)
     if name == "classes":

@@ -1,13 +1,13 @@
-"""Requests that two instances share: who may, at what price, and the leg that computes the prompt.
+"""Requests that two instances share: which may be split, at what price, and the prefill leg.
 
     scheduler.legs.set_roles(roles, pairs)          # then pump
-    ticket.prefill, ticket.dispatch                 # of a request that is split: both legs
+    ticket.prefill, ticket.dispatch                 # of a split request: both legs
     scheduler.legs.prefilled(ticket.prefill, now_s) # its prompt is computed: hand it over
     scheduler.legs.asked(ticket.prefill, ticket.dispatch, now_s)
-    scheduler.first_token(ticket.dispatch, now_s)   # it was fetched, and
-    scheduler.settle(ticket.prefill, …)             # is gone there
+    scheduler.first_token(ticket.dispatch, now_s)   # the KV was fetched, and
+    scheduler.settle(ticket.prefill, …)             # is released there
 
-Each leg is settled as any dispatch is, once, in any order.
+Each leg is settled like any dispatch, once, in any order.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hetero_gateway.core.types import PREFILL, InstanceId
 
 
 class Legs:
-    """Of one scheduler, whose parts it is given.
+    """The legs of one scheduler, whose parts it is given.
 
-    ``pairs``: who can hand prompts over to whom; None: nobody. ``roles``: what legs cost on which
-    instance; None: no request is split. ``models``: whose requests may be; None: all.
+    ``pairs``: which instances can hand prompts over to which; None: none. ``roles``: prices of legs
+    by instance; None: no request is split. ``models``: whose requests may be split; None: all.
     """
 
     __slots__ = (
@@ -55,7 +55,7 @@ class Legs:
         self.models: frozenset[str] | None = None
 
     def decide_by(self, policy: Policy) -> None:
-        """Have this policy choose from now on, and split requests if it can."""
+        """Use this policy from now on, and split requests if it can."""
         self._policy = policy
         if self.pairs is not None and self.roles is not None and isinstance(policy, FinishTime):
             policy = FinishTimeOfLegs(policy, self.pairs, self.roles, self.models)
@@ -67,12 +67,12 @@ class Legs:
         pairs: Pairs | None = None,
         models: frozenset[str] | None = None,
     ) -> None:
-        """What legs cost on which instance from now on; None: no request is split. Pump afterwards.
+        """Set the prices of legs by instance; None: no request is split. Pump afterwards.
 
-        ``finish-time`` alone makes use of it.
+        Only ``finish-time`` uses them.
 
         Args:
-            pairs: who can hand prompts over to whom, and how fast; None: as before.
+            pairs: which instances can hand prompts over, and how fast; None: as before.
             models: whose requests may be split; None: all.
         """
         self.roles, self.models = roles, models
@@ -81,19 +81,19 @@ class Legs:
         self.decide_by(self._policy)
 
     def refused(self, now_s: float) -> dict[tuple[InstanceId, InstanceId], float]:
-        """Pairs that could not, and are left alone for so many seconds more."""
+        """Pairs that could not hand over, and are not used for this many seconds more."""
         return {} if self.pairs is None else self.pairs.refused(now_s)
 
     def dispatch(self, decision: Decision, now_s: float) -> Dispatch:
         """Put a prefill leg on its instance; what is left of the decision is the answer's.
 
-        ValueError: that cannot be charged.
+        ValueError: it cannot be charged.
         """
         choice, instance_id, pairs = decision.choice, decision.prefill_id, self.pairs
         assert instance_id is not None
         assert pairs is not None
         state = self._members.table.states[instance_id]
-        # Its answer is of one token, which nobody sees.
+        # Its answer has one token, which nobody sees.
         request = decision.request.replace(predicted_output_tokens=0.0, streams=False)
         prefix, lacks, cached = decision.prefix, float(request.prompt_tokens), 0.0
         if prefix is not None:
@@ -113,13 +113,13 @@ class Legs:
         return prefill
 
     def prefilled(self, dispatch: Dispatch, now_s: float) -> None:
-        """A prefill leg's prompt is computed, and its KV waits to be fetched. Only the first call
-        counts; what it holds is taken off as it settles.
+        """Note that a prefill leg's prompt is computed and its KV waits to be fetched. Only the
+        first call counts; what it holds is taken off when it settles.
         """
         if dispatch.state.prefilled(dispatch, now_s):
             self._decider.freed.append(dispatch.instance_id)
 
     def asked(self, prefill: Dispatch, decode: Dispatch, now_s: float) -> None:
-        """Who answers has been asked, and owes the first token as of now."""
+        """Note that the decode instance was asked: it owes the first token from now on."""
         decode.sent_s = now_s
         decode.expected_s = max(0.0, decode.expected_s - prefill.expected_s)

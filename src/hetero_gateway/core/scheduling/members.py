@@ -1,8 +1,8 @@
-"""Who is there: the instances, what they serve, and how they stand; pools by model.
+"""The instances of a scheduler: what they serve, their state, and pools by model.
 
 ``Scheduler`` owns one. An instance joins, changes and leaves here; what happens to its requests is
 ``InstanceState``'s. Reading changes nothing: stand-in constants are given by ``stand_in_for``, on
-an instance's first dispatch, not when somebody looks.
+an instance's first dispatch, not when someone looks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.pool import Eligible, Pool, stand_in, typical_constants
 from hetero_gateway.core.types import InstanceId, InstanceSpec, Reject, RejectReason
 
-# Models that an error names.
+# Models that an error lists.
 _MOST_NAMED: Final = 5
 # Pools of single instances that are kept.
 _MOST_ALONE: Final = 1024
@@ -36,17 +36,17 @@ class Members:
     Args:
         reference: (prompt, output) tokens of the request that fitted capacities are computed for.
         stand_ins: instances without a profile get constants that stand in for their own.
-        observes: keep what is observed, and how far profiles are off.
+        observes: keep observations, and how far profiles are off.
     """
 
     def __init__(self, reference: tuple[float, float], *, stand_ins: bool, observes: bool) -> None:
         self.specs: dict[InstanceId, InstanceSpec] = {}
         self.table = Table(keeps=observes)
-        # Of instances with a profile: how far it is off, over minutes and over seconds.
+        # How far the profiles of profiled instances are off, over minutes and over seconds.
         self.drifts: dict[InstanceId, Drift] = {}
         self.slowness: dict[InstanceId, Slowness] = {}
-        self.pools: dict[str, Pool] = {}  # of names that somebody serves, as far as asked for
-        # The same of single instances, available or not.
+        self.pools: dict[str, Pool] = {}  # of served names, once asked for
+        # Pools of single instances, available or not.
         self._alone: dict[tuple[InstanceId, str], Eligible] = {}
         self._reference = reference
         self._gives_stand_ins = stand_ins
@@ -56,24 +56,28 @@ class Members:
         return f"<Members {', '.join(self.specs)}>"
 
     def join(self, spec: InstanceSpec) -> None:
-        """Raises ValueError when the id is taken."""
+        """Add an instance. Raises ValueError if the id is taken."""
         if spec.instance_id in self.specs:
             raise ValueError(f"instance {spec.instance_id!r} exists already")
         self.specs[spec.instance_id] = spec
-        self._begin(self.table.join(spec.instance_id), spec)
+        state = self.table.join(spec.instance_id)
+        state.first_token_s = _first_token_s(spec)
+        self._begin(state, spec)
         self._forget_pools()
 
     def change(self, spec: InstanceSpec) -> None:
-        """Other models, profile or availability; its load stays. KeyError: unknown."""
+        """Change its models, profile or availability; its load stays. KeyError: unknown."""
         before = self.specs[spec.instance_id]
         if before != spec:
             self.specs[spec.instance_id] = spec
+            state = self.table[spec.instance_id]
+            state.first_token_s = _first_token_s(spec)
             if constants_of(before) != constants_of(spec):
-                self._begin(self.table[spec.instance_id], spec)
+                self._begin(state, spec)
             self._forget_pools()
 
     def leave(self, instance_id: InstanceId, now_s: float) -> list[Dispatch]:
-        """Everything on it is settled and returned. KeyError: unknown."""
+        """Remove it; everything on it is settled and returned. KeyError: unknown."""
         del self.specs[instance_id]
         self.drifts.pop(instance_id, None)
         self.slowness.pop(instance_id, None)
@@ -81,7 +85,7 @@ class Members:
         return self.table.leave(instance_id, now_s)
 
     def _begin(self, state: InstanceState, spec: InstanceSpec) -> None:
-        """Its constants are new."""
+        """Start over with new constants."""
         self.drifts.pop(spec.instance_id, None)
         self.slowness.pop(spec.instance_id, None)
         if spec.profile is not None:
@@ -96,7 +100,7 @@ class Members:
                 state.set_speed(self.table.stand_in_speed())
 
     def set_stand_ins(self, stand_ins: bool) -> None:
-        """Whether instances without a profile have constants that stand in for their own."""
+        """Set whether instances without a profile have constants that stand in for their own."""
         if stand_ins == self._gives_stand_ins:
             return
         self._gives_stand_ins = stand_ins
@@ -106,7 +110,7 @@ class Members:
         self._forget_pools()
 
     def snapshot(self, instance_id: InstanceId) -> InstanceSnapshot:
-        """All that there is to show of an instance. KeyError: unknown."""
+        """A snapshot of an instance for display. KeyError: unknown."""
         return snapshot_of(
             self.specs[instance_id],
             self.table[instance_id],
@@ -115,19 +119,19 @@ class Members:
             queues=self._gives_stand_ins,
         )
 
-    # What is observed
+    # Observations
 
     def observe_steps(
         self, instance_id: InstanceId, steps: float, duration_s: float, now_s: float
     ) -> bool:
-        """The instance made so many decode steps in the last ``duration_s``, while it streamed.
+        """Note that the instance made this many decode steps in the last ``duration_s`` of
+        streaming.
 
-        Returns whether its profile has begun or ceased to drift (``drift``). Raises KeyError when
-        there is no such instance.
+        Returns whether its profile has begun or ceased to drift (``drift``). KeyError: unknown.
         """
         state = self.table[instance_id]
         if state.tracked != state.in_flight:
-            # Others are there whose progress nobody sees: the row would say that it is slow.
+            # The progress of some requests there is not seen: the row would make it look slow.
             duration_s = 0.0
         row = state.observe_steps(steps, duration_s, now_s)
         if state.stands_in and row is not None:
@@ -139,10 +143,9 @@ class Members:
         if drift is None or constants is None:
             return False
         self._look_at(state, row, constants, now_s)
-        profile = self.specs[instance_id].profile
-        beside_s = profile.first_token_s if profile is not None else 0.0
+        beside_s = state.first_token_s
         for first in first_tokens:
-            if first.ttft_s > beside_s:  # what is left are its steps, and what HTTP adds
+            if first.ttft_s > beside_s:  # the rest are its steps, and what HTTP adds
                 modelled = seconds(first.terms, constants)
                 drift.observe(engine_time_s(first.ttft_s - beside_s, sum(modelled)), *modelled)
         for known in steps_known:
@@ -153,7 +156,7 @@ class Members:
     def _look_at(
         self, state: InstanceState, row: StepRow | None, constants: Constants, now_s: float
     ) -> None:
-        """Find out whether an instance is slow, by its last row and answers."""
+        """Find out whether an instance is slow, from its last row and answers."""
         slowness = self.slowness[state.instance_id]
         observed_s, modelled_s = state.take_checked()
         if row is not None and (row_s := state.row_modelled_s) is not None:
@@ -163,10 +166,10 @@ class Members:
             modelled_s += slowness.excused(row.duration_s, prefill_s, decode_s, waiting_s)
         slowness.look(observed_s, modelled_s, now_s)
 
-    # Who can take what
+    # Eligibility
 
     def eligible(self, request: Request, exclude: Collection[InstanceId]) -> Eligible | Reject:
-        """Who may get a request, or why nobody can."""
+        """The instances that may get a request, or why none can."""
         pool = self.pools.get(request.model) or self.pool(request.model)
         if not pool.ids:
             return self._nobody(request.model, pool)
@@ -175,11 +178,11 @@ class Members:
     def judge(
         self, request: Request, exclude: Collection[InstanceId]
     ) -> tuple[Request, Eligible] | Reject:
-        """The request as it is to be placed, and who may get it; or why nobody can.
+        """The request as it is to be placed and the instances that may get it, or why none can.
 
-        An estimate refuses nobody: the largest instance gets what no instance would hold by an
-        estimate, and its engine judges. From here on it is taken to be as long as that instance can
-        hold.
+        An estimate alone never refuses a request: if no instance would hold it by its estimates,
+        the largest one gets it, and its engine decides. From then on it counts as being as long as
+        that instance can hold.
         """
         eligible = self.eligible(request, exclude)
         if not isinstance(eligible, Reject):
@@ -191,7 +194,7 @@ class Members:
         return eligible if isinstance(again, Reject) else (shorter, again)
 
     def pool(self, model: str) -> Pool:
-        """The available instances that serve the model; maybe none."""
+        """The available instances that serve the model; possibly none."""
         pool = self.pools.get(model)
         if pool is None:
             pool = self._make_pool(model)
@@ -266,9 +269,9 @@ class Members:
     # Stand-ins
 
     def stand_in_for(self, state: InstanceState, model: str) -> None:
-        """What its pool takes it for is what it is taken for from now on, in every pool."""
+        """Fix its stand-in constants, as its pool assumes them, for every pool."""
         pool = self.pool(model)
-        if state.instance_id not in pool.position:  # it was taken over from another process
+        if state.instance_id not in pool.position:  # taken over from another process
             pool = self.alone(state.instance_id, model).pool
         member = pool.members[pool.position[state.instance_id]]
         speed = state.speed
@@ -277,7 +280,7 @@ class Members:
         self._forget_pools({model: pool} if pool is self.pools.get(model) else None)
 
     def stand_in(self, instance_id: InstanceId) -> Constants:
-        """What an instance without a profile is taken for. KeyError: unknown."""
+        """The stand-in constants of an instance without a profile. KeyError: unknown."""
         state = self.table[instance_id]
         if state.stands_in and state.constants is not None:
             return state.constants
@@ -285,5 +288,10 @@ class Members:
 
 
 def constants_of(spec: InstanceSpec) -> Constants | None:
-    """Its profile's; None: it has none."""
+    """The constants of its profile; None: it has none."""
     return None if spec.profile is None else spec.profile.constants
+
+
+def _first_token_s(spec: InstanceSpec) -> float:
+    """Of its profile: what its server takes beside the engine."""
+    return 0.0 if spec.profile is None else spec.profile.first_token_s

@@ -1,7 +1,7 @@
-"""What serves one model name: constants, capacities, contexts; and who fits a request.
+"""The instances of one model name: constants, capacities, contexts; and who fits a request.
 
-The scheduler builds a pool on first use and throws it away when the membership changes; all that it
-shows stays as it is. Loads are not here: an instance has one load, whatever names it serves.
+The scheduler builds a pool on first use and discards it when the membership changes; a pool itself
+never changes. Loads are not here: an instance has one load, whatever names it serves.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from hetero_gateway.core.types import (
     RejectReason,
 )
 
-UNLIMITED_TOKENS: Final = 2**40  # the KV capacity of an instance whose capacity nobody knows
-# Some machine: about an A800 with a model of 8 billion parameters (instance_profiles.csv). What is
-# not known of a machine's speed is learnt by the speed factor; this only gives the proportions.
+UNLIMITED_TOKENS: Final = 2**40  # stands for an unknown KV capacity
+# A typical machine: about an A800 with a model of 8 billion parameters (instance_profiles.csv). The
+# speed factor learns the true speed; this only gives the proportions.
 _GENERIC: Final = Constants(5e-5, 0, 0, 1e-2, 8e-8, 1e-4, 0, 1e-2)
 _TRIED: Final = "tried already"
-# Of fewer seats none is kept free where the reserve is less than one; and so many tokens of prompts
-# may be in front of who comes next: a quarter of a step of vLLM's default budget.
+# With fewer seats, none is kept free for a reserve of less than one; and this many prompt tokens
+# may precede the next request: a quarter of a step of vLLM's default budget.
 _FEW_SEATS: Final = 16
 _MOST_PROMPT_TOKENS: Final = 512
-# So many of the fastest are among those that are looked at, where not all are.
+# This many of the fastest are always examined, if not all are.
 _FASTEST: Final = 8
 
 
 class Eligible:
-    """Who may get a request: a judgement that holds while its pool does.
+    """The instances that may get a request: a judgement that holds as long as its pool.
 
     ``kept``: positions in the pool, ascending; None: all. ``excluded``: the others, and why.
     """
@@ -61,18 +61,18 @@ class Eligible:
         self.excluded = excluded
 
     def positions(self) -> Sequence[int]:
-        """Who may get it, as positions in the pool."""
+        """The instances that may get it, as positions in the pool."""
         return range(len(self.pool.ids)) if self.kept is None else self.kept
 
     def has(self, position: int) -> bool:
-        """Whether the one at a position of the pool may get it."""
+        """Whether the instance at a position of the pool may get it."""
         if self.kept is None:
             return True
         at = bisect_left(self.kept, position)
         return at < len(self.kept) and self.kept[at] == position
 
     def without(self, reserved: Collection[int], why: str) -> Eligible | None:
-        """The same but for these; None: nobody is left."""
+        """The same without these; None: none is left."""
         pool = self.pool
         kept = [i for i in self.positions() if i not in reserved]
         if not kept:
@@ -81,11 +81,11 @@ class Eligible:
         return Eligible(pool, kept, self.excluded + left_out)
 
     def roomy(self, request: Request, reserve: float) -> Eligible | None:
-        """Those that would have room for others after it; None: nobody.
+        """Those that would have room for others after it; None: none.
 
-        That is for one like it, or a ``reserve`` of seats and memory (0 to 1) where that is more,
-        and short prompts in front. Of an engine with few seats none is kept free for a reserve of
-        less than one: it would cost more than it is worth.
+        Room for a similar request, or a ``reserve`` of seats and memory (0 to 1) if that is more,
+        with only short prompts ahead. On an engine with few seats none is kept free for a reserve
+        of less than one: it would cost more than it is worth.
         """
         pool, full = self.pool, set()
         sequences, tokens = request.sequences, request.kv_tokens
@@ -120,7 +120,7 @@ class Pool:
         reference: tuple[float, float],
         stand_ins: Mapping[InstanceId, Constants] | None = None,
     ) -> None:
-        """``stand_ins``: constants of those without a profile; None: a mean, or counts."""
+        """``stand_ins``: constants of instances without a profile; None: a mean, or counts."""
         self.specs = tuple(spec for spec, _ in members)
         self.ids = tuple(spec.instance_id for spec in self.specs)
         self.absent = tuple(absent)
@@ -143,7 +143,7 @@ class Pool:
             )
             for spec, p, tokens in zip(self.specs, profiles, assumed_tokens, strict=True)
         )
-        # What is no longer than this fits every profile.
+        # Requests up to this length fit every profile.
         self.smallest_capacity_tokens = min(
             (member.kv_limit_tokens for member in self.members), default=math.inf
         )
@@ -151,7 +151,7 @@ class Pool:
         self.most_sequences = max((member.max_num_seqs for member in self.members), default=0.0)
         by_capacity = sorted(range(len(profiles)), key=lambda i: -self.members[i].capacity)
         self.fastest = by_capacity[:_FASTEST]
-        # Whose times distinguish work from work; that it may be short of memory is of no account.
+        # The instance whose times measure work; it may be short of memory.
         self.yardstick: Member | None = None
         if by_capacity:
             fastest = self.members[by_capacity[0]]
@@ -163,7 +163,7 @@ class Pool:
         self._contexts_tokens = [float(s.max_model_len or math.inf) for s in self.specs]
         self.shortest_context_tokens = min(self._contexts_tokens, default=math.inf)
         longest = max(self._contexts_tokens, default=0)
-        # The longest sequence that anybody here takes; None: unknown.
+        # The longest sequence that any instance here takes; None: unknown.
         self.context_tokens = None if longest in (0, math.inf) else int(longest)
         # The largest that a single instance can hold: one may have the context, one the memory.
         largest = [
@@ -173,7 +173,7 @@ class Pool:
         self.longest_request_tokens = max(largest, default=0)
         self._longest_of = dict(zip(self.ids, largest, strict=True))
         self._all = Eligible(self, None, self.absent)
-        # The last that was judged by its lengths alone, and by what.
+        # The last request judged by its lengths alone, and the limits used.
         self._judged = self._all
         self._judged_by: tuple[list[bool], list[bool]] = ([], [])
 
@@ -184,9 +184,9 @@ class Pool:
     def typical_request_time_s(
         self, prompt_tokens: float, output_tokens: float, *, keep: bool
     ) -> list[float]:
-        """T of a typical request, as if it fitted; the same until the lengths move by a twentieth.
+        """T of a typical request, as if it fitted; recomputed when lengths move by a twentieth.
 
-        ``keep``: it is the typical one from now on.
+        ``keep``: these lengths are the typical ones from now on.
         """
         typical_prompt, typical_output = self._typical_lengths
         if (
@@ -201,13 +201,13 @@ class Pool:
         return times_s
 
     def work_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """T of a request on the fastest instance, as if that had memory for any number of them."""
+        """T of a request on the fastest instance, as if that had unlimited memory."""
         if self.yardstick is None:
             return 0.0
         return work_s(self.yardstick, prompt_tokens, output_tokens)
 
     def eligible(self, request: Request, exclude: Collection[InstanceId] = ()) -> Eligible | Reject:
-        """Who may get the request: it fits, was not tried there, and is not bound elsewhere.
+        """The instances that the request fits, was not tried on, and is not bound away from.
 
         Raises:
             ValueError: a number of the request is negative, not finite or absurd.
@@ -229,9 +229,10 @@ class Pool:
         return self._judge(request, exclude)
 
     def shorten(self, request: Request) -> Request | None:
-        """A request that fits nowhere by its estimates, as long as the largest instance holds.
+        """A request that fits nowhere by its estimates, shortened to what the largest instance
+        holds.
 
-        None: it is as long as it says, or what is certain of it fits nowhere.
+        None: its length is certain, or its certain part fits nowhere.
         """
         room = self.longest_request_tokens
         if request.only is not None:
@@ -247,7 +248,7 @@ class Pool:
         )
 
     def _judge(self, request: Request, exclude: Collection[InstanceId]) -> Eligible | Reject:
-        # The context must hold one output token, too, where any is generated.
+        # The context must hold one output token, too, if any is generated.
         shortest_tokens = request.prompt_tokens + (request.predicted_output_tokens > 0)
         tokens = request.prompt_tokens + request.predicted_output_tokens
         long_enough = [context >= shortest_tokens for context in self._contexts_tokens]
@@ -283,7 +284,7 @@ class Pool:
         only: InstanceId | None,
         exclude: Collection[InstanceId],
     ) -> Eligible:
-        """Who is left, maybe nobody: by context, by memory, by name, and not tried before."""
+        """The instances left, possibly none: by context, memory, name, and not tried before."""
         kept, excluded = [], []
         for i, spec in enumerate(self.specs):
             if spec.instance_id in exclude:
@@ -305,12 +306,12 @@ class Pool:
 
 
 def work_s(yardstick: Member, prompt_tokens: float, output_tokens: float) -> float:
-    """``Pool.work_s``, of its ``yardstick``."""
+    """``Pool.work_s``, by its ``yardstick``."""
     return member_request_time_s(yardstick, prompt_tokens, max(1.0, output_tokens))
 
 
 def typical_constants(specs: Iterable[InstanceSpec]) -> Constants:
-    """The median of the profiles of these; where none of them has one, ``_GENERIC``."""
+    """The median of the profiles of these; ``_GENERIC`` if none of them has one."""
     known = [s.profile.constants for s in specs if s.profile is not None]
     if not known:
         return _GENERIC
@@ -319,16 +320,17 @@ def typical_constants(specs: Iterable[InstanceSpec]) -> Constants:
 
 
 def stand_in(spec: InstanceSpec, typical: Constants) -> Constants:
-    """What an unprofiled instance is taken for until it was seen, ``weight`` times as fast."""
+    """The assumed constants of an unprofiled instance until it is observed, ``weight`` times as
+    fast."""
     return typical.scaled(1 / spec.weight)
 
 
 def _effective_profiles(
     specs: tuple[InstanceSpec, ...], stand_ins: Mapping[InstanceId, Constants] | None
 ) -> list[Profile]:
-    """A profile for everyone, so that an unprofiled instance takes part from the first request.
+    """A profile for each instance, so that unprofiled ones take part from the first request.
 
-    Without ``stand_ins`` it gets the mean of its pool's, over its weight, and with none profiled,
+    Without ``stand_ins`` they get the mean of their pool's, over their weight; if none is profiled,
     loads are counts by weight.
     """
     mean = None
@@ -348,7 +350,7 @@ def _effective_profiles(
 
 
 def _mean_constants(specs: Iterable[InstanceSpec]) -> Constants:
-    """Of the profiles of these; where none of them has one, a request counts as 1."""
+    """The mean of the profiles of these; if none of them has one, a request counts as 1."""
     known = [spec.profile for spec in specs if spec.profile is not None]
     if not known:
         return Constants(0, 1, 0, 0, 0, 0, 0, 1e-9)
@@ -357,10 +359,10 @@ def _mean_constants(specs: Iterable[InstanceSpec]) -> Constants:
 
 
 def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> list[float]:
-    """What Eq. (8) divides by: where nobody knows it, the mean of the pool's, by weight.
+    """The divisors of Eq. (8): an unknown capacity is the mean of the pool's, by weight.
 
-    Were its usage 0 for want of a capacity, its w would stay where that of the others grows with
-    e^(θ·kvusage), and a backlog would go nearly all to it. Nothing is refused because of this.
+    If its usage were 0 for want of a capacity, its w would stay constant while the others' grow
+    with e^(θ·kvusage), and a backlog would go nearly all to it. Nothing is refused because of this.
     """
     told = [s.profile.kv_capacity_tokens if s.profile else s.kv_capacity_tokens for s in specs]
     known = [tokens for tokens in told if tokens is not None]
@@ -369,7 +371,7 @@ def _assumed_kv_capacities(specs: tuple[InstanceSpec, ...]) -> list[float]:
 
 
 def _capacity_per_s(profile: Profile, reference: tuple[float, float]) -> float:
-    """Reference requests per second; one at a time where the KV cache holds less than one."""
+    """Reference requests per second; one at a time if the KV cache holds less than one."""
     reference_tokens = math.ceil(sum(reference))
     if profile.kv_capacity_tokens < reference_tokens:
         profile = dataclasses.replace(profile, kv_capacity_tokens=reference_tokens)

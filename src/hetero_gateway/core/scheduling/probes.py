@@ -1,8 +1,8 @@
 """Requests that find out whether an instance that was slow still is.
 
-What a speed factor is, and when it is doubted, is ``instances/speed.py``'s. Here it is asked of all
-pools twice a second, and now and then a request goes to a doubted instance that has nothing on it.
-With nobody doubted, which is the rule, a placement pays for one comparison.
+``instances/speed.py`` defines speed factors and when they are doubted. Here they are revised for
+all pools twice a second, and now and then a request goes to a doubted instance that has nothing on
+it. While no instance is doubted, the normal case, a placement pays for one comparison.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hetero_gateway.core.scheduling.members import Members
 from hetero_gateway.core.scheduling.pool import Eligible
 
 REVISE_EVERY_S: Final = 0.5
-# One request in so many goes to find out, and no more than one in so many seconds, soon twice that:
-# a small share, should the instance be slow indeed. Where few come, one in a longer time.
+# One request in this many is a probe, and no more than one in this many seconds, soon twice that: a
+# small share, in case the instance really is slow. With little traffic, less often.
 REQUESTS_PER_PROBE, PROBE_EVERY_S, PROBE_SELDOM_S = 16, 3.0, 10.0
 
 
 class Probes:
-    """Who is ``doubted``, and whose turn it is to be tried.
+    """The ``doubted`` instances, and whose turn it is to be tried.
 
     Args:
-        members: who is there.
-        active: the policy looks at speed factors at all.
+        members: the instances.
+        active: the policy uses speed factors at all.
     """
 
     __slots__ = ("_members", "doubted", "every_s", "next_s", "placed", "probed_s")
@@ -41,18 +41,19 @@ class Probes:
         self.every_s = PROBE_EVERY_S
 
     def activate(self, active: bool) -> None:
-        """Whether the policy looks at speed factors, from now on."""
+        """Set whether the policy uses speed factors."""
         self.next_s = -math.inf if active else math.inf
         self.doubted = []
 
     def revise(self, now_s: float) -> None:
-        """Doubt speed factors that are high and were not seen for long."""
+        """Doubt speed factors that are high and were not observed for long."""
         self.next_s = now_s + REVISE_EVERY_S
         self.doubted = []
         for pool in self._members.pools.values():
             own = [s for s in pool.states if not s.stands_in]
             learnt = [s for s in pool.states if s.stands_in and s.observed]
-            # A profile may be right: that others are faster than theirs says nothing of this one.
+            # A profile may be right: that others are faster than theirs says nothing about this
+            # one.
             revise_among(own, 1.0, now_s)
             revise_among(learnt, 0.0, now_s)
             for state in learnt:
@@ -62,7 +63,7 @@ class Probes:
             self.every_s = PROBE_EVERY_S
 
     def due(self, eligible: Eligible, now_s: float) -> Eligible | None:
-        """The one that a request is to try, alone; None: none, or not this request."""
+        """The instance that a request should try, alone; None: none, or not this request."""
         if not is_time(self, now_s):
             return None
         for state in self.doubted:
@@ -79,8 +80,8 @@ class Probes:
 
 
 def revise_among(comparable: Sequence[InstanceState], least: float, now_s: float) -> None:
-    """Doubt those whose factors are well above the best of them, and were not seen for long; and
-    take what nobody has used yet for as far off as the best of the others turned out to be."""
+    """Doubt those whose factors are well above the best and were not observed for long; and assume
+    instances never used to be as far off as the best of the others turned out to be."""
     best = lowest = math.inf
     unseen = 0
     for state in comparable:
@@ -93,7 +94,7 @@ def revise_among(comparable: Sequence[InstanceState], least: float, now_s: float
         best = lowest
         for state in comparable:
             if not observed(state.estimate):
-                if state.streaming == 0:  # or else its own speed is seen within a second
+                if state.streaming == 0:  # otherwise its own speed is seen within a second
                     guess_speed(state, lowest, now_s)
                 if state.estimate.seen_s > 0:
                     best = min(best, state.speed)
@@ -104,14 +105,14 @@ def revise_among(comparable: Sequence[InstanceState], least: float, now_s: float
 
 
 def is_time(probes: Probes, now_s: float) -> bool:
-    """Whether one more request that is placed may find out, where somebody is to be tried."""
+    """Whether one more placed request may be a probe, if an instance is to be tried."""
     probes.placed += 1
     few = probes.placed <= REQUESTS_PER_PROBE
     return now_s - probes.probed_s >= (PROBE_SELDOM_S if few else probes.every_s)
 
 
 def is_to_be_tried(state: InstanceState, now_s: float) -> bool:
-    """Whether it is doubted, has nothing on it, and was not heard of for long."""
+    """Whether it is doubted, has nothing on it, and was not heard for long."""
     e = state.estimate
     if not e.doubted or state.in_flight > 0:
         return False
@@ -119,6 +120,6 @@ def is_to_be_tried(state: InstanceState, now_s: float) -> bool:
 
 
 def sent(probes: Probes, now_s: float) -> None:
-    """A request has gone where ``due`` said."""
+    """Note that a request went where ``due`` said."""
     probes.placed, probes.probed_s = 0, now_s
     probes.every_s = min(2 * probes.every_s, 2 * PROBE_EVERY_S)

@@ -1,13 +1,13 @@
 """Requests that wait in the gateway for an instance: a queue for each model.
 
-Models do not block each other. A ticket can leave from the middle (its client went away), which
-costs as much as from the head. Who is next is the discipline's business (``disciplines.py``); the
-sums and means that a policy wants to know are kept beside it, by ``ModelQueue``.
+Models do not block each other. A ticket can leave from the middle (its client went away) at the
+same cost as from the head. The discipline decides who is next (``disciplines.py``); ``ModelQueue``
+keeps the sums and means that policies need.
 
-Within a model, those that the same instances can take stand in one line; where contexts and caches
-are equal, nothing is tried again and there are no classes, there is one. The line whose turn it is
-goes first. When that head has to wait, the heads of other lines may go to instances that it cannot
-use: what it waits for is kept for it, so nobody is held up by being passed. A *crowd*, a request of
+Within a model, tickets that the same instances can take stand in one line; if contexts and caches
+are equal, nothing is retried and there are no classes, there is only one. The line whose turn it is
+goes first. When its head has to wait, the heads of other lines may go to instances that it cannot
+use: what it waits for is kept for it, so being overtaken delays no one. A *crowd*, a request of
 more sequences than any engine of its pool runs at once, stands in a line of its own.
 """
 
@@ -24,33 +24,33 @@ from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.pool import Eligible, Pool
 from hetero_gateway.core.types import InstanceId, Reject
 
-# What is typical of a model's requests changes over minutes, not from one to the next.
+# The typical request of a model changes over minutes, not from one request to the next.
 MEAN_OVER_REQUESTS: Final = 1000
-# A burst must be known for one while it lasts.
+# A burst must be recognised while it lasts.
 MEAN_OVER_GAPS: Final = 16
-# Seats get free in groups.
+# Seats become free in groups.
 MEAN_OVER_DEPARTURES: Final = 64
-# A line is tidied when it has so many more that left from its middle than twice those that stand.
+# A line is tidied when tickets that left its middle exceed twice those present by this many.
 _MOST_DROPPED: Final = 64
 
 
-# When it is one's turn: the lower, the sooner; whole numbers of arrival decide among equals.
+# When it is its turn: the lower, the sooner; whole numbers of arrival break ties.
 Turn = tuple[float, float, int]
-# Which instances can take a ticket (positions in its pool; None: all), whether it is a crowd, and
-# the row that its discipline wants it in. None: all can, it is none, and there is one row.
+# The instances that can take a ticket (positions in its pool; None: all), whether it is a crowd,
+# and the row that its discipline assigns. None: all can, it is no crowd, and there is one row.
 LineName = tuple[tuple[int, ...] | None, bool, str] | None
 
 
 class Ticket:
-    """One request waiting for an instance, or placed on one. Changed by the scheduler alone.
+    """A request waiting for an instance, or placed on one. Only the scheduler changes it.
 
-    ``waits``: nothing has become of it yet. ``exclude``: instances it was tried on. ``owner``:
-    whatever the shell wants to find again.
-    ``eligible``: who may get it, as judged in its model's present pool; ``line``: where it stands,
-    ``rank``: since when, ``first``: as a retry, in front of who came after it. When it leaves
-    the queue by being placed or refused, it has either ``decision`` and ``dispatch``, or
-    ``rejected``, or ``failed``: what its placement met, a bug that is nobody else's.
-    ``prefill``: of a request that is split, its other leg; ``dispatch`` is who answers.
+    ``waits``: still undecided. ``exclude``: instances it was tried on. ``owner``: the shell's own
+    object.
+    ``eligible``: the instances that may get it, as judged in its model's present pool; ``line``:
+    where it stands, ``rank``: since when, ``first``: as a retry, ahead of later arrivals. When it
+    leaves the queue by being placed or refused, it has either ``decision`` and ``dispatch``, or
+    ``rejected``, or ``failed``: the exception its placement met, a bug that concerns it alone.
+    ``prefill``: the other leg of a split request; ``dispatch`` is the instance that answers.
     """
 
     __slots__ = (
@@ -104,39 +104,40 @@ class Ticket:
 
 
 class QueueDiscipline(Protocol):
-    """Who is next. ``sorts``: within a line of requests that the same instances can take, too.
+    """Decides which ticket is next. ``sorts``: also within a line of tickets for the same
+    instances.
 
-    ``has_rows``: those stand in several rows, whose turns move on as requests go: or else neither
-    ``line`` nor ``went`` has anything to do.
+    ``has_rows``: such tickets stand in several rows, whose turns advance as requests go; otherwise
+    neither ``line`` nor ``went`` does anything.
 
-    A discipline without rows gets to ``join`` only those that have to wait.
+    In a discipline without rows, only tickets that have to wait ``join``.
     """
 
     sorts: bool
     has_rows: bool
 
     def line(self, request: Request) -> str:
-        """In which row a request stands, of those that the same instances can take."""
+        """The row of a request, among those that the same instances can take."""
         ...
 
     def join(self, ticket: Ticket, *, first: bool) -> Turn:
-        """Give a ticket its place, for good; ``first``: it goes ahead of the others (a retry)."""
+        """Give a ticket its final place; ``first``: it goes ahead of the others (a retry)."""
         ...
 
     def turn(self, ticket: Ticket, now_s: float) -> Turn:
-        """When it is the turn of one that stands first in its line."""
+        """When it is the turn of a ticket that is first in its line."""
         ...
 
     def went(self, ticket: Ticket, now_s: float) -> None:
-        """It was placed."""
+        """Note that it was placed."""
         ...
 
     def weight(self, request: Request) -> float:
-        """Of its row, beside the others' rows; above 0."""
+        """The weight of its row relative to the others; above 0."""
         ...
 
     def behind_s(self, request: Request) -> float:
-        """What others are given, over their weight, until it is its row's turn; s of work."""
+        """What others are served, over their weight, until its row's turn; s of work."""
         ...
 
 
@@ -148,20 +149,20 @@ class Line(Protocol):
     def __iter__(self) -> Iterator[Ticket]: ...
 
     def head(self) -> Ticket:
-        """The one whose turn it is; there must be one."""
+        """The ticket whose turn it is; there must be one."""
         ...
 
     def put(self, ticket: Ticket) -> None:
-        """Add one, where its ``rank`` says."""
+        """Add a ticket where its ``rank`` says."""
         ...
 
     def drop(self, ticket: Ticket) -> bool:
-        """Take one out, wherever it stands; False when it is not there."""
+        """Remove a ticket, wherever it stands; False if it is not there."""
         ...
 
 
 class Row:
-    """A line whose newest stands last, and a retry first."""
+    """A line with the newest last, and a retry first."""
 
     __slots__ = ("_tickets",)
 
@@ -190,7 +191,7 @@ class Row:
 
 
 class SortedLine:
-    """A line in the order of ranks. What was dropped is in the heap until it comes up there."""
+    """A line in the order of ranks. Dropped tickets stay in the heap until they reach its top."""
 
     __slots__ = ("_heap", "_tickets")
 
@@ -225,15 +226,15 @@ class SortedLine:
 
 
 class ModelQueue:
-    """What waits for one model: its size, the sums of its lengths (tokens), and the means.
+    """The waiting requests of one model: their number, the sums of their lengths (tokens), means.
 
-    ``mean_prompt_tokens``, ``mean_output_tokens`` (predicted) and ``mean_gap_s`` are of what
-    arrived lately; ``departures``, ``last_departure_s`` and ``mean_departure_gap_s`` of what was
-    placed while others waited, since the queue was empty last (the mean goes on).
+    ``mean_prompt_tokens``, ``mean_output_tokens`` (predicted) and ``mean_gap_s`` cover recent
+    arrivals; ``departures``, ``last_departure_s`` and ``mean_departure_gap_s`` what was placed
+    while others waited, since the queue was last empty (the mean continues).
 
     Args:
-        model: the name that those who wait here ask for.
-        discipline: who is next.
+        model: the name that these requests ask for.
+        discipline: decides who is next.
     """
 
     __slots__ = (
@@ -285,16 +286,16 @@ class ModelQueue:
         )
 
     def mean_lengths(self) -> tuple[float, float]:
-        """Prompt and output tokens of the mean request that waits; there must be one."""
+        """Prompt and output tokens of the mean waiting request; there must be one."""
         return self.prompt_tokens / self.size, self.output_tokens / self.size
 
     @property
     def mixed(self) -> bool:
-        """It has several lines."""
+        """Whether it has several lines."""
         return len(self._lines) > 1
 
     def head(self, now_s: float) -> Ticket:
-        """The one whose turn it is; there must be one."""
+        """The ticket whose turn it is; there must be one."""
         lines = self._lines.values()
         if len(lines) == 1:
             return next(iter(lines)).head()
@@ -302,24 +303,24 @@ class ModelQueue:
         return min((line.head() for line in lines), key=lambda ticket: turn(ticket, now_s))
 
     def turn(self, ticket: Ticket, now_s: float) -> Turn:
-        """When it is the turn of one that stands first in its line."""
+        """When it is the turn of a ticket that is first in its line."""
         return self._discipline.turn(ticket, now_s)
 
     def heads(self, most: int, now_s: float) -> list[Ticket]:
-        """The heads of so many lines, in the order of their turns."""
+        """The heads of this many lines, in the order of their turns."""
         turn = self._discipline.turn
         heads = [line.head() for line in self._lines.values()]
         return sorted(heads, key=lambda ticket: turn(ticket, now_s))[:most]
 
     def next_in_line(self, line: LineName) -> Ticket | None:
-        """Who stands first there now; None: nobody."""
+        """The ticket first in that line now; None: none."""
         there = self._lines.get(line)
         return None if there is None else there.head()
 
     def arrive(self, ticket: Ticket, *, first: bool) -> None:
-        """A request came, or, ``first``, one that has waited before (a retry).
+        """Note an arrival, or, ``first``, a request that has waited before (a retry).
 
-        It is to ``wait`` in its line right away, or has ``passed``, as most do where nobody waits.
+        It has to ``wait`` in its line right away, or has ``passed``, as most do if nothing waits.
         """
         discipline = self._discipline
         if discipline.has_rows:
@@ -329,7 +330,7 @@ class ModelQueue:
         if eligible.kept is not None or request.sequences > 1 or discipline.has_rows:
             ticket.line = self._line_of(ticket)
         if not self.size:
-            # Those who wait already were judged in the pool before: the pump judges all anew.
+            # Waiting tickets were judged in the previous pool: the pump judges all again.
             self.pool = eligible.pool
         prompt_tokens, output_tokens = request.prompt_tokens, request.predicted_output_tokens
         if not first:
@@ -357,7 +358,7 @@ class ModelQueue:
         return None
 
     def wait(self, ticket: Ticket) -> None:
-        """One that has just arrived has to wait."""
+        """Make a ticket that has just arrived wait."""
         discipline = self._discipline
         if not discipline.has_rows:
             ticket.rank = discipline.join(ticket, first=ticket.first)
@@ -371,7 +372,7 @@ class ModelQueue:
         line.put(ticket)
 
     def passed(self, ticket: Ticket, now_s: float) -> None:
-        """One that has arrived stands in no line (any more) and leaves: placed, or not."""
+        """Remove an arrived ticket that stands in no line (any more): placed, or not."""
         if ticket.dispatch is not None and self._discipline.has_rows:
             self._discipline.went(ticket, now_s)
         self.size -= 1
@@ -383,13 +384,13 @@ class ModelQueue:
             self.departures = 0
 
     def stand_anew(self, pool: Pool, judge: Callable[[Ticket], bool]) -> list[Ticket]:
-        """The pool has changed: everybody is judged again, and stands where he belongs now.
+        """Judge all tickets again and put them where they belong, as the pool has changed.
 
         Args:
-            judge: sets a ticket's ``eligible``. False: nobody can take it any more.
+            judge: sets a ticket's ``eligible``. False: no instance can take it any more.
 
         Returns:
-            those that nobody can take; they have left.
+            those that no instance can take; they have left.
         """
         tickets = sorted((t for line in self._lines.values() for t in line), key=_rank)
         self.pool = pool
@@ -401,7 +402,7 @@ class ModelQueue:
             ticket.line = self._line_of(ticket)
         for ticket in (t for t in staying if not t.first):
             self._stand(ticket)
-        # The one that is put first last stands in front.
+        # The last one put first stands in front.
         for ticket in reversed([t for t in staying if t.first]):
             self._stand(ticket)
         for ticket in refused:
@@ -409,7 +410,7 @@ class ModelQueue:
         return refused
 
     def set_discipline(self, discipline: QueueDiscipline) -> None:
-        """Who is next is another's business from now on: everybody stands anew, as he came."""
+        """Use another discipline from now on: all tickets are put again, in order of arrival."""
         tickets = sorted(
             (t for line in self._lines.values() for t in line), key=lambda t: t.enqueued_s
         )
@@ -422,7 +423,7 @@ class ModelQueue:
             self._stand(ticket)
 
     def change(self, ticket: Ticket, request: Request) -> None:
-        """What a ticket asks for is taken to be something else."""
+        """Change the assumed lengths of a ticket."""
         self.prompt_tokens += request.prompt_tokens - ticket.request.prompt_tokens
         self.output_tokens += (
             request.predicted_output_tokens - ticket.request.predicted_output_tokens
@@ -430,13 +431,13 @@ class ModelQueue:
         ticket.request = request
 
     def went(self, ticket: Ticket, now_s: float) -> None:
-        """One of them was placed: it leaves."""
+        """Remove a ticket that was placed."""
         if ticket.dispatch is not None:
             self._note_departure(ticket, now_s)
         self.drop(ticket, now_s)
 
     def ahead(self, request: Request) -> float:
-        """How many will leave in front of one that comes now."""
+        """How many tickets will leave before one that comes now."""
         discipline = self._discipline
         row = discipline.line(request)
         if discipline.sorts or not row:
@@ -459,8 +460,9 @@ class ModelQueue:
 
     @property
     def first_token_s(self) -> float:
-        """How long most of those that were placed lately have their first token after that, as
-        predicted: the mean, and twice the mean deviation from it (as TCP's time-outs, RFC 6298)."""
+        """How long after their placement most of the recently placed requests have their first
+        token, as predicted: the mean plus twice the mean deviation (as in TCP's time-outs, RFC
+        6298)."""
         return self._first_token_s + 2 * self._first_token_spread_s
 
     def _note_departure(self, ticket: Ticket, now_s: float) -> None:
@@ -478,7 +480,7 @@ class ModelQueue:
         self.departures += 1
 
     def drop(self, ticket: Ticket, now_s: float = 0.0) -> bool:
-        """Take one out, wherever it stands; False when it is not there."""
+        """Remove a ticket, wherever it stands; False if it is not there."""
         line = self._lines.get(ticket.line)
         if line is None or not line.drop(ticket):
             return False

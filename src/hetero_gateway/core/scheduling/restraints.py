@@ -1,9 +1,10 @@
-"""Who of those that may get a request had better not now: instances that fail, or did a moment ago.
+"""Holds requests back from eligible instances that fail, or did a moment ago.
 
-An instance is here only while ``Outcomes`` says so, which is seldom, so this is asked after
-eligibility and not as a part of it: with nobody here, a decision costs one look at an empty
-mapping. It never refuses a first attempt. Where all are barred, those with the lowest rank take
-part as if nothing were; only a second attempt goes nowhere rather than to an instance that fails.
+An instance is here only while ``Outcomes`` says so, which is rare, so this is asked after
+eligibility and not as a part of it: while no instance is here, a decision costs one look at an
+empty mapping. It never refuses a first attempt. If all are barred, those with the lowest rank take
+part as if nothing had happened; only a second attempt goes nowhere rather than to an instance that
+fails.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Restraints:
 
     def __init__(self) -> None:
         self.by_id: dict[InstanceId, Outcomes] = {}
-        # The last who were left, of whom, and without whom: the next time it is mostly the same.
+        # The last result, and the instances it was computed from: the next one is usually the same.
         self._last: tuple[Eligible, dict[int, Bar], Eligible | None] | None = None
 
     def __repr__(self) -> str:
         return f"<Restraints {self.by_id!r}>"
 
     def heed(self, instance_id: InstanceId, outcomes: Outcomes) -> None:
-        """Restrain an instance as its circuit breaker has it, until that is closed again."""
+        """Restrain an instance while its circuit breaker is not closed."""
         if outcomes.breaker is BreakerState.CLOSED:
             self.by_id.pop(instance_id, None)
         else:
@@ -50,7 +51,7 @@ class Restraints:
     def judge(
         self, eligible: Eligible, request: Request, exclude: Collection[InstanceId], now_s: float
     ) -> Eligible | Reject:
-        """Who of them takes part now. Reject: a second attempt has nowhere to go."""
+        """Those that may take part now. Reject: a second attempt has nowhere to go."""
         barred = self._barred(eligible, bool(exclude) or is_quick(request), now_s)
         if not barred:
             return eligible
@@ -68,12 +69,12 @@ class Restraints:
         return left or eligible
 
     def strictly(self, eligible: Eligible, request: Request, now_s: float) -> Eligible | None:
-        """Those of them that are not barred; None: nobody."""
+        """Those that are not barred; None: none."""
         barred = self._barred(eligible, is_quick(request), now_s)
         return self._without(eligible, barred) if barred else eligible
 
     def trial(self, eligible: Eligible) -> Eligible | None:
-        """A half-open one among these, who are not barred, alone; None: there is none.
+        """A half-open instance among these unbarred ones, alone; None: there is none.
 
         It is tried, and not left to the policy: one that looks slow would stay half-open for ever.
         """
@@ -85,7 +86,7 @@ class Restraints:
         return None
 
     def _here(self, eligible: Eligible) -> list[tuple[int, Outcomes]]:
-        """Those of ours that are among them, by position in the pool: mostly a few of many."""
+        """Restrained instances among these, by position in the pool: usually few of many."""
         position_of = eligible.pool.position
         return sorted(
             (position, outcomes)
@@ -94,7 +95,7 @@ class Restraints:
         )
 
     def _barred(self, eligible: Eligible, quick: bool, now_s: float) -> dict[int, Bar]:
-        """By position in the pool."""
+        """Barred instances, by position in the pool."""
         barred, states = {}, eligible.pool.states
         for position, outcomes in self._here(eligible):
             bar = outcomes.bar(now_s, states[position].in_flight, quick=quick)
@@ -112,13 +113,13 @@ class Restraints:
         return left
 
     def sent(self, dispatch: Dispatch, now_s: float) -> None:
-        """A request went to an instance: perhaps one that tries it."""
+        """Note that a request went to an instance: it may be a trial."""
         outcomes = self.by_id.get(dispatch.instance_id)
         if outcomes is not None:
             outcomes.sent(dispatch, now_s)
 
     def next_change_s(self, now_s: float) -> float:
-        """When somebody here may get requests again although nothing happens; infinite: nobody.
+        """When an instance here may get requests again without an event; infinite: none.
 
         A slow start grows all the time; once a second is soon enough.
         """

@@ -1,9 +1,8 @@
 """The scheduler: which instance gets a request, when, and why.
 
-Section 4.1 of the paper: workload calculator and mapper. A facade: who is there, what a policy
-sees, the queues and the policy each have a module of their own; here they meet. The
-gateway and the simulator drive this one class. It holds no clock and does no I/O: what is chosen is
-returned with its reason.
+Section 4.1 of the paper: workload calculator and mapper. A facade: membership, views, queues and
+the policy each have a module of their own; here they meet. The gateway and the simulator drive this
+one class. It holds no clock and does no I/O: decisions are returned with their reason.
 
     ticket = scheduler.place(request, now_s)        # placed, waiting, or a Reject
     for ticket in scheduler.pump(now_s): ...        # those that have waited: placed, or rejected
@@ -11,14 +10,14 @@ returned with its reason.
     scheduler.settle(ticket.dispatch, outcome, now_s)
 
 With most policies a request is placed at once. A policy that ``queues`` lets requests wait here
-until an instance has room, so whoever drives the scheduler pumps after each event that may make
-room: a first token, a settlement, a change of membership or health, a cancellation, and at
-``next_wakeup_s``. Reading (``explain``, ``snapshot``, ``knows``) changes nothing.
+until an instance has room, so the caller pumps after each event that may make room: a first token,
+a settlement, a change of membership or health, a cancellation, and at ``next_wakeup_s``. Reading
+(``explain``, ``snapshot``, ``knows``) changes nothing.
 
-A request is judged by numbers that come from outside, so it may be one that the arithmetic, or a
-policy, cannot bear. Its numbers are checked where it comes in; and what placing it raises is kept
-on its ticket (``failed``) for whoever owns it, while the others go on. Nothing of such a request is
-left behind: a dispatch is made whole or not at all.
+A request's numbers come from outside, so the arithmetic, or a policy, may fail on them. They are
+checked on entry, and an exception while placing a request is kept on its ticket (``failed``) for
+its owner, while the others go on. Nothing of such a request is left behind: a dispatch is made
+completely or not at all.
 """
 
 from __future__ import annotations
@@ -56,20 +55,20 @@ from hetero_gateway.core.types import (
     Usage,
 )
 
-# Requests that wait, where nobody says how many may.
+# The default limit of waiting requests.
 MOST_QUEUED: Final = 2**31
-# Lines of a queue that are looked at in one pump: contexts and caches come in a few sizes. Retries
+# Lines of a queue that are examined in one pump: contexts and caches come in a few sizes. Retries
 # may have many lines, and each costs a decision.
 _MOST_LINES: Final = 8
-# Queues of so many models are kept, although nothing waits in them and nobody serves them.
+# Queues of this many models are kept although nothing waits in them and no instance serves them.
 _MOST_QUEUES: Final = 256
 # A request of more sequences than an engine runs at once fills it for minutes. It lets the others
-# pass for so long rather than take the last instance that has room.
+# pass for this long rather than take the last instance that has room.
 _CROWD_WAITS_S: Final = 30.0
 
 
 class Fresh(NamedTuple):
-    """A scheduler that has placed nothing, as what its placements follow from.
+    """The inputs of placements of a scheduler that has placed nothing.
 
     ``pool``: of the one model that is asked for.
     """
@@ -85,20 +84,19 @@ class Fresh(NamedTuple):
 class Scheduler:
     """Queues, chooses, dispatches and settles. One per gateway or simulated cluster.
 
-    ``members``: the instances, and the pools that they form for models. ``legs``: what is special
-    about requests that two instances share.
+    ``members``: the instances, and their pools by model. ``legs``: requests that two instances
+    share.
 
     Args:
-        policy: what chooses among the eligible instances.
+        policy: chooses among the eligible instances.
         theta: θ of Eq. (7), above 0.
         rng: seeded generator for ties and random policies.
         reference: (prompt, output) tokens of the request that fitted capacities are computed for.
         max_queued: most requests that wait at once, over all models.
-        observes: check the profiles: keep what is observed and how far they are off, and for that
-            the progress of streams also under a policy that does not ask for it.
-        discipline: who is next of those that wait; None: who came first.
-        prefix_cache: keep in mind what instances have in their prefix caches, of requests that
-            have keys.
+        observes: check the profiles: keep observations and how far they are off, and for that
+            follow the progress of streams even under a policy that does not need it.
+        discipline: decides which waiting request is next; None: first come, first served.
+        prefix_cache: track the prefix caches of instances, for requests with keys.
     """
 
     def __init__(
@@ -117,9 +115,9 @@ class Scheduler:
         queues = policy.queues
         self.members = Members(reference, stand_ins=queues, observes=observes)
         views = Views(theta, reference, self.caches)
-        self.residual = views.residual  # what streams have still to come
+        self.residual = views.residual  # expected remaining tokens of streams
         self._decider = Decider(policy, rng, views)
-        # What chooses among the eligible instances; ``set_policy`` changes it.
+        # Chooses among the eligible instances; ``set_policy`` changes it.
         self.policy = policy
         self.restraints = Restraints()
         self.legs = Legs(self._decider, self.members, self.restraints, self.caches)
@@ -131,7 +129,7 @@ class Scheduler:
         self._shares = discipline if isinstance(discipline, Clients) else None
         self.queues: dict[str, ModelQueue] = {}
         self._most_queues = _MOST_QUEUES
-        # (when, tie-break, dispatch): first tokens that nobody will see, by prediction.
+        # (when, tie-break, dispatch): unseen first tokens, by prediction.
         self._unseen: list[tuple[float, int, Dispatch]] = []
         self._dispatched = 0
         self._probes = Probes(self.members, active=queues)
@@ -143,9 +141,9 @@ class Scheduler:
         return f"<Scheduler {self.policy.name}: {self.queued} waiting; {self.members!r}>"
 
     def fresh(self, model: str) -> Fresh | None:
-        """What placements of this model's requests follow from, for who does without the scheduler.
+        """The inputs of this model's placements, for callers that do without the scheduler.
 
-        None: it has placed something, or more than its policy and its instances' profiles decide.
+        Returns ``None`` once anything has been placed, or if other settings affect placement.
         """
         pool = self.members.pool(model)
         if (
@@ -168,10 +166,10 @@ class Scheduler:
         return Fresh(by.policy, by.rng, by.views.theta, pool, self._reference, self._discipline)
 
     def set_policy(self, policy: Policy) -> None:
-        """Have another policy choose from now on. Pump afterwards.
+        """Use another policy from now on. Pump afterwards.
 
-        Loads, speeds and what waits stay as they are; what is outstanding is taken off as it was
-        charged. Under a policy that does not queue, the next pump places all that wait.
+        Loads, speeds and waiting requests stay; outstanding charges are taken off as they were
+        made. Under a policy that does not queue, the next pump places everything that waits.
         """
         queues = policy.queues
         self.policy = policy
@@ -180,15 +178,15 @@ class Scheduler:
         self._probes.activate(queues)
 
     def set_limits(self, theta: float, max_queued: int, waits: WaitLimits | None = None) -> None:
-        """θ of Eq. (7), above 0, and how many requests wait, and how long, from now on."""
+        """Set θ of Eq. (7), above 0, and how many requests may wait, and how long."""
         self._decider.views.theta = theta
         self._max_queued = max_queued
         self._waits = waits if waits is not None and waits.any else None
 
     def set_discipline(self, discipline: QueueDiscipline) -> None:
-        """Have another discipline say who is next, also of those that wait. Pump afterwards.
+        """Use another discipline, also for requests that already wait. Pump afterwards.
 
-        What clients were given before is not held against them.
+        Past service of clients does not count against them.
         """
         self._discipline = discipline
         self._shares = discipline if isinstance(discipline, Clients) else None
@@ -198,7 +196,7 @@ class Scheduler:
     # Membership
 
     def add(self, spec: InstanceSpec) -> None:
-        """An instance joins. Raises ValueError when the id is taken."""
+        """Add an instance. Raises ValueError if the id is taken."""
         self.members.join(spec)
         if self.caches is not None:
             self.caches.join(spec, self.members.table[spec.instance_id].slot)
@@ -206,7 +204,7 @@ class Scheduler:
     def replace(self, spec: InstanceSpec) -> None:
         """Change an instance's models, profile or availability; its load stays.
 
-        Raises KeyError when there is none.
+        Raises KeyError if there is none.
         """
         before = self.members.specs[spec.instance_id]
         self.members.change(spec)
@@ -214,7 +212,7 @@ class Scheduler:
             self.caches.change(before, spec)
 
     def remove(self, instance_id: InstanceId, now_s: float = 0.0) -> list[Dispatch]:
-        """An instance leaves; everything on it is settled and returned. KeyError: unknown."""
+        """Remove an instance; everything on it is settled and returned. KeyError: unknown."""
         self.restraints.by_id.pop(instance_id, None)
         if self._shares is not None:
             for dispatch in self.members.table[instance_id].outstanding():
@@ -227,7 +225,7 @@ class Scheduler:
     # The queue
 
     def _forget_queues(self) -> None:
-        """Those of models that nobody serves any more, as adapters that were unloaded."""
+        """Forget queues of models that no instance serves any more, as unloaded adapters."""
         self.queues = {
             m: queue for m, queue in self.queues.items() if queue or self.members.knows(m)
         }
@@ -243,12 +241,12 @@ class Scheduler:
         first: bool = False,
         at_once: bool = True,
     ) -> Ticket | Reject:
-        """``submit``; and when nobody waits before it, place it in the same step if it can be.
+        """Submit a request, and place it at once if nothing waits before it and it can be.
 
-        The ticket says which: ``dispatch``, ``rejected``, ``failed``, or it ``waits``.
+        The ticket shows the result: ``dispatch``, ``rejected``, ``failed``, or it ``waits``.
 
         Args:
-            at_once: False: it waits for the next pump all the same.
+            at_once: False: it waits for the next pump in any case.
         """
         eligible: Eligible | Reject | None = None
         pool = self.members.pools.get(request.model)
@@ -261,10 +259,10 @@ class Scheduler:
             request, eligible = judged
         ticket = Ticket(request, now_s, exclude, owner, eligible)
         if at_once and not self.policy.queues:
-            # Nobody ever waits, and what arrives is of no interest: no queue has to know.
+            # Nothing ever waits, and arrivals are of no interest: no queue has to know.
             self._place(ticket, None, now_s)
             return ticket
-        # A retry was let in before: it does not lose its place to those who came after it.
+        # A retry was admitted before: it does not lose its place to later arrivals.
         if self.queued >= self._max_queued and not first:
             return Reject(
                 RejectReason.QUEUE_FULL, f"{self.queued} requests wait for an instance already."
@@ -297,7 +295,7 @@ class Scheduler:
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a ticket out of its queue; False when it is not in it any more."""
+        """Take a ticket out of its queue; False if it is no longer in it."""
         queue = self.queues.get(ticket.request.model)
         if queue is None or not queue.drop(ticket):
             return False
@@ -305,11 +303,11 @@ class Scheduler:
         return True
 
     def pump(self, now_s: float) -> list[Ticket]:
-        """Place all that can be placed now; returns the tickets that wait no more.
+        """Place everything that can be placed now; returns the tickets that no longer wait.
 
         A queue's head waits for its turn, and those behind it wait for the head, unless they can
-        use instances that it cannot (``_let_pass``). Where queues share instances, the head that
-        has waited longest goes first.
+        use instances that it cannot (``_let_pass``). If queues share instances, the head that has
+        waited longest goes first.
         """
         self._pumped_s = now_s
         if self._unseen and self._unseen[0][0] <= now_s:
@@ -342,7 +340,7 @@ class Scheduler:
         done.append(ticket)
 
     def _judge_anew(self, queue: ModelQueue, done: list[Ticket]) -> None:
-        """The membership has changed since those in a queue were judged."""
+        """Judge a queue's tickets again: the membership has changed."""
         members = self.members
 
         def judge(ticket: Ticket) -> bool:
@@ -360,9 +358,9 @@ class Scheduler:
         done += refused
 
     def _let_pass(self, queue: ModelQueue, now_s: float, done: list[Ticket]) -> None:
-        """A queue's head has to wait: place those behind it that can use other instances.
+        """A queue's head has to wait: place tickets behind it that can use other instances.
 
-        What anybody in front may use is kept for him, so nobody waits longer for being passed.
+        What any ticket ahead may use is kept for it, so being overtaken delays no one.
         """
         kept_free: set[int] = set()
         turns = queue.heads(_MOST_LINES, now_s)
@@ -383,10 +381,10 @@ class Scheduler:
                 kept_free.update(ticket.eligible.positions())
 
     def _holds_back(self, ticket: Ticket, now_s: float) -> bool:
-        """Whether it waits for others' sake, so that nothing has to be kept free for it.
+        """Whether it waits for the sake of others, so that nothing has to be kept free for it.
 
-        A crowd does, for a while, rather than take the last instance that others can use; so does
-        whose client has more than its part of the seats.
+        A crowd does, for a while, rather than take the last instance that others can use; so does a
+        request whose client has more than its part of the seats.
         """
         if self._shares is not None and self._shares.leaves_room(ticket, now_s):
             return True
@@ -402,7 +400,7 @@ class Scheduler:
         return len(pool.ids) > 1 and free < 2
 
     def next_wakeup_s(self) -> float | None:
-        """When to pump next although nothing happens, after the last pump; None: never."""
+        """When to pump next without an event, as of the last pump; None: never."""
         times = [self._unseen[0][0]] if self._unseen else []
         if self.queued:
             # The drain rule begins, or patience ends: what a queue does with time alone.
@@ -414,11 +412,11 @@ class Scheduler:
             ]
             if self.restraints.by_id:
                 times.append(self.restraints.next_change_s(self._pumped_s))
-        # What the last pump has seen is over: a timer at it would never rest.
+        # The last pump's moment is past: a timer at it would never rest.
         return min((t for t in times if t > self._pumped_s), default=None)
 
     def predicted_wait_s(self, request: Request, now_s: float) -> float:
-        """How long a request that comes now would wait here, behind those who wait already."""
+        """How long a request that comes now would wait here, behind those that wait already."""
         queue = self.queues.get(request.model)
         if not queue:
             return 0.0
@@ -438,7 +436,7 @@ class Scheduler:
         now_s: float,
         eligible: Eligible | None = None,
     ) -> bool:
-        """Decide on a ticket, among all that are eligible or only these. False: it has to wait."""
+        """Decide on a ticket, among all eligible instances or only these. False: it has to wait."""
         try:
             if ticket.line is not None and self._crowds(ticket, now_s):
                 return False
@@ -487,16 +485,16 @@ class Scheduler:
     def _judge_now(
         self, ticket: Ticket, among: Eligible | None, now_s: float
     ) -> Eligible | Reject | None:
-        """Who of those that may get it had better not is left out; None: it has to wait."""
+        """Leave out eligible instances that had better not get it now; None: it has to wait."""
         if among is None:
             return self.restraints.judge(ticket.eligible, ticket.request, ticket.exclude, now_s)
-        # The others are only kept free: no reason to have one that fails.
+        # The others are only kept free: that is no reason to use one that fails.
         return self.restraints.strictly(among, ticket.request, now_s)
 
     def _pass_unseen(self, now_s: float) -> None:
         while self._unseen and self._unseen[0][0] <= now_s:
             due_s, _, dispatch = heapq.heappop(self._unseen)
-            if dispatch.outcome is None:  # most are over by then
+            if dispatch.outcome is None:  # most have ended by then
                 dispatch.state.first_token(dispatch, due_s, seen=False)
 
     # Decisions
@@ -504,14 +502,14 @@ class Scheduler:
     def choose(
         self, request: Request, exclude: Collection[InstanceId] = (), now_s: float = 0.0
     ) -> Decision | Reject:
-        """Choose an instance for a request, whoever waits; takes the policy's turn.
+        """Choose an instance for a request, regardless of the queue; takes the policy's turn.
 
         Args:
             exclude: instances that were tried already.
 
         Returns:
-            The decision; when it ``waits``, no instance has room, and the one that is named would
-            be the best if it had.
+            The decision; if it ``waits``, no instance has room, and the named one would be the
+            best.
 
         Raises:
             ValueError: a number of the request is out of bounds.
@@ -522,7 +520,7 @@ class Scheduler:
         return self._would_choose(*judged, now_s)
 
     def explain(self, request: Request, now_s: float = 0.0) -> Decision | Reject:
-        """What ``choose`` would say now, without taking the policy's turn or a random draw."""
+        """What ``choose`` would return now, without taking the policy's turn or a random draw."""
         judged = self._judged(request, (), now_s)
         if isinstance(judged, Reject):
             return judged
@@ -531,7 +529,7 @@ class Scheduler:
     def _judged(
         self, request: Request, exclude: Collection[InstanceId], now_s: float
     ) -> tuple[Request, Eligible] | Reject:
-        """As ``Members.judge``, and without those that had better not get it now."""
+        """As ``Members.judge``, without the instances that had better not get it now."""
         judged = self.members.judge(request, exclude)
         if isinstance(judged, Reject) or judged[0] is not request or not self.restraints.by_id:
             return judged
@@ -547,14 +545,14 @@ class Scheduler:
     # A request's events
 
     def dispatch(self, decision: Decision, now_s: float = 0.0) -> Dispatch:
-        """Put the decision's charge on its instance. ValueError: that cannot be charged."""
+        """Put the decision's charge on its instance. ValueError: it cannot be charged."""
         state = self.members.table.states[decision.instance_id]
         request, choice, queues = decision.request, decision.choice, self.policy.queues
         if state.constants is None and state.stands_in:
             self.members.stand_in_for(state, request.model)
         due_s = now_s + (choice.ttft_s or 0.0)
         if queues and not due_s < math.inf:
-            # In a heap, what compares with nothing would keep all others there for ever.
+            # In a heap, a NaN would keep all others there for ever.
             raise ValueError(f"a first token is predicted in {choice.ttft_s} s")
         dispatch = state.dispatch(
             request,
@@ -568,8 +566,8 @@ class Scheduler:
         if choice.ttft_s is not None:
             dispatch.expected_s = choice.ttft_s
         if choice.prefill_position >= 0:
-            # Its first token says nothing of a prompt that another one computes, and is not owed
-            # until it is asked for (``Legs.asked``).
+            # Its first token says nothing about a prompt computed elsewhere, and is not owed until
+            # it is asked for (``Legs.asked``).
             dispatch.leg, dispatch.before, dispatch.sent_s = DECODE, None, math.inf
         if self.restraints.by_id:
             self.restraints.sent(dispatch, now_s)
@@ -589,10 +587,10 @@ class Scheduler:
     def adopt(
         self, request: Request, instance_id: InstanceId, now_s: float
     ) -> tuple[Decision, Dispatch]:
-        """Charge a request that is on an instance already, however that stands.
+        """Charge a request that is on an instance already, whatever the instance's state.
 
-        The policy's turn and its random draws are not taken, and nothing is learnt of the
-        instance's speed from it. Raises KeyError when there is no such instance.
+        The policy's turn and its random draws are not taken, and nothing is learnt from it about
+        the instance's speed. Raises KeyError if there is no such instance.
         """
         eligible = self.members.alone(instance_id, request.model)
         decision = self._would_choose(request, eligible, now_s, takes_turn=False)
@@ -601,7 +599,7 @@ class Scheduler:
         return decision, dispatch
 
     def first_token(self, dispatch: Dispatch, now_s: float) -> None:
-        """A dispatch's first output token was seen. Only the first call counts."""
+        """Note a dispatch's first output token. Only the first call counts."""
         if self.queued:
             self._decider.freed.append(dispatch.instance_id)
         dispatch.state.first_token(dispatch, now_s)
@@ -616,7 +614,7 @@ class Scheduler:
     ) -> bool:
         """Take a dispatch off, once. See ``InstanceState.settle``.
 
-        ``unseen_tokens``: of a complete answer that did not stream, to be learnt from before.
+        ``unseen_tokens``: of a complete answer that did not stream, to be learnt from first.
         """
         keys = dispatch.request.prefix
         if keys is not None and self.caches is not None and dispatch.outcome is None:
@@ -646,10 +644,10 @@ class Scheduler:
         counters: tuple[float, float] | None,
         now_s: float,
     ) -> None:
-        """An instance's engine says whether it has a prefix cache, and how many tokens it has
-        looked for there since it started, and found. KeyError: there is no such instance.
+        """Note whether an instance's engine has a prefix cache, and the tokens it has looked for
+        and found there since it started. KeyError: unknown.
 
-        ``caching`` None: it does not say. ``counters`` None: they are not known (any more).
+        ``caching`` None: not reported. ``counters`` None: not known (any more).
         """
         renewed = self.members.table[instance_id].observe_cache(caching, counters, now_s)
         if self.caches is not None:

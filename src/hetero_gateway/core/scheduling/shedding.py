@@ -1,12 +1,12 @@
-"""Who is refused because he would wait too long, rather than let in to wait in vain. Pure.
+"""Refuses requests that would wait too long, rather than let them wait in vain. Pure.
 
 A wait is predicted from how fast requests leave a queue that is never empty meanwhile, and from how
-many are in front by the discipline: all that wait where it has one row; where it has several, those
+many are ahead by the discipline: all waiting requests if it has one row; with several rows, those
 of the same row, as often as the row's turn comes, and what the row was given in advance. Before
-anything has left, the cost model says how fast that is.
+anything has left, the cost model gives the rate.
 
-Where the queue sets no limit, the goal for the first token is one, less what lies between a wait's
-end and that token: as predicted of those that were placed lately.
+If the queue sets no limit, the goal for the first token is one, less the time between a wait's end
+and that token: as predicted for those placed recently.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from hetero_gateway.core.request import Request
 from hetero_gateway.core.scheduling.queue import ModelQueue
 from hetero_gateway.core.types import BATCH_CLASS
 
-# Predictions are of seats that get free by chance: who is let in is to be within the limit.
+# Seats become free by chance, and predictions with them: admitted requests are to meet the limit.
 MARGIN: Final = 0.75
-# What is said of fewer departures is chance.
+# What fewer departures show is chance.
 _LEAST_DEPARTURES: Final = 4
 
 
 class WaitLimits(NamedTuple):
-    """The longest wait of requests that are let in, s; inf: any.
+    """The longest wait of admitted requests, s; inf: any.
 
-    A request is refused whose predicted wait is above ``MARGIN`` of it. Batches are refused first:
-    of what is not said of them, they get half.
+    A request is refused if its predicted wait exceeds ``MARGIN`` of it. Batches are refused first:
+    where nothing is set for them, they get half.
 
     Args:
         most_s: of classes that are not among ``classes``.
         classes: by name.
-        slos: where neither sets a limit, what their requests' first tokens should be within; None:
-            nothing.
+        slos: if neither sets a limit, the limits of the requests' first tokens; None: none.
     """
 
     most_s: float = math.inf
@@ -44,7 +43,7 @@ class WaitLimits(NamedTuple):
     slos: Slos | None = None
 
     def of(self, request: Request, first_token_s: float) -> float:
-        """The longest wait of a request whose first token comes so long after its wait, s."""
+        """The longest wait of a request whose first token follows its wait after this long, s."""
         name = request.request_class
         most_s = self.classes.get(name)
         if most_s is not None:
@@ -65,11 +64,11 @@ def predicted_wait_s(queue: ModelQueue, request: Request, drain_s: float, now_s:
     """How long a request that comes now would wait.
 
     Args:
-        queue: of its model; somebody waits there.
-        drain_s: how long the cost model takes all of it to last.
+        queue: of its model; something waits there.
+        drain_s: how long all of it takes by the cost model.
     """
     gap_s = drain_s / len(queue)
     if queue.departures >= _LEAST_DEPARTURES:
-        # Longer than the mean where nothing has left for longer.
+        # Longer than the mean if nothing has left for longer.
         gap_s = max(queue.mean_departure_gap_s, (now_s - queue.last_departure_s) / len(queue))
     return queue.ahead(request) * gap_s

@@ -1,1 +1,1 @@
-"""What gateways in front of the same instances say to each other, and what they make of it."""
+"""What gateways in front of the same instances tell each other, and how they use it."""

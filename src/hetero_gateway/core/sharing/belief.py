@@ -1,21 +1,21 @@
-"""How much of what other gateways report is believed. Pure.
+"""How far reports of other gateways are believed. Pure.
 
 A row comes from a peer that may be broken or hostile, and it decides where this gateway sends its
 requests. So the sum of the others' rows on an instance is bounded by what its engine can hold, and
 by what the engine itself reported when it was last scraped:
 
     not contradicted   at most twice the engine's seats (two gateways that collide), or what the
-                       engine reported and a quarter of its seats, if that is more
-    contradicted       since the last scrape the others have claimed all the time more than the
-                       engine reported and a quarter of its seats: that is what counts of them,
-                       all of it as streaming
+                       engine reported plus a quarter of its seats, if that is more
+    contradicted       since the last scrape the others have always claimed more than the engine
+                       reported plus a quarter of its seats: then that is what counts, all of it as
+                       streaming
     in doubt           this gateway's own queue does not move, it has nothing on the instance, and
                        the engine did not report that it is full: the others leave a seat free
 
-Whatever is over is scaled down as a whole, so that a row stays coherent. Tokens per sequence are
-bounded by the instance's context, seconds per sequence by ``MOST_REQUEST_TIMES`` times what this
-gateway's own requests take on average. The engine's gauges do not count by themselves: they only
-bound what peers claim. How far a peer can move a speed factor is ``instances/speed.py``'s.
+Any excess is scaled down as a whole, so that a row stays coherent. Tokens per sequence are bounded
+by the instance's context, seconds per sequence by ``MOST_REQUEST_TIMES`` times the average of this
+gateway's own requests. The engine's gauges do not count by themselves: they only bound what peers
+claim. ``instances/speed.py`` limits how far a peer can move a speed factor.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from hetero_gateway.core.instances.dispatch import PeerLoad
 from hetero_gateway.core.sharing.message import Rows
 from hetero_gateway.core.types import InstanceSpec
 
-# Seats of an engine that two gateways together may fill before they hear of each other.
+# Multiple of an engine's seats that two gateways may fill before they hear of each other.
 _COLLIDING = 2.0
-# A scrape is older than a row, and a request on its way is in one of them only.
+# A scrape is older than a row, and a request in transit is in only one of them.
 SLACK = 0.25
-# Requests of one gateway can be that much longer than another's on average.
+# Requests of one gateway can be longer than another's by this factor, on average.
 MOST_REQUEST_TIMES = 32.0
-# While this gateway has had no request: longer than nearly all take.
+# Before this gateway has had a request: longer than nearly all take.
 _UNKNOWN_REQUEST_S = 600.0
-# Of an engine whose context nobody reports.
+# The context of an engine that does not report one.
 _MOST_CONTEXT_TOKENS = 2.0**24
 
 (
@@ -58,8 +58,8 @@ class EngineReport(NamedTuple):
     """What an engine's own /metrics reported at a scrape.
 
     Args:
-        requests: running and waiting there, whoever sent them.
-        own: sequences of this gateway there, at that moment.
+        requests: running and waiting there, of all senders.
+        own: sequences of this gateway there at that moment.
         full: it has requests waiting, or runs as many as it can.
         kv_usage: share of its KV cache in use, 0 to 1; None: not reported.
     """
@@ -71,7 +71,7 @@ class EngineReport(NamedTuple):
 
 
 class Belief:
-    """What counts of others' rows, of a list of instances.
+    """The part of others' rows that counts, for a list of instances.
 
     Args:
         specs: of the instances, in the order of all rows.
@@ -87,7 +87,7 @@ class Belief:
         self._full = np.zeros(count, dtype=bool)
         self._contradicted = np.zeros(count, dtype=bool)
         self._kv_contradicted = np.zeros(count, dtype=bool)
-        # The least that the others claimed since the last scrape.
+        # The minimum that the others have claimed since the last scrape.
         self._least = np.full(count, np.inf)
         self._least_context = np.full(count, np.inf)
         self._request_s = math.nan
@@ -95,7 +95,7 @@ class Belief:
             self.change(position, spec)
 
     def change(self, position: int, spec: InstanceSpec) -> None:
-        """An instance's profile, context or KV cache may have changed."""
+        """Note that an instance's profile, context or KV cache may have changed."""
         profile = spec.profile
         seats = DEFAULT_MAX_NUM_SEQS if profile is None else profile.max_num_seqs
         kv = spec.kv_capacity_tokens if profile is None else profile.kv_capacity_tokens
@@ -104,7 +104,7 @@ class Belief:
         self._context[position] = min(spec.max_model_len or math.inf, kv or _MOST_CONTEXT_TOKENS)
 
     def report(self, position: int, report: EngineReport | None) -> None:
-        """An engine was scraped; None: it reports nothing."""
+        """Note an engine's scrape; None: it reports nothing."""
         if report is None:
             self._confirmed[position] = np.nan
             self._kv_confirmed[position] = np.inf
@@ -121,12 +121,12 @@ class Belief:
         self._least[position] = self._least_context[position] = np.inf
 
     def note_own(self, load_s: float, in_flight: float) -> None:
-        """This gateway's own requests now, over all instances."""
+        """Note this gateway's own requests, over all instances."""
         if in_flight > 0:
             self._request_s = load_s / in_flight
 
     def believed(self, rows: Rows, doubted: NDArray[np.bool_] | None = None) -> Rows:
-        """What counts of the sums of others' rows, one for each instance; a new array.
+        """The part of the sums of others' rows that counts, one for each instance; a new array.
 
         Args:
             doubted: where this gateway has nothing, while its own queue does not move.
@@ -154,7 +154,7 @@ class Belief:
         return result
 
     def _bound_tokens(self, rows: Rows, doubted: NDArray[np.bool_] | None) -> None:
-        """No sequence has more tokens than a context holds, nor takes for ever."""
+        """Bound tokens by the context of a sequence, and its time."""
         waiting, context = rows[:, _WAITING], self._context
         sequences = np.maximum(rows[:, _IN_FLIGHT], waiting + rows[:, _STREAMING])
         for column in (_WAITING_PROMPT, _WAITING_OUTPUT):

@@ -1,4 +1,4 @@
-"""When to try again what has failed. Pure: the time is an argument.
+"""When to retry what has failed. Pure: the time is an argument.
 
 After a failure nothing is tried for a while, twice as long after each further one, so that a store
 that is away costs one time-out now and then, and is found again within ``most_s`` of its return.
@@ -26,11 +26,11 @@ class Breaker:
         return f"<Breaker {state}, {self.failures} failures in a row>"
 
     def pause_s(self, now_s: float) -> float:
-        """How long nothing is to be tried from now on, s; 0: try."""
+        """How long to wait before the next try, s; 0: try now."""
         return max(0.0, self.next_try_s - now_s) if self.failures else 0.0
 
     def failed(self, now_s: float) -> bool:
-        """A try failed. Whether it is the first in a row."""
+        """Note a failure. Returns whether it is the first in a row."""
         # The exponent is bounded: a store may be away for weeks.
         pause_s = min(self._most_s, self._first_s * 2.0 ** min(self.failures, 32))
         self.failures += 1
@@ -38,6 +38,6 @@ class Breaker:
         return self.failures == 1
 
     def succeeded(self) -> bool:
-        """A try went well. Whether it is the first one after failures."""
+        """Note a success. Returns whether it is the first after failures."""
         ended, self.failures = self.failures > 0, 0
         return ended

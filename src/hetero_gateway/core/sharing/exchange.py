@@ -1,31 +1,31 @@
-"""What a gateway says to the others, what it keeps of what they say, and for how long. Pure.
+"""What a gateway tells the others, what it keeps of their messages, and for how long. Pure.
 
 Gateways that share instances exchange their own rows and add up the others'. There is no common
-total, so nothing can drift: whatever was lost, the next message of a replica says all of its state
-again. Where messages go through is not known here.
+total, so nothing can drift: whatever was lost, the next message of a replica has its whole state
+again. How messages travel is not known here.
 
     message = exchange.say(now_s)              # own rows, when they changed or a third of the lease
     message = exchange.say_news(ids, now_s)    # only these, between two of those
     exchange.hear(replica, message, now_s)     # either, from each of the others
-    exchange.forget(replica)                   # it has said good-bye
+    exchange.forget(replica)                   # it has left
     for change in exchange.changes(now_s): ... # to Scheduler.set_peer
 
-**News**: what was placed in the last moments is what two gateways collide over, so where a request
-went is said at once, and everything every now and then. News are whole rows too: those that get
-lost, or come before an older whole, cost a moment's view and nothing else.
+**News**: two gateways collide over what was placed in the last moments, so the destination of a
+request is told at once, and everything now and then. News consist of whole rows too: those that are
+lost, or arrive before an older complete message, cost a moment's view and nothing else.
 
-**The lease**: a replica whose message has not changed for ``ttl_s`` is taken for gone, and its
-load with it. Every replica says something new every third of that, so one lost message, or two,
-harm nobody. That holds where the store itself forgets (Redis's PX) and where it does not answer.
+**The lease**: a replica whose message has not changed for ``ttl_s`` is considered gone, and its
+load with it. Every replica sends something new every third of that, so one or two lost messages do
+no harm. This holds even if the store itself forgets (Redis's PX) or does not answer.
 
-**Belief**: what the others' rows come to is bounded before it counts (``belief.py``).
+**Belief**: the sum of the others' rows is bounded before it counts (``belief.py``).
 
 The mode says what the view is worth:
 
     mode     the others' rows are
     shared   as of the last exchange, which is recent
     stale    kept from an exchange a while ago; the store does not answer
-    local    unknown: nobody was heard of within the lease
+    local    unknown: nothing was heard within the lease
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from hetero_gateway.core.types import InstanceId, InstanceSpec
 
 OTHERS = "others"  # all of them, summed, are one peer to the scheduler
 SAYS_PER_LEASE = 3
-# An exchange is recent for this many intervals, and for this long at least: time-outs and pauses of
-# one are not worth a word.
+# An exchange is recent for this many intervals, and for at least this long: single time-outs and
+# pauses are not worth mentioning.
 _RECENT_INTERVALS, _RECENT_S = 4, 0.25
 # Rows of all the others together, news included: 25 gateways of 4000 instances.
 _MOST_ROWS = 100_000
-# What was seen of an engine's speed counts for the others while it is fresh: the scheduler itself
-# forgets over this many seconds.
+# An engine's observed speed counts for the others while it is fresh: the scheduler itself forgets
+# over this many seconds.
 _SPEED_FRESH_S = 5.0
 
 _LOAD_S = PeerLoad._fields.index("load_s")
@@ -71,7 +71,7 @@ _PROMPTS = PeerLoad._fields.index("prompts")
 
 
 class Mode(enum.Enum):
-    """What the view of the others is worth; see above."""
+    """What the view of the others is worth; see the module."""
 
     SHARED = "shared"
     STALE = "stale"
@@ -79,29 +79,29 @@ class Mode(enum.Enum):
 
 
 class Change(NamedTuple):
-    """What all others together have on an instance now; None: nothing."""
+    """The present load of all others together on an instance; None: nothing."""
 
     instance_id: InstanceId
     load: PeerLoad | None
 
 
 class _Replica:
-    """What one of the others has said last, and when that was new."""
+    """The last message of one of the others, and when it was new."""
 
     __slots__ = ("heard_s", "keys", "news", "positions", "rows", "told", "whole")
 
     def __init__(self) -> None:
         self.whole = Message(0, np.empty(0, dtype=np.uint64), np.empty((0, FIELDS)))
-        # Rows that are newer than that, by instance, and what both come to.
+        # Rows newer than that, by instance, and the sum of both.
         self.news: dict[int, tuple[int, Rows]] = {}
         self.keys, self.told = self.whole.keys, self.whole.rows
         self.heard_s = 0.0
-        # Those of them whose instances are here.
+        # Those of them whose instances exist here.
         self.positions: NDArray[np.intp] = np.empty(0, dtype=np.intp)
         self.rows: Rows = self.told
 
     def take(self, message: Message) -> bool:
-        """Whether that is newer than what it has said."""
+        """Take a message; returns whether it is newer than the last one."""
         news, sequence = self.news, message.sequence
         if sequence <= self.whole.sequence:
             return False
@@ -121,7 +121,7 @@ class _Replica:
         return True
 
     def _add_up(self) -> None:
-        """In the order of the whole, which seldom changes; what is new to it comes behind."""
+        """Add up in the order of the complete message, which seldom changes; new rows come last."""
         keys, rows = self.whole.keys, self.whole.rows
         if self.news:
             more = np.fromiter(self.news, np.uint64, len(self.news))
@@ -138,13 +138,13 @@ class _Replica:
 
 
 class LoadExchange:
-    """One gateway's side.
+    """One gateway's side of the exchange.
 
     Args:
         scheduler: whose rows are told.
         ttl_s: the lease, above 0.
         interval_s: shortest time between two exchanges.
-        limits: what clients have used; None: nobody has limits.
+        limits: clients' usage; None: no client has limits.
     """
 
     def __init__(
@@ -170,20 +170,20 @@ class LoadExchange:
         self._speeds: Rows = np.empty((0, 2))
         self._speeds_s: Rows = np.empty(0)
         self._replicas: dict[str, _Replica] = {}
-        # Prompts that the others began, counted from what each of them counts: one that comes or
-        # goes does not make it jump.
+        # Prompts that the others began, counted from each one's own counter: replicas that come or
+        # go do not make it jump.
         self._begun: Rows = np.empty((0, FIELDS - _PROMPTS))
         self._applied: Rows = np.empty((0, FIELDS))
         self._specs: list[InstanceSpec] = []
         self._belief = Belief(())
         self._queued_since_s = np.inf
-        self.exchanged_s = -np.inf  # when the store was last heard
+        self.exchanged_s = -np.inf  # when the store last answered
 
     def __repr__(self) -> str:
         return f"<LoadExchange {len(self._ids)} instances, {len(self._replicas)} other replicas>"
 
     def set_instances(self, instances: Sequence[tuple[InstanceId, str]]) -> None:
-        """(id, base_url) of those that there are now, after each change. Begins all rows anew."""
+        """Set the present (id, base_url)s, after each change. Starts all rows over."""
         self._ids = tuple(instance_id for instance_id, _ in instances)
         self._positions = {instance_id: i for i, instance_id in enumerate(self._ids)}
         keys = [instance_key(instance_id, base_url) for instance_id, base_url in instances]
@@ -192,7 +192,7 @@ class LoadExchange:
         self._said = None
         self._speeds = np.zeros((len(self._ids), 2))
         self._speeds_s = np.full(len(self._ids), -np.inf)
-        # What is not known to have been applied is applied again, nothing included.
+        # Anything not known to have been applied is applied again, absence included.
         self._applied = np.full((len(self._ids), FIELDS), np.nan)
         self._begun = np.zeros((len(self._ids), FIELDS - _PROMPTS))
         self._specs = [self._scheduler.members.specs[instance_id] for instance_id in self._ids]
@@ -201,17 +201,17 @@ class LoadExchange:
             self._match(replica)
 
     def note_report(self, instance_id: InstanceId, report: EngineReport | None) -> None:
-        """An engine was scraped; None: it reports nothing of its load. Unknown ones are ignored."""
+        """Note an engine's scrape; None: it reports no load. Unknown instances are ignored."""
         position = self._positions.get(instance_id)
         if position is not None:
             self._belief.report(position, report)
 
-    # Saying
+    # Sending
 
     def say(self, now_s: float) -> Message | None:
         """The message that is due now; None: nothing has changed, and the lease is young.
 
-        It counts as said only once ``said`` is called.
+        It counts as sent only once ``said`` is called.
         """
         for position, instance_id in enumerate(self._ids):
             spec = self._scheduler.members.specs[instance_id]
@@ -230,9 +230,10 @@ class LoadExchange:
         return self._with_limits(Message(self._sequence, self._keys[told], rows[told]), now_s)
 
     def say_news(self, ids: Collection[InstanceId], now_s: float) -> Message | None:
-        """The rows of these instances now; None: none of them is known.
+        """The present rows of these instances; None: none of them is known.
 
-        The next whole is due then, even if all is as it was: who heard the news has to hear so.
+        The next complete message is due then, even if nothing changes: receivers of the news need
+        it.
         """
         positions = np.array(
             [self._positions[i] for i in ids if i in self._positions], dtype=np.intp
@@ -252,11 +253,11 @@ class LoadExchange:
         return message._replace(account_keys=keys, accounts=accounts)
 
     def said(self) -> None:
-        """The last message has arrived."""
+        """Note that the last message has arrived."""
         self._said, self._said_s = self._pending
 
     def unsaid(self) -> None:
-        """Nobody may know what was said: the next message is due at once."""
+        """Note that the last message may be lost: the next one is due at once."""
         self._said = None
 
     def _own_rows(self, positions: NDArray[np.intp], now_s: float) -> Rows:
@@ -269,16 +270,16 @@ class LoadExchange:
         self._speeds_s[positions[seen]] = now_s
         self._speeds[positions] = speeds
         speeds[now_s - self._speeds_s[positions] > _SPEED_FRESH_S] = 0.0
-        # Where nothing is and nothing was seen lately, what was once counted is of no interest.
+        # Where nothing is left and nothing was seen recently, old counts are of no interest.
         rows[~rows[:, :_PROMPTS].any(axis=1)] = 0.0
-        # Of sums of floats a residue below 0 may be left.
+        # Sums of floats may leave a residue below 0.
         np.maximum(rows, 0.0, out=rows)
         return rows
 
-    # Hearing
+    # Receiving
 
     def hear(self, replica: str, message: Message, now_s: float) -> None:
-        """What a replica says now; what is not newer than before counts for nothing.
+        """Take a replica's message; one that is not newer than the last has no effect.
 
         Raises MessageError: all together report more instances than there can be.
         """
@@ -297,7 +298,7 @@ class LoadExchange:
             return
         known.heard_s = now_s
         if positions.size == known.keys.size and np.array_equal(keys, known.keys):
-            # The common case: the same instances as before, and all of them are here.
+            # The common case: the same instances as before, and all of them exist here.
             known.rows = known.told
             begun = known.rows[:, _PROMPTS:] - rows[:, _PROMPTS:]
             self._begun[positions] += np.maximum(begun, 0.0)
@@ -310,13 +311,13 @@ class LoadExchange:
         self._begun[both] += np.maximum(begun, 0.0)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone; unknown ones are ignored."""
+        """Note that a replica is gone; unknown ones are ignored."""
         self._replicas.pop(replica, None)
         if self._limits is not None:
             self._limits.forget(replica)
 
     def _match(self, replica: _Replica) -> None:
-        """Whose rows they are here. Where nobody is named so, they are not counted."""
+        """Match its rows to the instances here; rows of unknown instances are not counted."""
         keys, rows = replica.keys, replica.told
         if not self._ids or not keys.size:
             replica.positions, replica.rows = np.empty(0, dtype=np.intp), rows[:0]
@@ -327,9 +328,9 @@ class LoadExchange:
         replica.positions, replica.rows = self._order[at[known]], rows[known]
 
     def changes(self, now_s: float) -> Iterator[Change]:
-        """What is new of each instance, for ``Scheduler.set_peer``; to be run to its end.
+        """The changed load of each instance, for ``Scheduler.set_peer``; to be run to its end.
 
-        Those whose lease has run out are gone with this.
+        This also drops replicas whose lease has run out.
         """
         expired = [
             name
@@ -364,10 +365,10 @@ class LoadExchange:
         table = self._scheduler.members.table
         return np.array([not table[instance_id].in_flight for instance_id in self._ids], dtype=bool)
 
-    # How it stands
+    # State
 
     def totals(self) -> list[tuple[InstanceId, PeerLoad]]:
-        """What all others together have, of each instance where that is anything."""
+        """The load of all others together, for each instance that has any."""
         some = np.flatnonzero((self._applied[:, :_PROMPTS] > 0).any(axis=1))
         return [(self._ids[i], PeerLoad(*self._applied[i].tolist())) for i in some]
 
@@ -380,15 +381,15 @@ class LoadExchange:
 
     @property
     def replicas(self) -> int:
-        """How many others were heard of within the lease."""
+        """The number of others heard within the lease."""
         return len(self._replicas)
 
     @property
     def unmatched(self) -> int:
-        """Rows of others that name no instance that is here."""
+        """The number of others' rows for instances that are not here."""
         return sum(r.keys.size - r.positions.size for r in self._replicas.values())
 
     def age_s(self, now_s: float) -> float | None:
-        """Since the oldest message that counts was new, s; None: there is none."""
+        """The age of the oldest message that counts, s; None: there is none."""
         heard_s = [replica.heard_s for replica in self._replicas.values()]
         return now_s - min(heard_s) if heard_s else None

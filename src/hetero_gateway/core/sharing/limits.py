@@ -1,18 +1,19 @@
-"""What clients have used at other gateways, so that limits hold over all of them. Pure.
+"""Clients' usage at other gateways, so that limits hold over all of them. Pure.
 
-Each gateway says what its own accounts have used within the last minute and have in flight; what
-the others say is added up into each account's ``others``. As with loads, there is no common total:
-a message says all again, or, as news, of the accounts that have changed.
+Each gateway reports what its own accounts have used within the last minute and have in flight; the
+others' reports are added up into each account's ``others``. As with loads, there is no common
+total: a message has everything again, or, as news, the accounts that have changed.
 
-A limit is passed by no more than what the other gateways let in until they have heard, which is a
-``news_s`` and a trip through the store. Of a gateway that is gone, what is in flight is forgotten
-with its lease, and what was used counts for a minute, like everything.
+A limit is exceeded by no more than what the other gateways admit until they have heard, which is
+``news_s`` and a trip through the store. For a gateway that is gone, requests in flight are
+forgotten with its lease, and usage counts for a minute, as always.
 
-A peer may be broken or hostile, and nothing but its word says what a client has used there. So what
-the others report counts up to a limit, not beyond it; and where it alone has kept a client out for
-``MOST_CROWDED_S``, this gateway grants a share of the limit: by the number of gateways, as far as
-``_MOST_SHARERS``, and at least one. Among honest gateways that is fair: those that have let in all
-hear of what this one grants, and let in less. Until then the limit is passed by that share.
+A peer may be broken or hostile, and only its own word says what a client has used there. So reports
+of the others count up to a limit, not beyond it; and once they alone have locked a client out for
+``MOST_CROWDED_S``, this gateway grants a share of the limit: by the number of gateways, up to
+``_MOST_SHARERS``, and at least one request. Among honest gateways that is fair: those that admitted
+everything hear of what this one grants, and admit less. Until then the limit is exceeded by that
+share.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from hetero_gateway.core.limits.window import SLOTS
 from hetero_gateway.core.sharing.message import ACCOUNT_FIELDS, Keys, Message, Rows
 
 _NOTHING = (0, 0, 0)
-# Twice the minute that a request counts for; of requests in flight, what one may last.
+# Twice the minute that a request counts for; for requests in flight, a request's likely duration.
 MOST_CROWDED_S = (2 * SLOTS, 2 * SLOTS, 600)
 _MOST_SHARERS = 16
-# A gateway whose name changes all the time is as many that are gone.
+# A gateway whose name keeps changing counts as this many that are gone.
 _MOST_OTHERS = 256
 _Used = tuple[int, int, int]
 
 
 def account_key(name: str) -> int:
-    """Names an account to all replicas: 8 bytes of a hash."""
+    """The account's name for all replicas: 8 bytes of a hash."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 class _Other:
-    """What another gateway has said. ``gone``: it counts until its minute is over."""
+    """Another gateway's report. ``gone``: it counts until its minute is over."""
 
     __slots__ = ("gone", "heard_s", "sequence", "used")
 
@@ -53,10 +54,10 @@ class _Other:
 
 
 class SharedLimits:
-    """One gateway's side.
+    """One gateway's side of shared limits.
 
     Args:
-        accounts: those that there are now.
+        accounts: the present ones.
     """
 
     def __init__(self, accounts: Callable[[], Iterable[Account]]) -> None:
@@ -65,15 +66,15 @@ class SharedLimits:
         self._said: dict[int, _Used] = {}
         self._others: dict[str, _Other] = {}
         self._applied: set[int] = set()
-        # Since when the others leave less than a share, by account and by which of its limits.
+        # Since when the others leave less than a share, by account and by limit.
         self._crowded_s: dict[tuple[int, int], float] = {}
 
     def changed(self, now_s: float) -> bool:
-        """Whether there is anything to say since the last time."""
+        """Whether anything has changed since the last report."""
         return self._used(now_s) != self._said
 
     def say(self, now_s: float, *, whole: bool) -> tuple[Keys, Rows]:
-        """What each account has used here: all that have used anything, or those that changed."""
+        """The usage of each account here: all that have used anything, or those that changed."""
         told = used = self._used(now_s)
         if not whole:
             told = {key: each for key, each in used.items() if self._said.get(key) != each}
@@ -94,9 +95,9 @@ class SharedLimits:
         return result
 
     def hear(self, replica: str, message: Message, now_s: float) -> None:
-        """What another gateway says; what is older than what it has said counts for nothing.
+        """Take another gateway's report; one older than the last has no effect.
 
-        Of clients that are not known here nothing is kept: the next whole message says it again.
+        Clients unknown here are dropped: the next complete message has them again.
         """
         other = self._others.pop(replica, None) or _Other()
         self._others[replica] = other
@@ -116,12 +117,12 @@ class SharedLimits:
                 other.used[key] = (int(row[0]), int(row[1]), int(row[2]))
 
     def forget(self, replica: str) -> None:
-        """It is gone: its requests are over."""
+        """Note that it is gone: its requests have ended."""
         if replica in self._others:
             self._others[replica].gone = True
 
     def apply(self, now_s: float) -> None:
-        """Have the accounts count what the others have used."""
+        """Make the accounts count the others' usage."""
         over = [n for n, o in self._others.items() if o.gone and now_s - o.heard_s >= SLOTS]
         for name in over:
             del self._others[name]

@@ -1,23 +1,22 @@
-"""What one gateway says to the others: its own rows, packed. Pure.
+"""The messages between gateways: a gateway's own rows, packed. Pure.
 
     header     "<4sBxHQ"  magic, version, sections, sequence (grows with every message of a replica)
-    section    "<HHI"     kind, width, bytes that follow; kinds that a reader does not know are
-                          skipped, so that what is shared later (prefix entries) needs no new
-                          version
+    section    "<HHI"     kind, width, bytes that follow; readers skip unknown kinds, so that later
+                          additions (prefix entries) need no new version
     kind 1     rows       n keys of 8 bytes, then n × width doubles: the fields of ``PeerLoad`` in
-                          their order. More fields than a reader knows are ignored, missing ones
-                          are 0, so that replicas of neighbouring releases understand each other.
-                          All that the replica has: instances without a row have nothing.
-    kind 2     news       the same for some instances; what was said of the others holds on
-    kind 3     accounts   as rows: what clients have used, requests and tokens of the last minute,
-                          and have in flight. Left out where there is nothing to say
+                          their order. Unknown further fields are ignored, missing ones are 0, so
+                          that replicas of neighbouring releases understand each other.
+                          Complete: instances without a row have nothing.
+    kind 2     news       the same for some instances; the rows of the others still hold
+    kind 3     accounts   as rows: clients' usage, requests and tokens of the last minute, and in
+                          flight. Left out if empty
 
-All is little-endian. A new version means: not to be understood by older readers at all. Rows that
-are all 0 are sent as news only. Doubles, since what is exact here has to be exact there: a load is
-a whole number of 2^-40 s. 112 bytes for each instance that has anything on it.
+All is little-endian. A new version means: older readers cannot understand it at all. Rows that are
+all 0 are sent as news only. Doubles, since exact values must stay exact: a load is a whole number
+of 2^-40 s. 112 bytes for each instance that has anything on it.
 
-A message comes from the network. What does not hold together raises ``MessageError`` and harms
-nobody: no size is believed, and a number that no gateway could have counted is refused.
+A message comes from the network. An inconsistent one raises ``MessageError`` and harms nothing: no
+size is believed, and numbers that no gateway could have counted are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hetero_gateway.core.instances.dispatch import PeerLoad
 
 VERSION = 1
 FIELDS = len(PeerLoad._fields)
-# 18 000 instances, or 13 000 and as many accounts. A larger value was not written by a gateway.
+# 18 000 instances, or 13 000 and as many accounts. No gateway writes a larger value.
 MOST_BYTES = 2**21
 
 _MAGIC = b"hgw\0"
@@ -50,7 +49,7 @@ Rows = NDArray[np.float64]
 
 
 class MessageError(ValueError):
-    """Not a message, or not one that this release can read."""
+    """Not a message, or one that this release cannot read."""
 
 
 class Message(NamedTuple):
@@ -58,8 +57,8 @@ class Message(NamedTuple):
     sequence: counts a replica's messages, from 1.
     keys: (n,) of instances, all different; see ``instance_key``.
     rows: (n, FIELDS) what the replica has on each, finite and at least 0.
-    whole: these are all; else news of some.
-    account_keys, accounts: (m,), (m, ACCOUNT_FIELDS) what clients have used; see ``account_key``.
+    whole: these are all; otherwise news of some.
+    account_keys, accounts: (m,), (m, ACCOUNT_FIELDS) clients' usage; see ``account_key``.
     """
 
     sequence: int
@@ -71,12 +70,12 @@ class Message(NamedTuple):
 
 
 def instance_key(instance_id: str, base_url: str) -> int:
-    """Names one engine to all replicas: 8 bytes of a hash over id *and* address.
+    """The engine's name for all replicas: 8 bytes of a hash over id *and* address.
 
-    Both have to agree. By the id alone, two clusters that call something ``gpu-0`` and share one
-    Redis would charge each other's engines; by the address alone, so would two machines with a
-    sidecar at ``http://127.0.0.1:8000``. A load that is not recognised costs a little balance, one
-    that is charged to the wrong engine costs a lot.
+    Both must agree. By the id alone, two clusters that call something ``gpu-0`` and share one Redis
+    would charge each other's engines; by the address alone, so would two machines with a sidecar at
+    ``http://127.0.0.1:8000``. A load that is not recognised costs a little balance; one charged to
+    the wrong engine costs a lot.
     """
     text = f"{instance_id}\0{base_url.rstrip('/')}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

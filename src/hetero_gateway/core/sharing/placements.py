@@ -1,35 +1,34 @@
-"""What gateways say to each other of prompts that they have sent, and what they make of it. Pure.
+"""What gateways tell each other of the prompts they have sent, and how they use it. Pure.
 
-Each says which keys of prompts' beginnings (``core/prefixes``) it has sent to which instance, in
-entries of a common log that every gateway reads from where it has stopped, and one that starts from
-the newest entry backwards. What another gateway has sent is in the index beside what this one has:
-whose request it was makes no difference to an engine's cache.
+Each reports which keys of prompts' beginnings (``core/prefixes``) it has sent to which instance, in
+entries of a common log. Every gateway reads the log from where it stopped, and a new one from the
+newest entry backwards. What another gateway has sent enters the index like this one's own: whose
+request it was makes no difference to an engine's cache.
 
-    note(dispatch)        on the path of a request: nothing but a note
+    note(dispatch)        on the path of a request: only a note
     say(now_s)            the entries that are due
-    hear(entry, now_s)    a new entry of anybody's
-    recall(entries)       older ones than all that were heard
+    hear(entry, now_s)    a new entry of any gateway
+    recall(entries)       entries older than all that were heard
 
 An entry, little-endian:
 
     header     "<4sBxxxQQ"  magic, version, the names' mark, the replica
     instance   "<QdH"       its key (``message.instance_key``), when its engine was started (Unix
                             time, s; 0: unknown), n keys that follow
-               n × "<Q"     keys, what was used first in front
-               n × "<H"     what each takes of a cache, in the index's units
+               n × "<Q"     keys, least recently used first
+               n × "<H"     the size of each, in the index's units
 
-**Names.** Keys begin with a secret. Entries have a mark of it, and those of another secret are left
-out: their keys would never match.
+**Names.** Keys begin with a secret. Entries carry a mark of it, and those of another secret are
+ignored: their keys would never match.
 
-**How much.** A key that was said within the last ``_AGAIN_S`` is not said again, so that of a
-conversation's next turn its own text is said alone. An entry has ``ENTRY_BYTES`` at most, and one
-turn ``ENTRIES`` of them; what is more is left out, and the others know a little less.
+**Volume.** A key that was reported within the last ``_AGAIN_S`` is not reported again, so that a
+conversation's next turn reports only its own text. An entry has at most ``ENTRY_BYTES``, and one
+turn ``ENTRIES`` of them; the rest is left out, and the others know a little less.
 
-**Belief.** Nothing of an entry is believed about more than an engine could have done: of an
-instance no more new text counts than fills its cache in ``_FILLED_S``. What is claimed and not so
-costs hits that were predicted and did not come, which the instance's trust finds out, and displaces
-what was really there at that pace; it never costs a request. What was sent to an engine that has
-been started anew since counts for nothing.
+**Belief.** An entry is believed only as far as an engine could have done it: for each instance, new
+text counts up to filling its cache in ``_FILLED_S``. False claims cost hits that were predicted and
+did not come, which the instance's trust learns, and displace real contents at that pace; they never
+cost a request. Text sent to an engine that has restarted since counts for nothing.
 """
 
 from __future__ import annotations
@@ -58,28 +57,27 @@ _MAGIC = b"hgp\0"
 _HEADER = struct.Struct("<4sBxxxQQ")
 _INSTANCE = struct.Struct("<QdH")
 _KEY_BYTES = 10
-# An instance's head takes the room of so many keys, and is not worth it for fewer than these.
+# An instance's header takes the space of this many keys, and is not worth it for fewer than these.
 _HEAD_KEYS, _LEAST_KEYS = 2, 8
 _MOST_KEYS = (ENTRY_BYTES - _HEADER.size - _INSTANCE.size) // _KEY_BYTES
 _MOST_KEY = 2**60
 _MOST_UNITS = 2**16 - 1
-# Said so lately that it need not be said again; and how many keys are remembered for that.
+# Reported so recently that it need not be repeated; and how many keys are remembered for that.
 _AGAIN_S = 20.0
 _MOST_SAID = 200_000
-# Requests between two turns; more are left out.
+# Requests between two turns; further ones are left out.
 _MOST_NOTED = 8192
 # No engine computes a cache full of prompts faster.
 _FILLED_S = 10.0
-# An index is never quite full: what is evicted goes by the batch.
+# An index is never quite full: eviction is in batches.
 _FULL = 0.95
-# Two readings of one process's start.
+# Tolerance between two readings of one process's start.
 _SAME_START_S = 1.5
 
 
 class _Known:
-    """An instance here. ``units``: of new text that may count still, as of ``at_s``;
-    ``assumed_s``: when the engine was started of which something is believed, until its own word
-    is here.
+    """An instance here. ``units``: new text that may still count, as of ``at_s``; ``assumed_s``:
+    the assumed start of the engine that others report on, until its own report is here.
     """
 
     __slots__ = ("assumed_s", "at_s", "instance_id", "key", "units")
@@ -93,18 +91,18 @@ class _Known:
 
 
 def mark_of(secret: bytes) -> int:
-    """Names a secret without telling it."""
+    """A mark of a secret that does not reveal it."""
     digest = hashlib.blake2b(secret, digest_size=8, person=b"placements").digest()
     return int.from_bytes(digest, "little")
 
 
 class PlacementExchange:
-    """One gateway's side.
+    """One gateway's side of shared placements.
 
     Args:
         caches: what is known here.
         replica: this gateway, 8 bytes.
-        started_s: when an instance's engine was started, as it says itself; None: unknown.
+        started_s: when an instance's engine was started, by its own report; None: unknown.
     """
 
     def __init__(
@@ -121,28 +119,28 @@ class PlacementExchange:
         self._noted: list[Dispatch] = []
         self._said: set[int] = set()
         self._said_since_s = -math.inf
-        self.mark: int | None = None  # None: names are not agreed yet, and nothing is said
-        # Keys that were ``said``, ``heard``, and of ours ``left_out``; entries that were
-        # ``rejected``, or ``foreign``: their keys have other names.
+        self.mark: int | None = None  # None: the secret is not agreed yet, and nothing is sent
+        # Keys ``said``, ``heard``, and of ours ``left_out``; entries ``rejected``, or ``foreign``:
+        # their keys use another secret.
         self.counts: Counter[str] = Counter()
 
     def set_instances(self, instances: Iterable[tuple[InstanceId, str]]) -> None:
-        """(id, base_url) of those that there are now, after each change."""
+        """Set the present (id, base_url)s, after each change."""
         before, self._known, self._keys = self._known, {}, {}
         for instance_id, base_url in instances:
             key = instance_key(instance_id, base_url)
             self._known[key] = before.get(key) or _Known(instance_id, key)
             self._keys[instance_id] = key
 
-    # Saying
+    # Sending
 
     def note(self, dispatch: Dispatch) -> None:
-        """A request that has keys was sent. On the path of each."""
+        """Note a sent request that has keys. On the path of each request."""
         if len(self._noted) < _MOST_NOTED:
             self._noted.append(dispatch)
 
     def say(self, now_s: float) -> list[bytes]:
-        """The entries that are due; they count as said."""
+        """The entries that are due; they count as sent."""
         noted, self._noted = self._noted, []
         if self.mark is None or not noted:
             return []
@@ -171,7 +169,7 @@ class PlacementExchange:
         return entries
 
     def _bodies(self, told: dict[int, dict[int, int]]) -> Iterator[bytes]:
-        """What follows the headers of entries."""
+        """The parts after the headers of entries."""
         parts: list[bytes] = []
         room = _MOST_KEYS
         for key, sizes in told.items():
@@ -195,7 +193,7 @@ class PlacementExchange:
             yield b"".join(parts)
 
     def check(self) -> None:
-        """Forget what was believed of engines that turn out to have been started since."""
+        """Forget what was believed of engines that turn out to have started since."""
         for known in self._known.values():
             here_s = self._started_s(known.instance_id) if known.assumed_s else None
             if here_s is not None:
@@ -204,13 +202,13 @@ class PlacementExchange:
                 known.assumed_s = 0.0
 
     def unsaid(self) -> None:
-        """Nobody may know what was said lately."""
+        """Note that recent entries may be lost."""
         self._said = set()
 
-    # Hearing
+    # Receiving
 
     def hear(self, entry: bytes, now_s: float) -> None:
-        """What is new."""
+        """Take a new entry."""
         index = self._caches.index
         for known, held in self._read(entry):
             capacity = float(index.capacity_units(known.instance_id))
@@ -220,7 +218,8 @@ class PlacementExchange:
             self.counts["heard"] += len(held)
 
     def recall(self, entries: Iterable[bytes]) -> bool:
-        """What is older than all that is known here, newest first: it goes first, too.
+        """Take entries older than all that is known here, newest first: they are evicted first,
+        too.
 
         Returns whether there is room for more.
         """
@@ -241,7 +240,7 @@ class PlacementExchange:
     def _read(
         self, entry: bytes, *, own: bool = False
     ) -> Iterator[tuple[_Known, list[tuple[int, int]]]]:
-        """Of an entry, what is of instances that are here, and of the engines that run there."""
+        """The part of an entry about instances that are here and engines that still run."""
         try:
             if len(entry) > ENTRY_BYTES or len(entry) < _HEADER.size:
                 raise MessageError(f"{len(entry)} bytes")
@@ -270,17 +269,17 @@ class PlacementExchange:
                 if started_s < known.assumed_s - _SAME_START_S:
                     continue
             elif started_s and abs(started_s - here_s) > _SAME_START_S:
-                continue  # that engine is gone, and its cache
+                continue  # that engine has gone, and its cache with it
             yield known, held
 
 
 def _taken_back(dispatch: Dispatch) -> bool:
-    """It has failed before its first token: its prompt was not all computed."""
+    """Whether it failed before its first token: its prompt was not all computed."""
     return dispatch.outcome not in (None, Outcome.COMPLETED) and not dispatch.streaming
 
 
 def _parts(entry: bytes) -> Iterator[tuple[int, float, int, int]]:
-    """(instance, when it was started, keys, where they begin). Raises MessageError."""
+    """(instance, its start, keys, their offset). Raises MessageError."""
     offset = _HEADER.size
     while offset < len(entry):
         if offset + _INSTANCE.size > len(entry):
@@ -296,7 +295,7 @@ def _parts(entry: bytes) -> Iterator[tuple[int, float, int, int]]:
 
 
 def _held(entry: bytes, offset: int, count: int) -> list[tuple[int, int]]:
-    """(key, size) of what stands there. Raises MessageError."""
+    """(key, size) of the keys at that offset. Raises MessageError."""
     keys = np.frombuffer(entry, "<u8", count, offset)
     sizes = np.frombuffer(entry, "<u2", count, offset + 8 * count)
     if count and (int(keys.max()) >= _MOST_KEY or not sizes.all()):

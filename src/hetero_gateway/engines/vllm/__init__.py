@@ -1,9 +1,9 @@
-"""All that is vLLM's own and that another engine would do otherwise; text in, values out.
+"""Everything specific to vLLM; text in, values out.
 
-``paths``: what it serves, and what of a body it computes. ``fields``: what of one is not for
-clients to say. ``answers``: what its answers say. ``metrics``: what its /metrics says.
-The gateway, the profiler and the load read with these, and the emulated instance writes with the
-same names. No socket, no clock, and nothing of the gateway's own.
+``paths``: which paths it serves, and what each computes. ``fields``: what clients may not set.
+``answers``: how to read its answers. ``metrics``: how to read its /metrics.
+The gateway, the profiler and the load generator read with these, and the emulated instance writes
+with the same names. No socket, no clock, and nothing of the gateway's own.
 """
 
 from hetero_gateway.engines.vllm.answers import ABORT as ABORT

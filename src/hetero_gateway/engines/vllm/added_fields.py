@@ -1,4 +1,4 @@
-"""A body with what a gateway adds to it, everything else byte for byte."""
+"""A body with the gateway's additions, otherwise byte for byte."""
 
 from hetero_gateway.errors import Refusal
 
@@ -6,10 +6,10 @@ _SPACE = b" \t\r\n"
 
 
 def with_last_field(body: bytes | bytearray, field: bytes) -> bytes:
-    """A usable body with one field more, which is its last: of equal names that one counts.
+    """A usable body with one more field, at its end: of equal names the last one counts.
 
     Raises:
-        Refusal: 400 for one that no field can be added to.
+        Refusal: 400 for a body that no field can be added to.
     """
     body = body.rstrip(_SPACE)
     if not body.endswith(b"}") or b"\0" in body[:4]:

@@ -1,12 +1,12 @@
-"""What vLLM's answers say: of the models it serves, of a request's usage, of its own failure.
+"""How to read vLLM's answers: served models, a request's usage, the engine's failures.
 
-Nothing here parses an answer that passes through: usage and failures are found in the last bytes of
-its body, framing and all. A quote or a newline within a text is escaped in JSON, so none of the
-marks below can match what a model wrote.
+An answer that passes through is never parsed: usage and failures are found in the last bytes of its
+body, framing included. Quotes and newlines within a text are escaped in JSON, so none of the marks
+below can match what a model wrote.
 
-Seen on vLLM 0.32, and not to be relied on: that ``[DONE]`` means success (a dead engine sends an
-error event and then ``[DONE]``, under status 200), or that an event is a token (deltas merge, and
-some are empty).
+As seen on vLLM 0.32, do not assume that ``[DONE]`` means success (a dead engine sends an error
+event and then ``[DONE]``, under status 200), or that an event is a token (deltas merge, and some
+are empty).
 """
 
 import re
@@ -24,29 +24,29 @@ from hetero_gateway.engines.vllm.paths import (
 )
 
 DONE = b"data: [DONE]\n\n"  # not on /v1/messages and /v1/responses
-# The finish_reason of a sequence that the engine gave up.
+# The finish_reason of a sequence that the engine aborted.
 ABORT = "abort"
-# At most this many events end a stream and are no tokens: usage, where asked for, and ``[DONE]``.
+# At most this many final events are not tokens: usage, if asked for, and ``[DONE]``.
 CLOSING_EVENTS = 2
 
-# Digits of the longest count that is taken for one: int() refuses 4 300 and more.
+# Digits of the longest accepted count: int() refuses 4 300 and more.
 _COUNT = rb"\s*:\s*(\d{1,15})(?!\d)"
-# Of the prompt: in its details, or beside it on /v1/messages, where the tokens that were read from
-# the cache or written to it are not in ``input_tokens``. Details that are null match nothing.
+# Of the prompt: in its details, or beside it on /v1/messages, where tokens read from the cache or
+# written to it are not in ``input_tokens``. Null details match nothing.
 _USAGE = re.compile(rb'"(prompt|input|completion|output|cached)_tokens"' + _COUNT)
 _USAGE_READ = re.compile(rb'"cache_read_input_tokens"' + _COUNT)
 _USAGE_CREATED = re.compile(rb'"cache_creation_input_tokens"' + _COUNT)
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"' + _COUNT)
 _DELTA = re.compile(rb'"choices":\s*\[\s*\{')
-# A client may choose it (``request_id``): visible ASCII, nothing escaped.
+# Clients may choose it (``request_id``): visible ASCII, nothing escaped.
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"([!#-\[\]-~]{1,256})"')
 _ID_WITHIN_BYTES = 1024
-# Events that are no deltas: of a whole stream of /v1/responses, the one that has most of them, and
-# of each of its sequences (the role chunk, a finish reason by itself).
+# Events that are not deltas: per stream of /v1/responses, which has the most, and per sequence (the
+# role chunk, a finish reason by itself).
 _FRAME_EVENTS = 10
 _FRAME_EVENTS_EACH = 2
-# Of an answer that is no stream: its own document's and each choice's, beside the text; and the
-# longest that a token is, escaped, in that.
+# Bytes of an answer that is not a stream: the document's and each choice's, besides the text; and
+# the longest that an escaped token can be there.
 _FRAME_BYTES = 4096
 _MOST_BYTES_PER_TOKEN = 64
 _ANSWERS_OF_TEXT = frozenset(
@@ -60,11 +60,11 @@ _FAILURES = (
 )
 
 
-# A server with a thousand adapters has as many models, and vLLM's card of one 25 commas.
+# A server with a thousand adapters has as many models, and vLLM's card of each has 25 commas.
 MOST_MODELS = 1024
 _MOST_COMMAS = 1 << 16
 _LONGEST_NAME = 256
-# Of a context window in tokens.
+# Limit of a context window, in tokens.
 _MOST_WINDOW_DIGITS = 9
 _LONGEST_ROOT = 1024
 _MOST_FIELD_BYTES = 2048
@@ -75,8 +75,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
 
 
 class _Usage(msgspec.Struct):
-    """The usual one of vLLM, with no other counts in it or behind it: found at a third of the
-    price."""
+    """vLLM's usual form, with no other counts in it or behind it: found at a third of the
+    cost."""
 
     prompt_tokens: _Count
     total_tokens: _Count
@@ -89,7 +89,7 @@ _usual = msgspec.json.Decoder(_Usage).decode
 
 def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
     """(prompt tokens, output tokens, cached prompt tokens) of the last ``usage`` object in a
-    response's tail; None: not told, which of cached tokens is not 0.
+    response's tail; None: not stated, which for cached tokens differs from 0.
     """
     start = tail.rfind(b'"usage"')
     if start < 0:
@@ -99,13 +99,13 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
         try:
             usual = _usual(rest[rest.find(b"{") : rest.find(b"}") + 1])
         except (msgspec.MsgspecError, ValueError):
-            pass  # something else that has as many counts
+            pass  # something else with as many counts
         else:
             return usual.prompt_tokens, usual.completion_tokens, None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    for name, count in _USAGE.findall(tail, start):  # the first of each
+    for name, count in _USAGE.findall(tail, start):  # the first of each counts
         if name == b"cached":
             if cached_tokens is None:
                 cached_tokens = int(count)
@@ -128,21 +128,21 @@ def _count(pattern: re.Pattern[bytes], tail: bytes, start: int) -> int | None:
 
 
 def failed_in_tail(tail: bytes) -> bool:
-    """Whether a stream that ended well in HTTP says that the engine failed.
+    """Whether a stream that ended well in HTTP reports that the engine failed.
 
-    A killed engine sends an error event and then ``[DONE]`` under status 200; one that is stopped
-    may end its streams with finish_reason "abort".
+    A killed engine sends an error event and then ``[DONE]`` under status 200; one that is
+    stopped may end its streams with finish_reason "abort".
     """
     return tail.startswith(_FAILURES[1][1:]) or any(mark in tail for mark in _FAILURES)
 
 
 def lacks_model(body: bytes) -> bool:
-    """Whether a 404 is for the model that was asked for, and not for a path or a response."""
+    """Whether a 404 is about the requested model, and not about a path or a response."""
     return b"The model" in body and b"does not exist" in body
 
 
 def tokens_of_events(path: str, events: int) -> int:
-    """Output tokens of a whole stream that has no usage: one per event that may carry one.
+    """Output tokens of a whole stream without usage: one per event that may carry one.
 
     ``[DONE]`` does not, nor does the role chunk that opens a chat.
     """
@@ -150,19 +150,19 @@ def tokens_of_events(path: str, events: int) -> int:
 
 
 def least_tokens_of_events(sequences: int, events: int) -> int:
-    """Output tokens that a stream of so many events has at least, whatever its usage says.
+    """The minimum of output tokens in a stream of so many events, whatever its usage says.
 
-    Each delta is of a token or more, but for those that open and close each sequence, each block
-    and each item, and for a token whose text is told in two parts (reasoning and what follows it).
+    Each delta has at least a token, except those that open and close each sequence, block and
+    item, and a token whose text is split in two (reasoning and what follows it).
     """
     return max(0, events - _FRAME_EVENTS - _FRAME_EVENTS_EACH * sequences) // 2
 
 
 def least_tokens_of_bytes(path: str, sequences: int, body_bytes: int, asked_bytes: int) -> int:
-    """Output tokens that a whole answer of this size has at least, where it has no probabilities.
+    """The minimum of output tokens in a whole answer of this size without probabilities.
 
     Args:
-        asked_bytes: of the prompt, of which an answer may repeat parts (instructions, tools).
+        asked_bytes: of the prompt, parts of which an answer may repeat (instructions, tools).
     """
     if path not in _ANSWERS_OF_TEXT:
         return 0
@@ -171,17 +171,17 @@ def least_tokens_of_bytes(path: str, sequences: int, body_bytes: int, asked_byte
 
 
 def deltas_in(events: bytes) -> int:
-    """Events with a choice: the role chunk, text, or both; not the closing usage."""
+    """The number of events with a choice: the role chunk, text, or both; not the closing usage."""
     return len(_DELTA.findall(events))
 
 
 def completion_counts_in(events: bytes) -> list[int]:
-    """Tokens so far, by every event that says: with ``continuous_usage_stats`` each of them."""
+    """Tokens so far in every event that says; with ``continuous_usage_stats`` each of them does."""
     return [int(count) for count in _COMPLETION_TOKENS.findall(events)]
 
 
 def response_id_in(beginning: bytes) -> bytes:
-    """The id of a response on /v1/responses, streamed or not; b"" where it is not in there.
+    """The id of a response on /v1/responses, streamed or not; b"" if absent.
 
     In both it is the first ``id``: of the document, or of the ``response`` in its first event.
     """
@@ -207,15 +207,15 @@ class _Card(msgspec.Struct):
 
 
 class ModelCard(NamedTuple):
-    """What an engine says of a model; None or nothing: it does not say, or not in this shape.
+    """What an engine says about a model; None or empty: not stated, or not in this form.
 
     Args:
         max_model_len: its context window in tokens, at most 10^9.
         created: in seconds since 1970.
-        owned_by: by whom.
-        root: where its weights are from: a name or a path, of at most 1 024 characters.
+        owned_by: the owner.
+        root: source of its weights: a name or a path, of at most 1 024 characters.
         parent: of an adapter, the model that it adapts.
-        permission: objects of plain values, of at most 2 048 bytes together.
+        permission: objects of plain values, at most 2 048 bytes together.
     """
 
     max_model_len: int | None = None
@@ -227,26 +227,26 @@ class ModelCard(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What /v1/models lists. ``left_out``: models whose names cannot be used, or too many."""
+    """The models of /v1/models. ``left_out``: how many have unusable names, or are too many."""
 
     models: dict[str, ModelCard]
     left_out: int
 
 
 def read_models(body: bytes) -> dict[str, ModelCard] | None:
-    """The models that /v1/models lists, in its order, each with its card; see ``read_listing``."""
+    """The models of /v1/models in its order, each with its card; see ``read_listing``."""
     listing = read_listing(body)
     return None if listing is None else listing.models
 
 
 def read_listing(body: bytes) -> Listing | None:
-    """The models that /v1/models lists, in its order, each with its card.
+    """The models of /v1/models in its order, each with its card.
 
-    None for what is no list of models. Names that are no printable text of at most 256 characters
-    are left out, and so is what comes after the 1 024th. Never raises, and takes at most 10 ms a
-    megabyte.
+    None if it is not a list of models. Names that are not printable text of at most 256
+    characters are left out, as is everything after the 1 024th. Never raises, and takes at most
+    10 ms a megabyte.
     """
-    # What is skipped is not built, but each element of the list is.
+    # Skipped values are not built, but each element of the list is.
     if body.count(b",") > _MOST_COMMAS:
         return None
     listed = _decoded(body, _Models)
@@ -277,12 +277,12 @@ def _model_card(card: _Card) -> ModelCard:
 
 
 def _plain(raw: msgspec.Raw, kind: type[_Value]) -> _Value | None:
-    """A value of a card; None where it is of another kind, or longer than any is."""
+    """A value of a card; None if it has another type, or is too long."""
     return None if memoryview(raw).nbytes > _MOST_FIELD_BYTES else _decoded(raw, kind)
 
 
 def _decoded(data: bytes | msgspec.Raw, kind: type[_Value]) -> _Value | None:
-    """None where it is no JSON, or of another kind."""
+    """None if it is not JSON, or of another type."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -295,5 +295,5 @@ def _text(raw: msgspec.Raw, longest: int) -> str | None:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether a text can be a model's name: it becomes a label, a line of a log and of a table."""
+    """Whether a text can be a model's name: it becomes a label, and part of log and table lines."""
     return 0 < len(name) <= _LONGEST_NAME and name.isprintable()

@@ -1,12 +1,12 @@
-"""How an answer that broke off is asked for once more, from where it broke, and told as one stream.
+"""How a broken answer is requested again from where it broke, and delivered as one stream.
 
-The prompt and what the client already has become the new prompt: by token ids on /v1/completions,
-where the client had them returned, else as text, with vLLM's ``continue_final_message`` in a chat.
-The engine that goes on knows nothing of the first one: whatever it would have had to carry over
-(a grammar, a random state, penalties for what was said) cannot be continued exactly, and by default
-is not. Stop strings can: an engine sends no text that may be the beginning of one.
+The prompt and what the client already has become the new prompt: by token ids on /v1/completions if
+the client had them returned, else as text, with vLLM's ``continue_final_message`` in a chat.
+The second engine knows nothing of the first one: whatever state would have to be carried over (a
+grammar, a random state, penalties for earlier text) cannot be continued exactly, and by default is
+not. Stop strings can: an engine sends no text that may be the beginning of one.
 
-Events are read in full here, and only here: of streams that broke, and of what continues them.
+Events are parsed in full here, and only here: of streams that broke, and of their continuations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hetero_gateway.engines.vllm.paths import CHAT_COMPLETIONS, COMPLETIONS
 CONTINUED_PATHS = frozenset((CHAT_COMPLETIONS, COMPLETIONS))
 # vLLM's default for /v1/completions; a chat may go on to the end of the context window.
 _DEFAULT_MAX_TOKENS = 16
-# An event of what continues: a longer one is no token's.
+# A longer event of a continuation is not a token's.
 _MOST_EVENT_BYTES = 1 << 20
-# Fields that mean the same to an engine that has a part of the answer in its prompt.
+# Fields that mean the same to an engine that has part of the answer in its prompt.
 _SAME = frozenset(
     ("model", "messages", "prompt", "stream", "stream_options", "max_tokens",
      "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop",
@@ -36,7 +36,7 @@ _SAME = frozenset(
      "session_id", "chat_template", "chat_template_kwargs", "add_special_tokens",
      "return_token_ids")
 )  # fmt: skip
-# What others must be for that: nothing is asked for.
+# The values that other fields must have for that: nothing is asked for.
 _HARMLESS: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "best_of": (1,),
@@ -55,7 +55,7 @@ _HARMLESS: Mapping[str, Sequence[Any]] = {
     "continue_final_message": (True, False),
     "add_generation_prompt": (True, False),
 }
-# What only changes what is drawn: the stream is well formed all the same.
+# Fields that only change what is drawn: the stream is still well formed.
 _DRAWN = frozenset(("seed", "presence_penalty", "frequency_penalty", "bad_words"))
 _Event = dict[str, Any]
 _FINISHED = re.compile(rb'"finish_reason":\s*"')
@@ -64,8 +64,8 @@ _FINISHED = re.compile(rb'"finish_reason":\s*"')
 class Fidelity(enum.Enum):
     """Which streams are continued.
 
-    ``TEXT_SAFE``: where each token is drawn as the first engine would have; ``ALL``: where the
-    stream is well formed, too, though a seed begins anew or a penalty forgets what was said.
+    ``TEXT_SAFE``: where each token is drawn as the first engine would have; ``ALL``: also where
+    the stream is only well formed, though a seed starts again or a penalty forgets earlier text.
     """
 
     OFF = "off"
@@ -74,9 +74,9 @@ class Fidelity(enum.Enum):
 
 
 class NotContinuable(Exception):
-    """A stream that cannot be continued; the message says why, in a few words.
+    """A stream that cannot be continued; the message gives the reason in a few words.
 
-    ``for_now``: it may be once more of it has come.
+    ``for_now``: it may become possible once more has arrived.
     """
 
     def __init__(self, reason: str, *, for_now: bool = False) -> None:
@@ -90,14 +90,15 @@ class Told(NamedTuple):
     Args:
         envelope: ``id``, ``created`` and ``model`` of its events.
         text: of its one sequence.
-        tokens: that made it: one for each event with text, unless their ids were told.
-        token_ids: of these, where they were returned, with the prompt's; None: they were not.
+        tokens: number of tokens of the text: one per event with text, unless their ids were
+            given.
+        token_ids: of the text, if they were returned, with the prompt's; None: they were not.
         prompt_ids: see ``token_ids``.
-        held_ids: of tokens that were told, and their text was not: half a character. Whoever goes
-            on has to make them anew, or their text would be lost.
-        opened: a chat's role was told.
-        finished: its reason to end was told.
-        closed: its usage was told.
+        held_ids: of tokens sent without their text: half a character. The continuation has to
+            make them again, or their text would be lost.
+        opened: a chat's role was sent.
+        finished: its finish reason was sent.
+        closed: its usage was sent.
     """
 
     envelope: Mapping[str, Any]
@@ -115,10 +116,10 @@ NOTHING_TOLD = Told({})
 
 
 def told_by(path: str, events: bytes) -> Told:
-    """What whole server-sent events, without any framing, have told.
+    """What a client has after whole server-sent events, without any framing.
 
     Raises:
-        NotContinuable: they are not one sequence of text, or say that the engine failed.
+        NotContinuable: they are not one sequence of text, or report that the engine failed.
     """
     told = NOTHING_TOLD
     parts = events.replace(b"\r\n", b"\n").split(b"\n\n")
@@ -132,7 +133,7 @@ def told_by(path: str, events: bytes) -> Told:
 
 
 def _data_of(event: bytes) -> bytes:
-    """Its data; b"" where it has none, as a comment."""
+    """The event's data; b"" if it has none, as a comment."""
     lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
 
@@ -148,7 +149,7 @@ def _read(data: bytes) -> _Event:
 
 
 def after(told: Told, path: str, event: _Event) -> Told:
-    """What is told with one event more. Raises NotContinuable."""
+    """The state after one more event. Raises NotContinuable."""
     envelope = told.envelope or {key: event.get(key) for key in ("id", "created", "model")}
     told = told._replace(envelope=envelope)
     choices = event.get("choices")
@@ -195,7 +196,7 @@ def _text_of(path: str, choice: _Event) -> str:
         if not isinstance(delta, dict):
             raise NotContinuable("it is more than text")
         if any(value for key, value in delta.items() if key not in ("role", "content")):
-            raise NotContinuable("it is more than text")  # tools are called, or it reasons
+            raise NotContinuable("it is more than text")  # tool calls or reasoning
         text = delta.get("content")
     if text is not None and not isinstance(text, str):
         raise NotContinuable("it is more than text")
@@ -203,14 +204,14 @@ def _text_of(path: str, choice: _Event) -> str:
 
 
 def continuing_body(path: str, body: bytes | bytearray, told: Told, fidelity: Fidelity) -> bytes:
-    """The request that asks for the rest.
+    """The request for the rest.
 
     Args:
-        body: of the request that was sent: JSON.
-        told: by the stream that broke off, and by what continued it so far.
+        body: of the original request: JSON.
+        told: by the stream that broke off, and by its continuations so far.
 
     Raises:
-        NotContinuable: it asks for what cannot be continued.
+        NotContinuable: it asks for something that cannot be continued.
     """
     try:
         fields = msgspec.json.decode(body)
@@ -245,8 +246,8 @@ def _check(fields: _Event, fidelity: Fidelity) -> None:
 def _ends_in_a_stop(text: str, stop: Any) -> bool:
     """Whether the text ends with the beginning of a stop string.
 
-    An engine holds such a text back while it may still become one; so this was none when the
-    first engine went on from it, but may become one with what another draws.
+    An engine holds such text back while it may still become one; so it was none when the first
+    engine went on, but may become one with what another draws.
     """
     stops = [stop] if isinstance(stop, str) else stop or ()
     return any(
@@ -293,7 +294,7 @@ def _continue_chat(fields: _Event, text: str) -> None:
 
 
 def _shorten(path: str, fields: _Event, tokens: int) -> None:
-    """Count what is told against the limits of an answer's length."""
+    """Subtract the tokens already sent from the limits of an answer's length."""
     limited = False
     for name in ("max_tokens", "max_completion_tokens"):
         value = fields.get(name)
@@ -313,9 +314,9 @@ def _shorten(path: str, fields: _Event, tokens: int) -> None:
 
 
 def counting_body(body: bytes | bytearray, text: str) -> bytes:
-    """For /tokenize: how many tokens a part of this request's answer is.
+    """The body for /tokenize that counts the tokens of a part of this request's answer.
 
-    Events do not say: one may carry several, where the engine is ahead of who reads it.
+    Events do not say: one may carry several, if the engine is ahead of its reader.
     """
     model = msgspec.json.decode(body, type=_Counted).model
     asked = {"prompt": text, "add_special_tokens": False}
@@ -323,7 +324,7 @@ def counting_body(body: bytes | bytearray, text: str) -> bytes:
 
 
 def counted_tokens(answer: bytes, text: str) -> int | None:
-    """What /tokenize says of it; None: nothing that can be."""
+    """The count in /tokenize's answer; None: no plausible one."""
     try:
         count = msgspec.json.decode(answer, type=_Counted).count
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -337,13 +338,14 @@ class _Counted(msgspec.Struct):
 
 
 def missing_end(tail: bytes, sequences: int) -> bytes | None:
-    """What a stream lacks that broke off when all had been told but its end; None: more than that.
+    """The missing bytes of a stream that broke off when only its end was left; None: more is
+    missing.
 
-    Args:
-        tail: the last bytes of its body, with any framing, to the end of an event.
-        sequences: that it has.
+        Args:
+            tail: the last bytes of its body, with any framing, to the end of an event.
+            sequences: how many it has.
 
-    Its closing usage is known where each event has one (``continuous_usage_stats``).
+        Its closing usage is known if each event has one (``continuous_usage_stats``).
     """
     tail = b"\n" + tail
     if len(_FINISHED.findall(tail)) < sequences or failed_in_tail(tail):
@@ -363,15 +365,15 @@ def missing_end(tail: bytes, sequences: int) -> bytes | None:
 
 
 class Splice:
-    """What continues a stream, as events of that stream.
+    """A continuation, rewritten as events of the original stream.
 
     Args:
         path: the request's.
         told: by the stream so far.
 
     Attributes:
-        told: with what passed through here.
-        usage: (prompt tokens, output tokens) of the whole, where the engine states them.
+        told: including what passed through here.
+        usage: (prompt tokens, output tokens) of the whole, if the engine states them.
         done: ``[DONE]`` has passed.
     """
 
@@ -385,10 +387,10 @@ class Splice:
         self.done = False
 
     def feed(self, data: bytes) -> bytes:
-        """Take body bytes as they come; returns what of them the client gets: whole events.
+        """Take body bytes as they come; returns the whole events that the client gets.
 
         Raises:
-            NotContinuable: it is no such stream, or says that its engine failed.
+            NotContinuable: it is not such a stream, or reports that its engine failed.
         """
         parts = (self._part + data).split(b"\n\n")
         self._part = parts.pop()
@@ -416,7 +418,7 @@ class Splice:
         return b"data: %b\n\n" % msgspec.json.encode(event)
 
     def _was_held(self, choice: _Event) -> bool:
-        """Whether these tokens were told before, and still have no text."""
+        """Whether these tokens were sent before, and still have no text."""
         ids, held_ids = choice.get("token_ids"), self._held_ids
         if not (ids and held_ids) or ids != held_ids[: len(ids)] or _text_of(self._path, choice):
             self._held_ids = []
@@ -425,7 +427,8 @@ class Splice:
         return choice.get("finish_reason") is None
 
     def _join(self, usage: _Event) -> None:
-        """What the first engine made is in the prompt here, and of the answer there."""
+        """The first engine's tokens are part of the prompt here, and of the answer for the
+        client."""
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if type(prompt) is int and type(output) is int:
             before = min(self._before_tokens, prompt)

@@ -1,18 +1,18 @@
-"""What a client may not say to an engine: fields of a body and of a head, each with its reason.
+"""What a client may not tell an engine: fields and headers, each with the reason.
 
-A client speaks to a model. Some fields speak past it, to the machinery behind: where an engine gets
-a prompt's KV cache from, on which rank it runs, whom it overtakes, under which key others will find
-what was computed. They are for the gateways and prefill instances of a cluster; from a client, each
-of them can hurt others. Names and meanings are those of vLLM 0.32's request classes
+A client speaks to a model. Some fields address the machinery behind it: where an engine gets a
+prompt's KV cache, on which rank it runs, whom it overtakes, under which key others will find what
+was computed. They are for the gateways and prefill instances of a cluster; from a client, each of
+them can hurt others. Names and meanings are those of vLLM 0.32's request classes
 (``vllm/entrypoints/**/protocol.py``), of its headers (``entrypoints/generate/base/serving.py``), of
-SageMaker's standards, which it serves under /invocations, and of llm-d's sidecar
+SageMaker's conventions, which it serves under /invocations, and of llm-d's sidecar
 (``pkg/common/routing``).
 
-Not here, though they are vLLM's own: what costs or changes only the request that has it
+Not listed, though specific to vLLM: what costs or changes only the request that has it
 (``mm_processor_kwargs``, ``media_io_kwargs``, ``bad_words``, ``structured_outputs``,
 ``min_tokens``, ``session_id``, ``chat_template_kwargs``), what an engine refuses unless its
-operator has turned it on (``chat_template``, ``logits_processors``), and what keeps clients apart
-(``cache_salt``). An ``X-Request-Id`` takes precedence over ``request_id`` everywhere but on
+operator has enabled it (``chat_template``, ``logits_processors``), and what keeps clients apart
+(``cache_salt``). An ``X-Request-Id`` takes precedence over ``request_id`` everywhere except on
 /v1/responses.
 """
 
@@ -47,7 +47,7 @@ GUARDED_FIELDS: Mapping[str, str] = {
     **{name: reason for fields in _ON_ONE_PATH.values() for name, reason in fields.items()},
 }
 
-# Beginnings of names, with hyphens, in lower case; what a reader takes for one of them is one.
+# Prefixes of names, with hyphens, in lower case; other spellings that readers accept count too.
 GUARDED_HEADERS: Mapping[str, str] = {
     "x-data-parallel-": "vLLM's rank, llm-d's address of one",
     "x-vllm-": "X-Vllm-Priority goes before the body's priority",
@@ -61,9 +61,9 @@ GUARDED_HEADERS: Mapping[str, str] = {
     "x-amzn-sagemaker-": "X-Amzn-SageMaker-Adapter-Identifier replaces the model on /invocations",
 }
 _HEADER_BEGINNINGS = tuple(name.encode() for name in GUARDED_HEADERS)
-# Written by the gateway itself, where it says whom an engine serves first.
+# Written by the gateway itself, where it tells an engine whom to serve first.
 PRIORITY_HEADER = b"x-vllm-priority"
-# The same, of which of the engines behind one address it is for.
+# The same, to say which of the engines behind one address is meant.
 RANK_HEADER = b"x-data-parallel-rank"
 # vLLM's P2pNcclConnector (until 0.32) finds the hosts to connect to in a request's id.
 _ADDRESSES_IN_ID = (b"prefill_addr_", b"decode_addr_")
@@ -78,10 +78,10 @@ def guarded_at(path: str) -> frozenset[str]:
 
 
 def is_guarded_header(name: bytes) -> bool:
-    """Whether a header, in lower case, is for an engine's machinery. Some servers read ``_``."""
+    """Whether a lower-case header addresses an engine's machinery. Some servers accept ``_``."""
     return name.replace(b"_", b"-").startswith(_HEADER_BEGINNINGS)
 
 
 def names_an_address(request_id: bytes) -> bool:
-    """Whether an engine may take a request's id for hosts that it is to connect to."""
+    """Whether an engine may read hosts to connect to from a request's id."""
     return any(mark in request_id for mark in _ADDRESSES_IN_ID)

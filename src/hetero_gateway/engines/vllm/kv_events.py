@@ -1,4 +1,4 @@
-"""What an engine tells of its prefix cache: vLLM's KV events, and where it says it tells them.
+"""An engine's reports about its prefix cache: vLLM's KV events, and where it publishes them.
 
 An engine that was started with ``--kv-events-config`` publishes messages over ZMQ: a topic, a
 number (8 bytes, big-endian, from 0 at each start) and a payload, MessagePack:
@@ -6,18 +6,18 @@ number (8 bytes, big-endian, from 0 at each start) and a payload, MessagePack:
     [time, [event, …], data_parallel_rank]
 
 An event is a map with its kind as ``type``; in older versions an array that begins with it.
-Both are read here; what is not known of them is skipped, tokens included: they are never looked at.
+Both are read here; unknown parts are skipped, and so are tokens, which are never looked at.
 
     BlockStored       blocks are full and cached from now on: their hashes, and the hash of the one
-                      in front of the first; ``session_id``, where the request had one
-    BlockRemoved      they are not cached any more
-    AllBlocksCleared  none is
+                      before the first; ``session_id``, if the request had one
+    BlockRemoved      they are no longer cached
+    AllBlocksCleared  the cache is empty
 
 Hashes are numbers of 64 bits, or in some versions bytes, of which the last eight count. Models with
-several kinds of attention have a group of blocks for each; the first group, or the one of full
-attention where that is said, counts for all.
+several kinds of attention have a group of blocks for each; the first group, or the one marked as
+full attention, counts for all.
 
-A payload comes from an instance, which may be broken or hostile: what does not hold together raises
+A payload comes from an instance, which may be broken or hostile: inconsistent data raises
 ``KvEventError``. Pure.
 """
 
@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-# A step that fills thousands of blocks, with their tokens. What is more is refused by its head,
-# before there is an object for each.
+# A step that fills thousands of blocks, with their tokens. Larger ones are refused by their length
+# prefix, before any objects are made.
 MOST_PAYLOAD_BYTES = 1 << 22
 _MOST_EVENTS = 1 << 14
 _MOST_HASHES = 1 << 14
@@ -42,7 +42,7 @@ _MOST_RANKS = 1024
 _HASH_BYTES = 8
 _MASK = 2**64 - 1
 FULL_ATTENTION = "full_attention"
-# The medium of blocks that can be used as they are.
+# The medium of blocks that can be used directly.
 GPU = "GPU"
 
 _FIRST_ARRAYS = (range(0x90, 0xA0), range(0xDC, 0xDE))
@@ -50,13 +50,13 @@ _HOST = re.compile(r"[A-Za-z0-9.:_*\[\]-]{1,255}")
 
 
 class KvEventError(ValueError):
-    """Not a message of an engine, or one that makes no sense."""
+    """Not a message of an engine, or an inconsistent one."""
 
 
 class BlockStored(NamedTuple):
     """Args:
     hashes: of the blocks, in the order of the text.
-    parent: of the block in front of them; None: they begin it.
+    parent: hash of the block before them; None: they begin the text.
     block_tokens: tokens of each.
     session: the request's ``session_id``; "": it had none.
     medium: where they are; see ``GPU``.
@@ -71,8 +71,8 @@ class BlockStored(NamedTuple):
 
 class BlockRemoved(NamedTuple):
     """Args:
-    hashes: of blocks that are gone.
-    medium: from where.
+    hashes: of removed blocks.
+    medium: where they were.
     """
 
     hashes: tuple[int, ...]
@@ -87,8 +87,8 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEvents(NamedTuple):
-    """One message. ``rank``: of the data-parallel rank that it is of. ``at_s``: when it was
-    written, by the engine's clock.
+    """One message. ``rank``: the data-parallel rank it is about. ``at_s``: when it was written, by
+    the engine's clock.
     """
 
     events: list[KvEvent]
@@ -166,7 +166,7 @@ _KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 def read_kv_events(payload: bytes) -> KvEvents:
-    """The events of one message, but those of kinds that are not known. Raises KvEventError."""
+    """The events of one message, without those of unknown kinds. Raises KvEventError."""
     if len(payload) > MOST_PAYLOAD_BYTES:
         raise KvEventError(f"a message of {len(payload)} bytes")
     try:
@@ -227,13 +227,13 @@ def _hash(told: int | bytes) -> int:
 
 
 class KvEventSource(NamedTuple):
-    """Where one rank of an engine publishes, by its own word.
+    """Where one rank of an engine publishes, by its own statement.
 
     Args:
         rank: of data parallelism.
         port: on the engine's host.
-        replay_port: where what was missed can be asked for; None: nowhere, or on the engine's own
-            host alone.
+        replay_port: where missed messages can be requested; None: nowhere, or only on the
+            engine's own host.
         topic: of its messages.
         loopback_replay: ``replay_port`` is on the engine's own loopback address.
     """
@@ -257,13 +257,13 @@ _sources = msgspec.json.Decoder(dict[str, _Config]).decode
 
 
 def read_kv_event_sources(body: bytes) -> list[KvEventSource]:
-    """What ``GET /kv_event_sources`` answers: those that a reader can connect to, by rank.
+    """The sources that ``GET /kv_event_sources`` lists and a reader can connect to, by rank.
 
-    An engine binds an address with ``*``, ``0.0.0.0`` or ``::``; to any other it connects itself,
-    so that nobody can read there. Of an address only the port counts: nobody is to send us to a
-    host of his choice.
+    An engine binds an address with ``*``, ``0.0.0.0`` or ``::``; to any other it connects
+    itself, so nobody can read there. Only the port of an address counts: an instance must not
+    be able to send us to a host of its choice.
 
-    Raises KvEventError: that is no such answer.
+    Raises KvEventError: that is not such an answer.
     """
     try:
         told = _sources(body)
@@ -289,7 +289,7 @@ def read_kv_event_sources(body: bytes) -> list[KvEventSource]:
 
 
 def _address(endpoint: str | None) -> tuple[bool, bool, int | None]:
-    """(is bound on all addresses, is on loopback, the port) of a ZMQ address."""
+    """(bound on all addresses, on loopback, the port) of a ZMQ address."""
     if endpoint is None or not endpoint.startswith("tcp://"):
         return False, False, None
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -303,10 +303,10 @@ def _address(endpoint: str | None) -> tuple[bool, bool, int | None]:
 
 
 def session_field(key: int) -> bytes:
-    """What a body gets, so that the events of its blocks name its prompt.
+    """The addition to a body that makes the events of its blocks name its prompt.
 
     Args:
-        key: of the prompt's longest beginning (``core/prefixes``).
+        key: of the prompt's longest prefix (``core/prefixes``).
     """
     return b'"session_id":"%b"' % session_of(key).encode()
 
@@ -316,6 +316,6 @@ def session_of(key: int) -> str:
 
 
 def host_of(base_url: str) -> str:
-    """The host of an instance's address, as ZMQ has it."""
+    """The host of an instance's address, in ZMQ's notation."""
     host = urlsplit(base_url).hostname or "127.0.0.1"
     return f"[{host}]" if ":" in host else host

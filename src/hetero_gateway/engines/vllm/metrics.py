@@ -1,16 +1,16 @@
 """vLLM's /metrics: the names of its series, and the few figures that we read from them.
 
-Names and labels are those of vLLM 0.32, seen on the wire; older ones are read where the new ones
-are missing (gpu_cache_usage_perc and gpu_prefix_cache_* until vLLM 0.10, which for a while exported
-both). Cousins with longer names (num_requests_waiting_by_reason) are other series.
+Names and labels are those of vLLM 0.32, seen on the wire; older ones are read if the new ones are
+missing (gpu_cache_usage_perc and gpu_prefix_cache_* until vLLM 0.10, which for a while exported
+both). Similar longer names (num_requests_waiting_by_reason) are other series.
 
-A server may run several data-parallel ranks, each with a KV cache and a batch of its own, marked by
-the label ``engine``. Where they are one instance, counts and capacities are added up, and the usage
-is the mean over ranks weighted by their capacities, which is the used share of the whole. Where
-each is a place of its own, each has its own (``of_place``).
+A server may run several data-parallel ranks, each with its own KV cache and batch, marked by the
+label ``engine``. If they form one instance, counts and capacities are summed, and the usage is the
+mean over ranks weighted by capacity, which is the used share of the whole. If each is a place of
+its own, each has its own figures (``of_place``).
 
-What an engine reports is seconds old, and may be any text: what is no usable number is not told,
-and no text raises or takes more than linear time.
+What an engine reports is seconds old, and may be any text: unusable numbers count as missing, and
+no text raises or takes more than linear time.
 """
 
 import re
@@ -24,18 +24,18 @@ PREFIX = "vllm:"
 # Gauges.
 RUNNING = PREFIX + "num_requests_running"
 WAITING = PREFIX + "num_requests_waiting"
-KV_USAGE = PREFIX + "kv_cache_usage_perc"  # a share of 1, for all its name
+KV_USAGE = PREFIX + "kv_cache_usage_perc"  # a fraction of 1, despite its name
 # Counters, as exposed.
 PREEMPTIONS = PREFIX + "num_preemptions_total"
 PROMPT_TOKENS = PREFIX + "prompt_tokens_total"
 GENERATION_TOKENS = PREFIX + "generation_tokens_total"
 PREFIX_CACHE_QUERIES = PREFIX + "prefix_cache_queries_total"
 PREFIX_CACHE_HITS = PREFIX + "prefix_cache_hits_total"
-# 1 for the state that it is in, 0 for the others; vLLM without --enable-sleep-mode has none.
+# 1 for its current state, 0 for the others; absent without --enable-sleep-mode.
 SLEEP_STATE = PREFIX + "engine_sleep_state"
-# Of the server's process, by Prometheus' own client; the one name that is not vLLM's.
+# About the server's process, by Prometheus' own client; the only name that is not vLLM's.
 PROCESS_START = "process_start_time_seconds"
-# Always 1; what it says is in its labels, those of vLLM's CacheConfig.
+# Always 1; the data is in its labels, those of vLLM's CacheConfig.
 CACHE_CONFIG = PREFIX + "cache_config_info"
 
 _OLDER = {
@@ -50,9 +50,9 @@ _COUNTS = (
 _USAGES = (KV_USAGE, _OLDER[KV_USAGE])
 
 # A search for ten names in 70 KB takes 0.12 ms, and a walk over its lines three times as long; a
-# full parse would hold the event loop for 10 ms. It begins with a literal, newline and all, which
-# is what makes it fast. Possessive quantifiers never go back, whatever the text; groups have none,
-# which Python below 3.11.5 matches wrongly (CPython 106052), and need none: no text fits two ways.
+# full parse would block the event loop for 10 ms. The pattern is fast because it begins with a
+# literal, the newline. Possessive quantifiers never backtrack; groups have none, as Python below
+# 3.11.5 matches those wrongly (CPython 106052), and need none: no text matches in two ways.
 _SERIES = re.compile(
     "\n("
     + "|".join((*_COUNTS, KV_USAGE, CACHE_CONFIG, SLEEP_STATE, *_OLDER.values()))
@@ -60,16 +60,16 @@ _SERIES = re.compile(
 )
 _PROCESS_START_LINE = f"\n{PROCESS_START} "
 _LABEL = re.compile(r'(?:^|,)[ \t]*+(\w++)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*)"')
-# Ten series of each of some hundred ranks; whoever sends more is not believed.
+# Ten series of each of some hundred ranks; more is not believed.
 _MOST_SAMPLES = 1024
 _LONGEST_LABELS = 4096
-# Far above what any engine counts, and small enough for sums of them to be finite.
+# Far above what any engine counts, and small enough for sums to stay finite.
 _MOST_VALUE = 1e15
 _LONGEST_NUMBER = 32
-# Of the KV cache, in tokens: a rank has some millions.
+# Limit of the KV cache, in tokens: a rank has some millions.
 _MOST_CAPACITY_TOKENS = 10**10
 _LONGEST_DTYPE = 32
-# Digits of the longest number that is taken for one; floats are exact so far.
+# Digits of the longest accepted number; floats are exact this far.
 _MOST_DIGITS = 15
 
 _Labels = Mapping[str, str]
@@ -77,14 +77,14 @@ _Labels = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class CacheFacts:
-    """The KV cache that an engine was started with; None: not told.
+    """The KV cache that an engine was started with; None: not stated.
 
     Args:
         capacity_tokens: of all ranks together.
         block_tokens: of one block.
         utilisation: ``--gpu-memory-utilization``, in (0, 1].
         dtype: ``--kv-cache-dtype``.
-        prefix_caching: whether the blocks of finished prompts are used again.
+        prefix_caching: whether blocks of finished prompts are reused.
     """
 
     capacity_tokens: int | None = None
@@ -101,12 +101,13 @@ class EngineMetrics:
     Args:
         running, waiting: requests now.
         preemptions, prompt_tokens, generation_tokens: since it started.
-        prefix_cache_hits, prefix_cache_queries: tokens found in the prefix cache, and looked for.
+        prefix_cache_hits, prefix_cache_queries: tokens found in the prefix cache, and looked
+            up.
         kv_usage: share of the KV cache in use, 0 to 1.
         started_s: when its server's process began, as Unix time.
         asleep: it sleeps, and has no KV cache.
-        wakeable: it sleeps, and has its weights in the host's memory.
-        cache: what the cache was made with.
+        wakeable: it sleeps with its weights in the host's memory.
+        cache: the cache's configuration.
     """
 
     running: float | None = None
@@ -132,11 +133,11 @@ class MetricSample(NamedTuple):
 
 
 def samples_in(text: str) -> list[MetricSample]:
-    """The lines that matter of whole lines of an exposition."""
+    """The lines we need from whole lines of an exposition."""
     text = "\n" + text
     found = islice(_SERIES.finditer(text), _MOST_SAMPLES)
     samples = [MetricSample(*match.groups("")) for match in found]
-    # A search of its own: the expression is fast because all of its names begin alike.
+    # A separate search: the pattern is fast because all of its names begin alike.
     start = text.find(_PROCESS_START_LINE)
     if start >= 0:
         value = text[start + len(_PROCESS_START_LINE) :][: _LONGEST_NUMBER + 1].split(None, 1)
@@ -145,14 +146,14 @@ def samples_in(text: str) -> list[MetricSample]:
 
 
 def read_metrics(text: str) -> EngineMetrics:
-    """What a Prometheus exposition of vLLM's says; never raises."""
+    """Read a Prometheus exposition of vLLM's; never raises."""
     return metrics_of(samples_in(text))
 
 
 def of_place(samples: Iterable[MetricSample], place: int) -> list[MetricSample]:
-    """Those of one rank, the how-manyth of those that there are, and what is of them all.
+    """The figures of one rank, by its position among them, and those about them all.
 
-    By its position: a server that has but a part of the ranks counts them as its cluster does.
+    By position: a server with only part of the ranks numbers them as its cluster does.
     """
     told = [
         (sample, None if sample.series == PROCESS_START else _rank_of(sample))
@@ -171,11 +172,11 @@ def _rank_of(sample: MetricSample) -> int | None:
 
 
 def metrics_of(samples: Iterable[MetricSample]) -> EngineMetrics:
-    """What these samples of one exposition say; never raises."""
+    """Read these samples of one exposition; never raises."""
     totals: dict[str, float] = {}
     usages: dict[str, list[tuple[str, float]]] = {}  # by series: (rank, share)
     configs: list[_Labels] = []
-    sleeps: list[tuple[str, float]] = []  # (state, whether it is that one)
+    sleeps: list[tuple[str, float]] = []  # (state, 1 if it is the current one)
     for name, label_text, value_text in islice(samples, _MOST_SAMPLES):
         if len(label_text) > _LONGEST_LABELS:
             continue
@@ -215,7 +216,7 @@ def metrics_of(samples: Iterable[MetricSample]) -> EngineMetrics:
 
 
 def _cache(configs: list[_Labels]) -> CacheFacts:
-    """The ranks of one server are started alike: only their capacities are added up."""
+    """The ranks of one server are started alike: only their capacities are summed."""
     first: _Labels = configs[0] if configs else {}
     utilisation = _number(first.get("gpu_memory_utilization", ""))
     caching = {"True": True, "False": False}
@@ -231,7 +232,7 @@ def _cache(configs: list[_Labels]) -> CacheFacts:
 
 
 def _capacity_tokens(labels: _Labels) -> int | None:
-    """One rank's: its own figure, or its blocks times their size."""
+    """One rank's capacity: its own figure, or its blocks times their size."""
     if (tokens := _positive(labels.get("kv_cache_size_tokens"))) is not None:
         return tokens
     blocks, size = _positive(labels.get("num_gpu_blocks")), _positive(labels.get("block_size"))
@@ -239,7 +240,7 @@ def _capacity_tokens(labels: _Labels) -> int | None:
 
 
 def _usage(shares: list[tuple[str, float]], configs: list[_Labels]) -> float | None:
-    """The mean, weighted where the capacities of all ranks are told."""
+    """The mean, weighted if the capacities of all ranks are stated."""
     if not shares:
         return None
     tokens = {labels.get("engine", ""): _capacity_tokens(labels) for labels in configs}
@@ -251,7 +252,7 @@ def _usage(shares: list[tuple[str, float]], configs: list[_Labels]) -> float | N
 
 
 def _number(text: str) -> float | None:
-    """A number from 0 to what an engine may count."""
+    """A number from 0 to the most that an engine may count."""
     try:
         value = float(text if len(text) <= _LONGEST_NUMBER else "")
     except ValueError:

@@ -1,6 +1,6 @@
-"""The paths that vLLM serves, and what work each makes it do.
+"""The paths that vLLM serves, and the work each causes.
 
-Seen on vLLM 0.32. ``--api-key`` guards those under /v1/ and no other.
+Seen on vLLM 0.32. ``--api-key`` protects those under /v1/ and no other.
 """
 
 import enum
@@ -8,7 +8,7 @@ import functools
 import re
 from typing import NamedTuple
 
-# What it says of itself: GET.
+# Information about itself: GET.
 # 200 with an empty body while the engine lives, also while it drains; 503 once its core has died.
 HEALTH = "/health"
 PING = "/ping"  # the same, by GET or POST
@@ -18,7 +18,7 @@ LOAD = "/load"  # always 0 unless --enable-server-load-tracking
 METRICS = "/metrics"
 MODELS = "/v1/models"
 
-# What it does: POST.
+# Work: POST.
 CHAT_COMPLETIONS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -35,7 +35,7 @@ DETOKENIZE = "/detokenize"
 REALTIME = "/v1/realtime"  # a WebSocket
 TOKENIZER_INFO = "/tokenizer_info"  # GET; only with --enable-tokenizer-info-endpoint
 
-# What concerns an engine and no request: most of it only with VLLM_SERVER_DEV_MODE=1.
+# About an engine, not a request: most of it only with VLLM_SERVER_DEV_MODE=1.
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
 LOAD_LORA_ADAPTER = "/v1/load_lora_adapter"  # with VLLM_ALLOW_RUNTIME_LORA_UPDATING
 UNLOAD_LORA_ADAPTER = "/v1/unload_lora_adapter"
@@ -72,7 +72,7 @@ ENGINE_CALLS = {
 
 
 class Work(enum.Enum):
-    """What a path makes the engine do."""
+    """The work that a path causes."""
 
     GENERATE = "generate"  # prefill and decode
     PREFILL = "prefill"  # embeddings, scores: no output tokens
@@ -80,7 +80,7 @@ class Work(enum.Enum):
 
 
 class Prompts(enum.Enum):
-    """How the prompts of a request are made of the fields of its body."""
+    """How a request's prompts are built from the fields of its body."""
 
     TEXT = "`prompt`, or a conversation and what a template puts in front of it"
     CHATS = "a conversation in each item of `messages`"
@@ -93,8 +93,8 @@ class Prompts(enum.Enum):
     SPEECH = "a form with a recording"
 
 
-# Every path that is sent to an engine: what that makes it do, and how the prompts are made of the
-# fields of a body. None: there is no step of the engine, so it does not matter.
+# Every path that is sent to an engine: the work it causes, and how its prompts are built from the
+# fields of a body. None: no engine step, so it does not matter.
 _SERVED: dict[str, tuple[Work, Prompts | None]] = {
     CHAT_COMPLETIONS: (Work.GENERATE, Prompts.TEXT),
     COMPLETIONS: (Work.GENERATE, Prompts.TEXT),
@@ -135,20 +135,20 @@ _PROMPTS_BY_PATH = {path: prompts for path, (_, prompts) in _SERVED.items() if p
 
 
 def work_of_path(path: str) -> Work | None:
-    """What a POST to this path is, or None when it isn't sent to an engine.
+    """The work of a POST to this path, or None if it isn't sent to an engine.
 
-    Exactly these paths are, and no other spelling of one: an engine may decode or normalise what
-    it gets, and end up at /sleep or at what changes one engine's state.
+    Only exactly these paths, in no other spelling: an engine may decode or normalise a path,
+    and end up at /sleep or another call that changes the engine's state.
     """
     return WORK_BY_PATH.get(path)
 
 
 class Asked(NamedTuple):
-    """What is asked of an instance about what it has: no step of its engine comes of it.
+    """A question to an instance about its stored data: it causes no engine step.
 
     Args:
-        methods: that it takes.
-        response_id: which response it is about; "": about none, and any instance can say.
+        methods: the accepted ones.
+        response_id: the response it is about; "": none, and any instance can answer.
     """
 
     methods: tuple[str, ...]
@@ -156,8 +156,8 @@ class Asked(NamedTuple):
 
 
 _OF_A_TOKENIZER = Asked(("GET",))
-# No escape, no slash and no dot segment: an engine must not read another path out of it. Items and
-# deletion are OpenAI's; vLLM 0.32 says that it has none.
+# No escape, slash or dot segment: an engine must not read another path out of it. Items and
+# deletion are OpenAI's; vLLM 0.32 answers that it has none.
 _OF_A_RESPONSE = re.compile(
     RESPONSES + r"/(?!\.{1,2}(?:/|\Z))([0-9A-Za-z._~!$&'()*+,=:@-]{1,256})(/cancel|/input_items)?"
 )
@@ -165,7 +165,7 @@ _RESPONSE_METHODS = {None: ("GET", "DELETE"), "/cancel": ("POST",), "/input_item
 
 
 def asked_at(path: str) -> Asked | None:
-    """What is asked at this path, or None when it is none of these."""
+    """The question at this path, or None if it is none of these."""
     if path == TOKENIZER_INFO:
         return _OF_A_TOKENIZER
     found = _OF_A_RESPONSE.fullmatch(path)
@@ -174,9 +174,9 @@ def asked_at(path: str) -> Asked | None:
     return Asked(_RESPONSE_METHODS[found[2]], found[1])
 
 
-# The fields that limit an answer's tokens, the first one ahead of the next, each with the least
-# that may be asked for. A completion of none is a prompt's log probabilities where ``echo`` is set;
-# in some versions a chat's max_completion_tokens of 0 counts as none given.
+# The fields that limit an answer's tokens, in order of precedence, each with its minimum. A
+# completion of 0 returns a prompt's log probabilities if ``echo`` is set; in some versions a chat's
+# max_completion_tokens of 0 counts as not given.
 _CHAT_LIMITS = (("max_completion_tokens", 0), ("max_tokens", 1))
 _COMPLETION_LIMITS = (("max_tokens", 0),)
 _LIMITS_BY_PATH = {
@@ -197,7 +197,7 @@ _TAKES_N = frozenset(
 def limits_of(path: str, *, chats: bool) -> tuple[bool, tuple[tuple[str, int], ...]]:
     """(whether ``n`` counts, the fields that limit an answer) in a body on this path.
 
-    Other paths ignore fields of these names, whatever is in them. ``chats``: it has messages.
+    Other paths ignore fields of these names, whatever they contain. ``chats``: it has messages.
     """
     if path == INVOCATIONS:
         return True, _CHAT_LIMITS if chats else _COMPLETION_LIMITS
@@ -205,24 +205,24 @@ def limits_of(path: str, *, chats: bool) -> tuple[bool, tuple[tuple[str, int], .
 
 
 def starts_with_a_token(path: str) -> bool:
-    """Whether the first bytes of a stream's body are there with its first token.
+    """Whether the first bytes of a stream's body arrive with its first token.
 
     /v1/responses sends its first events before any token is made.
     """
     return path != RESPONSES
 
 
-# Where ``truncate_prompt_tokens`` cuts each prompt; the others do not know it, or may refuse it.
+# Where ``truncate_prompt_tokens`` cuts each prompt; other paths do not know it, or may refuse it.
 CUTS_PROMPTS = frozenset(
     (
         *(EMBEDDINGS, "/pooling", "/classify"),
         *(path for path, prompts in _PROMPTS_BY_PATH.items() if prompts is Prompts.PAIRS),
     )
 )
-# The two sides of a pair, by the names that vLLM's score, rerank and their older forms have.
+# The two sides of a pair, by their names in vLLM's score, rerank and older forms.
 QUERIES = ("query", "queries", "text_1", "data_1")
 DOCUMENTS = ("documents", "items", "text_2", "data_2")
-# What is read beside the fields that most paths have. ``documents`` is one of those.
+# Fields read besides those of most paths. ``documents`` is one of them.
 FIELDS_OF = {
     Prompts.TEXT: ("previous_input_messages",),
     Prompts.ANY: (
@@ -238,5 +238,5 @@ FIELDS_OF = {
 
 
 def prompts_at(path: str) -> Prompts:
-    """Of a path that makes an engine do no step, it does not matter."""
+    """How a path's prompts are built; irrelevant for a path without an engine step."""
     return _PROMPTS_BY_PATH.get(path, Prompts.TEXT)

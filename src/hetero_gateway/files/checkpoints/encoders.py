@@ -1,9 +1,9 @@
-"""Weights of what a multimodal model has beside its decoder: encoders, projectors, adapters.
+"""Weights of a multimodal model besides its decoder: encoders, projectors, adapters.
 
-    vision     a layer has 4·width² + 2·width·intermediate (3 with a gate), beside what embeds
+    vision     a layer has 4·width² + 2·width·intermediate (3 with a gate), besides the embedding of
                patches. A merger takes m×m patches together: (m²·width)² + m²·width·hidden
     audio      Whisper's: the same layers, two convolutions over the mel bands, learned positions
-    Q-Former   BERT's layers, every so many-th with cross-attention to the vision encoder
+    Q-Former   BERT's layers, every n-th with cross-attention to the vision encoder
     adapters   two narrow matrices for each of a layer's matrices (Phi-4-multimodal)
 
 families.json has under ``parts`` what published files leave to their classes' defaults, and under
@@ -18,21 +18,21 @@ from hetero_gateway.files.checkpoints.fields import TEXT, Fields
 
 # model_types whose vision encoder's MLP has a gate.
 _GATED: Final = {"qwen2_5_vl", "qwen2_5_omni_vision_encoder", "pixtral", "glm4v", "glm4v_moe"}
-# Parts that are built as Whisper's encoder is, Qwen3-Omni's with three convolutions in two
-# dimensions in front.
+# Parts that are built like Whisper's encoder, Qwen3-Omni's preceded by three convolutions in two
+# dimensions.
 _WHISPER: Final = {
     "qwen2_audio_encoder", "qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder",
     "voxtral_encoder", "whisper",
 }  # fmt: skip
 _LORA: Final = ("vision_lora", "speech_lora")
-# Objects with a width or layers that are no encoder that is loaded: the decoder itself, and who
-# speaks in Qwen's models.
+# Objects with a width or layers that are not loaded encoders: the decoder itself, and the speech
+# output of Qwen's models.
 _NO_ENCODERS: Final = {*TEXT, "talker_config", "code2wav_config", "token2wav_config"}
 _SIZES: Final = {"hidden_size", "num_hidden_layers", "depth", "num_layers", "hidden_dim", "d_model"}
 
 
 def encoder_weights(fields: Fields, hidden: int, intermediate: int) -> tuple[int, bool] | None:
-    """(weights, whether all parts are counted) beside the decoder; None: it has no such part.
+    """(weights, whether all parts are counted) besides the decoder; None: it has no such part.
 
     Args:
         hidden, intermediate: of the decoder's layers.
@@ -61,7 +61,7 @@ def encoder_weights(fields: Fields, hidden: int, intermediate: int) -> tuple[int
 
 
 def _vision(part: Fields, outer: str, hidden: int) -> int | None:
-    """Of encoder and projector; None where the configuration does not say enough."""
+    """Of encoder and projector; None if the configuration does not say enough."""
     width = part.optional("embed_dim") or part.optional("hidden_size", "width")
     layers = part.optional("depth", "num_hidden_layers", "layers")
     if not width or not layers:
@@ -95,7 +95,7 @@ def _vision(part: Fields, outer: str, hidden: int) -> int | None:
 
 
 def _audio(part: Fields, outer: str, hidden: int) -> int | None:
-    """Of encoder and projector; None where it is not built as Whisper's."""
+    """Of encoder and projector; None if it is not built like Whisper's."""
     width = part.optional("d_model", "hidden_size")
     layers = part.optional("encoder_layers", "num_hidden_layers")
     if part.family not in _WHISPER or not width or not layers:
@@ -114,7 +114,7 @@ def _audio(part: Fields, outer: str, hidden: int) -> int | None:
 
 
 def _qformer(part: Fields, hidden: int) -> int:
-    """BLIP-2's, with what leads to the decoder."""
+    """BLIP-2's, with the projection to the decoder."""
     width, layers = part.count("hidden_size"), part.count("num_hidden_layers")
     seen, every = part.count("encoder_hidden_size"), part.count("cross_attention_frequency")
     crossing = -(-layers // every) * (2 * width * width + 2 * seen * width)

@@ -1,6 +1,6 @@
-"""The fields of a config.json, under the names that families give them, with errors that name one.
+"""The fields of a config.json, under the names that families use, with errors that name one.
 
-``Fields`` reads; it does not know what the fields are for.
+``Fields`` reads; it does not know the use of the fields.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from typing import Any
 from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.checkpoints.families import defaults_of
 
-# Where multimodal files keep their decoder.
+# Where multimodal files have their decoder.
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 class Fields:
-    """Of the decoder in a config.json; what its family leaves out is filled in.
+    """The fields of the decoder in a config.json, including its family's defaults.
 
-    ``config`` is the whole file, ``decoder`` the decoder's part of it and ``text`` the same with
-    its defaults, ``family`` its model_type.
+    ``config`` is the whole file, ``decoder`` the decoder's part of it and ``text`` the same
+    with its defaults, ``family`` its model_type.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
@@ -35,7 +35,7 @@ class Fields:
         self.config = config
         self.family = str(text.get("model_type") or config.get("model_type") or "")
         defaults = defaults_of(self.family, nested=text is not config)
-        # What the outer file says of the whole counts more than the family's default.
+        # Values of the outer file take precedence over the family's default.
         if "tie_word_embeddings" in config:
             defaults["tie_word_embeddings"] = config["tie_word_embeddings"]
         self.text: dict[str, Any] = {**defaults, **text}
@@ -44,7 +44,7 @@ class Fields:
         return ConfigError(f"{self.name}: config.json: {text}")
 
     def count(self, *keys: str) -> int:
-        """The first of these fields that is there; at least 1."""
+        """The first of these fields that is present; at least 1."""
         for key in keys:
             if self.text.get(key) is not None:
                 return self._whole(key)
@@ -76,16 +76,17 @@ class Fields:
         return 0
 
     def said(self, key: str) -> Any:
-        """What the decoder's part says, or what is around it, the nearest first; None: nothing."""
+        """The value in the decoder's part, or in what encloses it, the nearest first; None:
+        none."""
         return next((level[key] for level in self._levels if level.get(key) is not None), None)
 
     def part(self, key: str) -> "Fields | None":
-        """An object inside, with the same errors; None where there is none, or nothing in it."""
+        """An inner object, with the same errors; None if it is absent or empty."""
         value = self.said(key)
         return self.inner(key, value) if isinstance(value, Mapping) and value else None
 
     def inner(self, key: str, value: Mapping[str, Any]) -> "Fields":
-        """What stands under ``key``, completed by the caller."""
+        """The object under ``key``, completed by the caller."""
         return Fields({"model_type": "", **value}, f"{self.name}: {key}")
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -1,10 +1,10 @@
-"""What each layer of a decoder is: how it mixes tokens, and what feeds forward.
+"""The kinds of a decoder's layers: how each mixes tokens, and its feed-forward part.
 
 Mixers: FULL attention over all tokens, a WINDOW of them, a STATE per sequence (state-space and
 linear attention), BOTH attention and a state side by side, CROSS attention to an encoder, which
-keeps nothing of the text, SHARED attention to the keys and values of a layer before, NONE. Families
-say it by a list, by a pattern's letters, or by an interval; vLLM's model classes and transformers'
-configurations are the source of each rule.
+keeps nothing of the text, SHARED attention to the keys and values of an earlier layer, NONE.
+Families state it by a list, by a pattern's letters, or by an interval; the rules are from vLLM's
+model classes and transformers' configurations.
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ _FULL_NAMES: Final = {
     "full_attention", "attention", "indexed_attention", "global_attention",
     "deepseek_sparse_attention",
 }  # fmt: skip
-# A window every layer but each so many-th, where the file does not say it.
+# A window in every layer except each n-th, if the file does not say it.
 _INTERVALS: Final = {"gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 # gemma-2's windows get the same blocks as its other layers in vLLM's logs.
 _WINDOWS_AS_FULL: Final = {"gemma2"}
@@ -60,7 +60,7 @@ def experts_of(fields: Fields) -> int:
 
 
 def _one_thing_per_layer(fields: Fields, layers: int) -> list[tuple[str, str]] | None:
-    """Of families whose layers are a mixer or a feed-forward, never both (Nemotron-H)."""
+    """For families whose layers are a mixer or a feed-forward, never both (Nemotron-H)."""
     if fields.family != "nemotron_h":
         return None
     pattern = fields.get("hybrid_override_pattern") or ""
@@ -106,7 +106,7 @@ def _mixer(fields: Fields, kind: object) -> str:
 
 
 def _full_layers(fields: Fields, layers: int) -> Collection[int] | None:
-    """Of hybrids that say by numbers which layers attend; None: no hybrid."""
+    """For hybrids that list the numbers of attending layers; None: not a hybrid."""
     linear = fields.part("linear_attn_config")
     if linear is not None:  # counted from 1
         return {int(i) - 1 for i in linear.items("full_attn_layers")}
@@ -128,7 +128,7 @@ def _full_layers(fields: Fields, layers: int) -> Collection[int] | None:
 
 
 def _windows(fields: Fields, layers: int) -> list[str]:
-    """Which layers of a plain decoder keep a window only."""
+    """Which layers of a plain decoder keep only a window."""
     if not window_of(fields) or fields.family in _WINDOWS_AS_FULL:
         return [FULL] * layers
     listed = fields.items("hybrid_layer_pattern")
@@ -175,7 +175,7 @@ def _feeds(fields: Fields, layers: int) -> list[str]:
 
 
 def _moe_layers(fields: Fields, layers: int) -> set[int]:
-    """By numbers: which layers have experts."""
+    """The numbers of the layers with experts."""
     listed = fields.get("moe_layers_enum")
     if isinstance(listed, str):
         return {int(i) for i in listed.split(",") if i.strip().isdigit()}

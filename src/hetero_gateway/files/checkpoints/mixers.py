@@ -1,7 +1,7 @@
-"""The matrices by which a layer mixes tokens, and what it keeps: of one layer each.
+"""The matrices by which a layer mixes tokens, and its cache: of one layer each.
 
-    attention     2·hidden·heads·head_dim + hidden·kv_heads·(key + value), twice the queries where
-                  the output is gated
+    attention     2·hidden·heads·head_dim + hidden·kv_heads·(key + value), twice the queries if the
+                  output is gated
     latent        DeepSeek's: queries and keys through narrow matrices, one vector kept per token
     Mamba-2       in: hidden·(2·inner + 2·groups·state + heads); out: inner·hidden
     Mamba-1       in: hidden·2·inner; B, C and dt: inner·(rank + 2·state) + rank·inner; out
@@ -25,7 +25,7 @@ _GATED_OUTPUT = ("qwen3_next", "qwen3_5")
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One attention layer: its matrices, and what it keeps of a token."""
+    """One attention layer: its matrices, and its cache per token."""
 
     weights: int
     heads: int  # KV heads
@@ -63,7 +63,7 @@ def _kv_heads(fields: Fields, heads: int) -> int:
 
 
 def full_attention(fields: Fields, hidden: int) -> Attention:
-    """Of a layer that attends to all tokens."""
+    """A layer that attends to all tokens."""
     if fields.optional("kv_lora_rank"):
         return _latent(fields, hidden)
     heads, kv_heads, size = head_sizes(fields)
@@ -77,7 +77,7 @@ def full_attention(fields: Fields, hidden: int) -> Attention:
 
 
 def window_attention(fields: Fields, hidden: int) -> Attention:
-    """Of a layer that attends to a window; heads may be others than of the full ones."""
+    """A layer that attends to a window; its heads may differ from the full ones'."""
     heads, kv_heads, size = head_sizes(fields)
     value = fields.optional("swa_v_head_dim", "v_head_dim") or size
     heads = fields.optional("swa_num_attention_heads") or heads
@@ -96,7 +96,7 @@ def _attention(
 
 
 def _latent(fields: Fields, hidden: int) -> Attention:
-    """DeepSeek V2 and V3's, with V3.2's indexer where there is one."""
+    """DeepSeek V2 and V3's, with V3.2's indexer if there is one."""
     heads = fields.count("num_attention_heads")
     rank, rope = fields.count("kv_lora_rank"), fields.optional("qk_rope_head_dim")
     plain, value = fields.count("qk_nope_head_dim"), fields.count("v_head_dim")
@@ -113,7 +113,7 @@ def _latent(fields: Fields, hidden: int) -> Attention:
 
 
 def index_cache(fields: Fields, layers: int) -> Cache | None:
-    """What the indexer of DeepSeek-V3.2 keeps: a key in fp8, and a scale for each 128 of it."""
+    """The cache of DeepSeek-V3.2's indexer: a key in fp8, and a scale for each 128 of it."""
     size = fields.optional("index_head_dim")
     if not size or not fields.optional("kv_lora_rank"):
         return None
@@ -122,7 +122,7 @@ def index_cache(fields: Fields, layers: int) -> Cache | None:
 
 
 def state_space(fields: Fields, hidden: int, dtype: str) -> StateLayer:
-    """Of a layer with a state, by its family's own field names."""
+    """A layer with a state, by its family's own field names."""
     size = int(DTYPE_BYTES[dtype])
     kept = str(fields.get("mamba_ssm_cache_dtype", fields.get("mamba_ssm_dtype", dtype)))
     state_size = int(DTYPE_BYTES.get(kept.removeprefix("torch."), size))

@@ -1,18 +1,18 @@
 """How a checkpoint's matrices are stored: from a name, quantization_config or hf_quant_config.json.
 
-Also which of the layers it leaves wide: lists of module names, globs or patterns, held against the
-names that such modules usually have. quantizations.json has
+Also which of the layers it leaves wide: lists of module names, globs or patterns, compared with the
+usual names of such modules. quantizations.json has
 
     named       storages by name; four bits in groups of 128, as published checkpoints have them.
                 NVFP4 has a scale of eight bits for each 16 of four bits, MXFP4 for each 32
     algorithms  the same by ModelOpt's quant_algo
     left_out    where checkpoints list what they leave wide
-    modules, roots   a module of each kind, in the names that families give it; in front of it
-                stands one of the roots, with the layer's number
-    suffixes    of quantised checkpoints' names, and what they are stored as
+    modules, roots   the names of each kind of module in the families; preceded by one of the
+                roots, with the layer's number
+    suffixes    of quantised checkpoints' names, and their storage
     tuned       suffixes of tuned versions, whose shape is that of the model
-    padded      width of the MLP where a publisher's AWQ and GPTQ checkpoints have a wider one, so
-                that groups of 128 are shared out evenly
+    padded      width of the MLP if a publisher's AWQ and GPTQ checkpoints have a wider one, so that
+                groups of 128 divide evenly
 """
 
 import fnmatch
@@ -47,7 +47,7 @@ def quantization_of(stored: str | Mapping[str, Any]) -> Quantization | None:
     """From a name, or from the quantization_config of a checkpoint.
 
     Raises:
-        ConfigError: a method that is not known, or is described in a way that is not.
+        ConfigError: an unknown method, or an unknown description of one.
     """
     if isinstance(stored, str):
         return _named(stored)
@@ -76,13 +76,13 @@ def quantization_of(stored: str | Mapping[str, Any]) -> Quantization | None:
 
 
 def _inner(stored: object) -> Mapping[str, Any]:
-    """A quantization_config, or what hf_quant_config.json holds; empty where there is neither."""
+    """A quantization_config, or the content of hf_quant_config.json; empty if there is neither."""
     inner = stored.get("quantization", stored) if isinstance(stored, Mapping) else None
     return inner if isinstance(inner, Mapping) else {}
 
 
 def kv_dtype_of(stored: str | Mapping[str, Any] | None) -> str:
-    """What the checkpoint wants its KV cache in; "auto": it does not say."""
+    """The checkpoint's dtype of the KV cache; "auto": not stated."""
     scheme = stored.get("kv_cache_scheme") if isinstance(stored, Mapping) else None
     if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8:
         return "fp8"
@@ -91,14 +91,14 @@ def kv_dtype_of(stored: str | Mapping[str, Any] | None) -> str:
 
 
 def left_wide(stored: object, kind: str, layers: Iterable[int]) -> int:
-    """Of some layers' modules of a kind, how many the checkpoint leaves wide.
+    """How many modules of a kind in some layers the checkpoint leaves wide.
 
     Args:
         kind: "attention", "state", "mlp", "moe", "moe beside" (an MLP, gemma-4) or "shared".
     """
     inner = _inner(stored)
     named = inner.get("quantized_layers")
-    if isinstance(named, Mapping):  # what is not named is wide
+    if isinstance(named, Mapping):  # others are wide
         return sum(_first_match(named, kind, layer) is None for layer in layers)
     patterns = [
         str(name)
@@ -139,18 +139,18 @@ def _algorithm(module: object) -> str:
 
 
 def _names(kind: str, layer: int) -> Iterator[str]:
-    """Of modules of that kind in that layer."""
+    """The names of modules of that kind in that layer."""
     roots, modules = TABLES["roots"], TABLES["modules"][kind]
     return (f"{root}.{layer}.{module}" for root in roots for module in modules)
 
 
 def _first_match(named: Mapping[str, Any], kind: str, layer: int) -> str | None:
-    """A module of that kind in that layer, by its own name or that of one inside."""
+    """A module of that kind in that layer, by its own name or that of an inner one."""
     return next((name for name in _names(kind, layer) if name in named), None)
 
 
 def _targets(stored: Mapping[str, Any]) -> list[str]:
-    """What compressed-tensors names as quantised, where that is not every linear layer."""
+    """The modules that compressed-tensors names as quantised, if not every linear layer."""
     groups = stored.get("config_groups")
     if not isinstance(groups, Mapping):
         return []
@@ -164,7 +164,7 @@ def _targets(stored: Mapping[str, Any]) -> list[str]:
 
 
 def _matched(patterns: Sequence[str], kind: str, layer: int) -> bool:
-    """Whether a module of that kind in that layer, or what holds it, is among the patterns."""
+    """Whether a module of that kind in that layer, or its parent, is among the patterns."""
     if not patterns:
         return False
     plain, opened = _compiled(tuple(patterns))
@@ -181,7 +181,7 @@ def _matched(patterns: Sequence[str], kind: str, layer: int) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str] | None]:
-    """Names as they stand, and one pattern of all globs and regular expressions."""
+    """Literal names, and one pattern of all globs and regular expressions."""
     plain, opened = [], []
     for pattern in patterns:
         if pattern.startswith("re:"):
@@ -207,7 +207,7 @@ def _modelopt(stored: Mapping[str, Any]) -> Quantization | None:
     if name == "MIXED_PRECISION":
         layers = stored.get("quantized_layers")
         algorithms = set(map(_algorithm, layers.values() if isinstance(layers, Mapping) else ()))
-        # The widest of them: what is stored in fewer bits takes less.
+        # The widest of them: storage with fewer bits takes less.
         found = [_ALGORITHMS[a] for a in algorithms if a in _ALGORITHMS]
         if found:
             return max(found, key=lambda q: q.bits)

@@ -1,9 +1,9 @@
 """A model's shape from its Hugging Face ``config.json``: layer by layer, family by family.
 
-The families that are known here are those whose parameters and caches a test holds against the
-published ones. Of a family that is not known, a plain decoder is counted as one, with a doubt that
-makes its memory uncertain; one that names parts which a plain decoder does not have is refused:
-an error is better than a wrong size.
+For the families known here, a test compares parameters and caches with the published ones. An
+unknown family that looks like a plain decoder is counted as one, with a doubt that makes its memory
+uncertain; one that names parts which a plain decoder does not have is refused: an error is better
+than a wrong size.
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ from hetero_gateway.files.checkpoints.quantizations import (
 )
 from hetero_gateway.planner.model_shape import DTYPE_BYTES, Cache, Doubt, ModelShape
 
-# How far the KV memory may be off, relative, where the size is counted but vLLM's packing is not:
-# blocks of unlike layers share pages, and what does not fit a page is lost.
+# Relative error of the KV memory if the size is counted but vLLM's packing is not: blocks of
+# different layers share pages, and remainders of pages are lost.
 WINDOWS_ERROR, STATES_ERROR, LATENT_ERROR, VISION_ERROR = 0.07, 0.1, 0.07, 0.07
 ENCODERS: Final = "the vision or audio part"
-# Of a family that nobody has held against published figures.
+# Of a family that was not compared with published figures.
 UNKNOWN_ERROR = 0.3
 
-# Parts that a plain decoder has not.
+# Parts that a plain decoder does not have.
 _UNUSUAL: Final = re.compile(
     r"expert|moe|mamba|ssm|linear_attn|linear_num|lora_rank|recurrent|rwkv|conv_kernel|conv_l_|"
     r"compress|kv_shared|per_layer|block_configs|index_head|lightning|retention|sparse_attention",
@@ -59,8 +59,8 @@ _UNUSUAL: Final = re.compile(
 _EXPERTS: Final = re.compile(r"expert|moe", re.IGNORECASE)
 # The MLP's width is two thirds of the multiple, rounded up to this (vllm/.../nemotron_nas.py).
 _WIDTH_STEP = 256
-# Of those whose MLP is an expert's, what may have none.
-MAY_BE_DENSE: Final = {"granitemoehybrid", "jamba"}
+# Families whose MLP is an expert's, and may be absent.
+MAY_BE_DENSE: Final = {"granitemoehybrid", "jamba", "minicpm"}
 _DTYPES: Final = {"half": "float16", "float": "float32"}
 
 
@@ -75,13 +75,13 @@ def model_from_config(
     """The shape that a Hugging Face ``config.json`` describes.
 
     Args:
-        dtype: vLLM's ``--dtype``; None or "auto": the file's, float16 where that is float32.
-        quantization: "fp8", "int8", "int4", "awq", "gptq", or a ``quantization_config``, or what
-            ``hf_quant_config.json`` holds; None: what the file says.
+        dtype: vLLM's ``--dtype``; None or "auto": the file's, float16 if that is float32.
+        quantization: "fp8", "int8", "int4", "awq", "gptq", or a ``quantization_config``, or the
+            content of ``hf_quant_config.json``; None: the file's own.
         weighed: its tensors are counted afterwards, so that experts may be of any family.
 
     Raises:
-        ConfigError: naming the field that is missing or of no use, or why the family is refused.
+        ConfigError: naming the missing or unusable field, or why the family is refused.
     """
     fields = Fields(config, name)
     _check_family(fields, weighed)
@@ -221,7 +221,7 @@ def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str]) -> ModelS
     plain_weights = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     if tuple(caches) == plain and weights == shape.layers * plain_weights:
         return shape
-    if not caches:  # nothing grows with the tokens
+    if not caches:  # no cache grows with the tokens
         caches.append(Cache(0, 1, 1))
     return dataclasses.replace(
         shape,
@@ -233,7 +233,7 @@ def _with_mixers(shape: ModelShape, fields: Fields, mixers: list[str]) -> ModelS
 
 
 def _with_experts(shape: ModelShape, fields: Fields, feeds: list[str]) -> ModelShape:
-    """The same with its experts, where the configuration has some."""
+    """The same with its experts, if the configuration has some."""
     moe_layers = sum(kind in (MOE, BOTH) for kind in feeds)
     dense = sum(kind in (MLP, BOTH) for kind in feeds)
     experts = experts_of(fields)
@@ -257,7 +257,7 @@ def _with_experts(shape: ModelShape, fields: Fields, feeds: list[str]) -> ModelS
         "top_k_experts",
         "moe_top_k",
     ) or fields.count("num_experts_per_tok")
-    idle = fields.optional("zero_expert_num")  # drawn as the others are, and do nothing
+    idle = fields.optional("zero_expert_num")  # chosen like the others, but they do nothing
     return dataclasses.replace(
         shape,
         moe_layers=moe_layers,
@@ -272,7 +272,7 @@ def _with_experts(shape: ModelShape, fields: Fields, feeds: list[str]) -> ModelS
 
 
 def _image_experts(fields: Fields, hidden: int) -> int:
-    """Weights of a layer's experts that no text passes (ERNIE-4.5-VL), three matrices each."""
+    """Weights of a layer's experts that text does not pass (ERNIE-4.5-VL), three matrices each."""
     if not fields.family.startswith("ernie4_5"):
         return 0
     widths, counts = fields.items("moe_intermediate_size"), fields.items("moe_num_experts")
@@ -300,7 +300,7 @@ def _dbrx(shape: ModelShape, fields: Fields) -> ModelShape:
 
 
 def _shared(fields: Fields, intermediate: int) -> int:
-    """Width of what every token passes beside its experts."""
+    """Width of the shared part that every token passes besides its experts."""
     if fields.family.startswith("llama4"):
         return intermediate
     keys = (
@@ -322,7 +322,7 @@ def _positions(fields: Fields, hidden: int) -> int:
 
 
 def _per_layer_tables(fields: Fields, hidden: int, layers: int) -> int:
-    """What small gemma-4 models look up for each layer."""
+    """The tables of small gemma-4 models that each layer looks up."""
     width = fields.optional("hidden_size_per_layer_input")
     if not width:
         return 0
@@ -344,10 +344,10 @@ def _with_encoders(shape: ModelShape, fields: Fields) -> ModelShape:
 
 
 def _with_blocks(shape: ModelShape, fields: Fields) -> ModelShape:
-    """The shape with layers that were chosen one by one (Llama-Nemotron).
+    """The shape with individually chosen layers (Llama-Nemotron).
 
-    Each block says how many query heads share a KV head, and how wide its MLP is as a multiple of
-    the hidden size; either may be left out of a block, or be one square matrix.
+    Each block says how many query heads share a KV head, and how wide its MLP is as a multiple
+    of the hidden size; either may be missing in a block, or be one square matrix.
     """
     attention = mlp = 0
     kept: dict[int, int] = {}  # layers by KV heads
@@ -404,7 +404,7 @@ def _matrix(shape: ModelShape, intermediate: int) -> int:
 
 
 def _check_family(fields: Fields, weighed: bool) -> None:
-    """Raise for what would be counted wrong."""
+    """Raise for models that would be counted wrong."""
     outer = str(fields.config.get("model_type", ""))
     for family in (fields.family, outer):
         if family in REFUSED:
@@ -426,7 +426,7 @@ def _check_family(fields: Fields, weighed: bool) -> None:
 
 
 def _doubts(fields: Fields, mixers: list[str]) -> tuple[Doubt, ...]:
-    """What the memory estimate is uncertain by, in words."""
+    """The uncertain properties for the memory estimate, in words."""
     found = []
     if fields.family not in KNOWN:
         what = f"model_type {fields.family!r}, counted as a plain decoder,"
@@ -445,15 +445,15 @@ def _doubts(fields: Fields, mixers: list[str]) -> tuple[Doubt, ...]:
 
 
 def own_dtype(asked: str | None, fields: Fields) -> str:
-    """The name of the dtype that is loaded."""
+    """The name of the loaded dtype."""
     own = fields.said("torch_dtype") or fields.said("dtype")
-    # Without one, vLLM looks into the weights: bfloat16 in nearly all.
+    # If it is missing, vLLM looks into the weights: bfloat16 in nearly all.
     own = "bfloat16" if own is None and fields.family in KNOWN - {""} else own
     return dtype_name(asked, "float16" if own in (None, "float32") else str(own))
 
 
 def dtype_name(asked: str | None, own: str) -> str:
-    """``own``, unless another is asked for. Raises ConfigError for one that is not known."""
+    """``own``, unless another is requested. Raises ConfigError for an unknown one."""
     name = own if asked in (None, "auto") else str(asked)
     name = name.removeprefix("torch.")
     name = _DTYPES.get(name, name)

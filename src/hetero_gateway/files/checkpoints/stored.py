@@ -1,7 +1,7 @@
-"""A model's shape, made to agree with what lies in its checkpoint.
+"""A model's shape, adjusted to its checkpoint's tensors.
 
-The config.json says how the weights are used: what a token keeps, how many experts it passes. The
-tensors say how many there are, whatever the family: so they count more where both say it.
+The config.json says how the weights are used: the cache per token, the experts that it passes. The
+tensors say how many there are, whatever the family: so they take precedence if both say it.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from hetero_gateway.files.checkpoints.shape import ENCODERS, UNKNOWN_ERROR, VISI
 from hetero_gateway.files.checkpoints.tensors import Tensors
 from hetero_gateway.planner.model_shape import Doubt, ModelShape
 
-# More than this apart, relative, config and tensors are not of one model.
+# With a larger relative difference, config and tensors are not of one model.
 FARTHEST: Final = 3.0
-# Of an index, whose sum nothing checks, what is taken without a word.
+# For an index, whose sum nothing checks, the difference accepted silently.
 _NEAR: Final = 0.03
 
 
@@ -24,8 +24,8 @@ def as_stored(
     """The shape with the checkpoint's own weights.
 
     Args:
-        quantised: the checkpoint is stored as ``shape.quantization`` says; else that is how vLLM
-            narrows it while it loads, or nothing.
+        quantised: the checkpoint is stored as ``shape.quantization`` says; else vLLM quantises
+            it while loading, or not at all.
         own_dtype: that the config.json names; "": none.
         where: the directory, for messages.
 
@@ -33,7 +33,7 @@ def as_stored(
         ConfigError: the tensors are not those of this config.json.
     """
     if not quantised and tensors.exact:
-        # Other than in floats: stored in a way that the config does not tell.
+        # Not in floats: stored in a way that the config does not mention.
         return _by_parameters(shape, tensors, where) if tensors.float_bits else shape
     if not quantised and (shape.quantization is not None or own_dtype != shape.dtype):
         return shape  # an index has bytes as stored, and these are loaded otherwise
@@ -56,7 +56,7 @@ def _by_parameters(shape: ModelShape, tensors: Tensors, where: str) -> ModelShap
     """Each count in its own place: experts, the layers' other matrices, and the rest."""
     _check(tensors.parameters, shape.parameters, "parameters", where)
     experts = shape.moe_layers * shape.experts * shape.expert_weights
-    # Where no names say what is an expert's, all of a layer is one sum.
+    # If no names identify experts, everything in a layer is one sum.
     own = tensors.expert_weights or experts
     layers = tensors.layer_weights + tensors.expert_weights - own - shape.router_weights
     return dataclasses.replace(
@@ -68,7 +68,7 @@ def _by_parameters(shape: ModelShape, tensors: Tensors, where: str) -> ModelShap
 
 
 def _settled(shape: ModelShape) -> tuple[Doubt, ...]:
-    """What remains in doubt: an encoder's weights no longer are."""
+    """The remaining doubts: an encoder's weights are no longer one."""
     return tuple(
         Doubt(doubt.what, min(doubt.kv_error, VISION_ERROR)) if doubt.what == ENCODERS else doubt
         for doubt in shape.unmodelled

@@ -1,9 +1,9 @@
-"""What a checkpoint says of its own tensors: the headers of its .safetensors files, or their index.
+"""A checkpoint's tensors: from the headers of its .safetensors files, or their index.
 
 A file begins with eight bytes, the length of a JSON object that has a dtype and a shape for each
-name; no weight is read. A file that is cut after its header serves as well. What vLLM leaves out
-when it loads is left out here: layers that guess further tokens, parts that speak, tables of
-positions, and an output layer that is tied.
+name; no weight is read. A file that is cut after its header works as well. Tensors that vLLM does
+not load are ignored here: layers that guess further tokens, parts that speak, tables of positions,
+and an output layer that is tied.
 """
 
 import json
@@ -45,11 +45,11 @@ _OUTPUT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Counts of what vLLM loads of a checkpoint.
+    """The amounts that vLLM loads of a checkpoint.
 
     Args:
         layer_weights: of the decoder's layers, without the experts. expert_weights: of these.
-        other_weights: all else.
+        other_weights: all others.
         float_bits: whether nothing is narrower than 16 bits, so that the counts are parameters.
         stored_bytes: of all of it, as stored.
         exact: by the tensors; else only ``stored_bytes`` is known, by the index.
@@ -68,19 +68,19 @@ class Tensors:
 
 
 def holds_tensors(directory: Path) -> bool:
-    """Whether anything lies there that ``read_tensors`` would read."""
+    """Whether there is anything that ``read_tensors`` would read."""
     return (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
 
 
 def read_tensors(directory: Path, *, layers: int, tied: bool) -> Tensors | None:
-    """What lies beside a config.json; None: no headers, and no index that says enough.
+    """The tensors next to a config.json; None: no headers, and no sufficient index.
 
     Args:
         layers: of the decoder; those after them guess further tokens.
         tied: the output layer is the embedding table.
 
     Raises:
-        ConfigError: a file that is no safetensors file, or an index that is no index.
+        ConfigError: a file that is not a safetensors file, or an index that is not one.
     """
     index = directory / INDEX
     shards: dict[str, Any] | None = None
@@ -107,12 +107,12 @@ def read_tensors(directory: Path, *, layers: int, tied: bool) -> Tensors | None:
     if shards is None or not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
         return None
     if not all(_loaded(str(name), layers, tied) for name in shards):
-        return None  # how much of it is not loaded is not known
+        return None  # the part that is not loaded is unknown
     return Tensors(0, 0, 0, False, int(size), exact=False)
 
 
 def _header(path: Path) -> Mapping[str, tuple[str, int]] | None:
-    """(dtype, elements) by name; None: not the file itself, but what Git LFS has in its place."""
+    """(dtype, elements) by name; None: not the file itself, but its Git LFS pointer."""
     with named(path, "read"), path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
         if _POINTER.startswith(start) and len(start) == _LENGTH_BYTES:

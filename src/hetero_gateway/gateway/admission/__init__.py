@@ -1,1 +1,1 @@
-"""Who may ask, and how much: the client behind a request."""
+"""Identifies the client behind a request, and applies its limits."""

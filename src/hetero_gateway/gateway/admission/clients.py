@@ -1,12 +1,11 @@
-"""The client behind a request, by its key, and what that one may ask for.
+"""Identifies the client behind a request by its key, and what it may ask for.
 
-A key is looked up by its hash: what is compared is nothing that a client can choose, so that how
-long it takes says nothing. A field that was right once is remembered, since to hash it for each
-request costs as much as all else that is done for a client here; it is found again by Python's
-keyed hash (SipHash), which says nothing either. Who a client is, is found before a byte of the body
-is read (``Admission.client_of``); which model and which class it may have, once the body is
-understood; how much, in ``limits``. The one key of ``server.api_key_env`` goes on as it was: a
-client without name and limits.
+A key is looked up by its hash: a client cannot choose what is compared, so timing reveals nothing.
+A field that was right once is remembered, since hashing it for each request would cost as much as
+everything else done for a client here; it is found by Python's keyed hash (SipHash), which reveals
+nothing either. The client is identified before a byte of the body is read
+(``Admission.client_of``); its models and classes are checked once the body is read; ``limits`` has
+its limits. The one key of ``server.api_key_env`` stands for a client without name and limits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hetero_gateway.gateway.admission.usage import NO_AMOUNTS, Amounts, ClientUs
 from hetero_gateway.gateway.turns import in_turns
 from hetero_gateway.http.headers import CREDENTIALS, Headers
 
-# Steps of some milliseconds.
+# Number of hashes in steps of some milliseconds.
 _ENTRIES_AT_ONCE, _CLIENTS_AT_ONCE = 4000, 100
 _AMOUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens")
 CLASS_HEADER = b"x-hetero-gateway-class"
@@ -34,17 +33,17 @@ CLASS_HEADER = b"x-hetero-gateway-class"
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who asks.
+    """A client.
 
     Args:
-        name: a bounded label; "" for everybody who shares the one key, or none.
-        accounts: that its requests are charged to; none: it has no limits.
-        models: that it may ask for; None: all.
+        name: a bounded label; "" for all that share the one key, or have none.
+        accounts: charged for its requests; none: it has no limits.
+        models: that it may use; None: all.
         request_class: of its requests.
         classes: that a request may choose instead, by a header.
         expires_s: since 1970; it is refused from then on. None: never.
-        group: whose limits it shares; "" where it has none.
-        party: who it counts as where shares are fair: its group where that has a share, or itself.
+        group: whose limits it shares; "" if it has none.
+        party: how it counts in fair shares: its group if that has a share, or itself.
         share: the party's weight.
     """
 
@@ -59,13 +58,13 @@ class Client:
     share: float = 1.0
 
     def check_model(self, model: str) -> None:
-        """Raises Refusal: 403 for a model that it may not ask for."""
+        """Raises Refusal: 403 for a model that it may not use."""
         if self.models is not None and model not in self.models:
             message = f"The key has no access to the model `{model[:200]}`."
             raise Refusal(403, "model_not_allowed", message, param="model")
 
     def class_of(self, headers: Headers) -> str:
-        """A request's class. Raises Refusal: 403 for one that it may not have."""
+        """A request's class. Raises Refusal: 403 for one that it may not choose."""
         if not self.classes:
             return self.request_class
         for name, value in headers:
@@ -82,16 +81,16 @@ EVERYBODY = Client("")
 
 
 class Admission:
-    """Lets requests in.
+    """Admits requests.
 
     Args:
         key: that clients must send; None: open to all, unless there are ``keys``.
         keys: clients by name; None: there are none.
-        hash_key: the secret of hashes under one.
+        hash_key: the secret of keyed hashes.
         clock: the time since 1970 in seconds.
 
-    ``usage``: what clients with names have used. ``has_key``: clients' credentials are for the
-    gateway, and none of an instance's business.
+    ``usage``: usage of named clients. ``has_key``: clients' credentials are meant for the gateway,
+    and do not concern instances.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class Admission:
         self._hash_key = hash_key.encode() if hash_key else None
         self._clock = clock
         self._plain: dict[bytes, Client] = {}
-        # Values that were right in each field: at most two for each key, and one more. (The head's
-        # reader remembers fields, too, so this keeps no key in memory that would not be there.)
+        # Valid values of each field: at most two for each key, and one more. (The head's reader
+        # remembers fields, too, so this adds no key to memory.)
         self._shown: dict[bytes, dict[bytes, Client]] = {name: {} for name in CREDENTIALS}
         self._authorized = self._shown[b"authorization"]
         self._keyed: dict[bytes, Client] = {}
@@ -121,23 +120,23 @@ class Admission:
 
     @property
     def has_names(self) -> bool:
-        """Whether any client has one."""
+        """Whether any client has a name."""
         return bool(self._by_name)
 
     def __iter__(self) -> Iterator[Client]:
-        """The clients that have names."""
+        """The named clients."""
         return iter(self._by_name.values())
 
     def accounts(self) -> Iterator[Account]:
-        """All that there are, of keys and of groups."""
+        """All accounts, of keys and of groups."""
         return iter(self._accounts.values())
 
     def set_keys(self, keys: KeysFile) -> None:
-        """Other keys from now on; whoever stays keeps what was used."""
+        """Use other keys from now on; clients that stay keep their usage."""
         self.prepare_keys(keys)()
 
     def prepare_keys(self, keys: KeysFile) -> Callable[[], None]:
-        """All that takes time, for a thread; what is returned has other keys from then on.
+        """Do the slow part of a change of keys, in a thread; the returned function applies it.
 
         Nothing else may be prepared between the two.
         """
@@ -171,20 +170,20 @@ class Admission:
         return name in self._by_name
 
     def named(self, name: str) -> Client:
-        """The client of that name; one that is not known (any more) may do nothing special."""
+        """The client of that name; one that is not known (any more) has no privileges."""
         return self._by_name.get(name) or (Client(name) if name else EVERYBODY)
 
     def client_of(self, headers: Headers, authorization: bytes = b"") -> Client:
-        """Who sent these headers: of several keys, the first that is known counts.
+        """The sender of these headers: of several keys, the first known one counts.
 
         Args:
-            authorization: the only key among them, where that is known.
+            authorization: the only key among them, if that is known.
 
         Raises:
-            Refusal: 401 unless they carry a key that is known: it may not be served.
+            Refusal: 401 if they carry no known key.
         """
-        # Nearly always one that was right before. Of several, the first need not be the one that is
-        # remembered.
+        # Nearly always one that was right before. Of several, the first need not be the remembered
+        # one.
         client = self._authorized.get(authorization)
         if client is None:
             client = self._search(headers)
@@ -193,7 +192,7 @@ class Admission:
         return client
 
     def _search(self, headers: Headers) -> Client:
-        """Whose key these headers show. Raises Refusal: 401, nobody's."""
+        """The owner of a key in these headers. Raises Refusal: 401, none."""
         if self._key is None and self.keys is None:
             return EVERYBODY
         for name, value in headers:
@@ -204,7 +203,7 @@ class Admission:
         raise Refusal(401, "invalid_api_key", "Incorrect or missing API key.")
 
     def _find(self, name: bytes, value: bytes) -> Client | None:
-        """Whose key a field shows; None: nobody's."""
+        """The owner of a key in a field; None: none."""
         shown = self._shown[name]
         client = shown.get(value)
         if client is not None:
@@ -248,7 +247,7 @@ def _client(key: KeyConfig, keys: KeysFile, accounts: Mapping[str, Account]) -> 
 
 
 async def describe_clients(admission: Admission, now_s: float) -> AsyncIterator[dict[str, Any]]:
-    """The clients that have names, as JSON, in turns of the event loop. ``now_s``: monotonic."""
+    """The named clients as JSON, in turns of the event loop. ``now_s``: monotonic."""
     used: dict[str, Amounts] = {}
     async for entries in in_turns(admission.usage.entries(), _ENTRIES_AT_ONCE):
         for (name, _), amounts in entries:

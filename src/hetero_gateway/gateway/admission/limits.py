@@ -1,4 +1,4 @@
-"""How much a client may ask for: what a request is charged, and how a refusal is put into words."""
+"""Applies a client's limits: charges requests, and words refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_gateway.gateway.admission.clients import Client
 from hetero_gateway.gateway.admission.usage import ClientUsage
 from hetero_gateway.http.headers import fields_in
 
-# One of the client's own has to end first, and nobody knows when.
+# One of the client's own requests has to end first, at an unknown time.
 _CONCURRENCY_RETRY_S = 1
 _UNITS = {
     Limit.REQUESTS: "requests per minute (RPM)",
@@ -29,7 +29,7 @@ class Limiter:
 
     Args:
         usage: where refusals are counted.
-        catch_up: settles what is over and waits to be counted.
+        catch_up: settles requests that have ended and wait to be counted.
     """
 
     def __init__(self, usage: ClientUsage, catch_up: Callable[[], None] = lambda: None) -> None:
@@ -47,14 +47,14 @@ class Limiter:
         if isinstance(charge, Charge):
             return charge
         if charge.limit is Limit.TOKENS:
-            self._catch_up()  # some may be given back
+            self._catch_up()  # may return some
             charge = accounts.admit(client.accounts, tokens, now_s)
             if isinstance(charge, Charge):
                 return charge
         raise self._denied_for(client, charge)
 
     def extend(self, client: Client, charge: Charge, tokens: int) -> None:
-        """Charge a session that is open for all of its tokens so far.
+        """Charge an open session for all of its tokens so far.
 
         Raises:
             Refusal: 429; nothing more was charged.
@@ -64,13 +64,13 @@ class Limiter:
             return
         denial = charge.extend(added, time.monotonic())
         if denial is not None:
-            self._catch_up()  # some may be given back
+            self._catch_up()  # may return some
             denial = charge.extend(added, time.monotonic())
         if denial is not None:
             raise self._denied_for(client, denial)
 
     def adopt(self, client: Client, tokens: int) -> Charge:
-        """Charge a request that is being served already."""
+        """Charge a request that is already being served."""
         return accounts.adopt(client.accounts, tokens, time.monotonic())
 
     def _denied_for(self, client: Client, denial: Denial) -> Refusal:
@@ -79,9 +79,9 @@ class Limiter:
 
 
 def rate_limit_fields(standing: LimitStanding) -> bytes:
-    """``x-ratelimit-*`` as OpenAI has them, as they are written; of what has no limit, none.
+    """``x-ratelimit-*`` fields as in OpenAI's API, as written; none without a limit.
 
-    ``reset``: until all is free again, if nothing more is asked; what was asked last is new.
+    ``reset``: until everything is free again, if nothing more is asked; the latest usage is new.
     """
     requests, requests_left, tokens, tokens_left = standing
     left: tuple[int, ...] = (requests_left, tokens_left)
@@ -92,7 +92,7 @@ def rate_limit_fields(standing: LimitStanding) -> bytes:
 
 @lru_cache(256)
 def _fields(requests: int | None, tokens: int | None) -> bytes:
-    """Those under these limits, with a place for what remains of each."""
+    """The fields of these limits, with placeholders for what remains of each."""
     limits = ((b"requests", requests), (b"tokens", tokens))
     given = [(of, limit) for of, limit in limits if limit is not None]
     line = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-reset-%b: %ds\r\n"

@@ -1,13 +1,12 @@
-"""Clients that share no prefix cache: each credential has hashes and a cache salt of its own.
+"""Keeps clients' prefix caches apart: each credential has its own hashes and cache salt.
 
-An answer that comes fast shows that its prompt's beginning was cached, and so what somebody else
-asked. With ``scheduler.isolate_clients`` the gateway adds ``cache_salt`` to what is sent to an
-engine, which then finds only what was cached under the same salt; and keys of prompts begin with
-another number for each client, so that nobody is sent where only others' prompts are.
+A fast answer reveals that its prompt's beginning was cached, and so what another client asked. With
+``scheduler.isolate_clients`` the gateway adds ``cache_salt`` to what is sent to an engine, which
+then finds only what was cached under the same salt; and keys of prompts begin with another number
+for each client, so that no request is sent where only others' prompts are cached.
 
-A client is recognised by what it authenticates with: the whole of ``authorization`` and
-``x-api-key``. Those who send nothing share. A salt that a client gives keeps its
-meaning: it becomes part of the one that is sent.
+A client is identified by its credentials: the whole of ``authorization`` and ``x-api-key``. Clients
+that send nothing share. A client's own salt keeps its meaning: it becomes part of the one sent.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from hetero_gateway.http.heads import Inbound
 
 
 class Tenants:
-    """Distinguishes clients. ``secret``: without it, nobody can make a salt or a hash of theirs."""
+    """Distinguishes clients. ``secret``: without it, nobody can compute their salts or hashes."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = hashlib.sha256(secret).digest()
 
     def seed(self, inbound: Inbound, seed: int) -> int:
-        """What the keys of a client's prompts begin with."""
+        """The start of the keys of a client's prompts."""
         return namespace(seed, self._digest(inbound, b""))
 
     def salted(self, inbound: Inbound, own_salt: bytes) -> bytes:
-        """The body with a ``cache_salt``, which is its last field: of equal names that one counts.
+        """The body with a ``cache_salt`` as its last field: of equal names the last one counts.
 
         Args:
             own_salt: the client's, b"" without one.

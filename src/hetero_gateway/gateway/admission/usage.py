@@ -1,8 +1,8 @@
-"""What each client has used, by day and model, and what it was refused.
+"""Counts what each client uses, by day and model, and its refusals.
 
-Counted once per request, as it is over: tokens as its engine stated them where that can be true,
-else as they were estimated and seen. Kept in memory for a month of days that had requests; what
-outlasts a restart, ``serve/usage/keeper`` writes.
+Each request is counted once, when it has ended: tokens as its engine reported them if plausible,
+otherwise as estimated and seen. A month of days with requests is kept in memory;
+``serve/usage/keeper`` saves what outlasts a restart.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 _DAY_S = 86400
-# Sorted at once, in one call that nothing interrupts: some milliseconds.
+# Sorted at once, in one uninterrupted call: some milliseconds.
 _SORTED_AT_ONCE = 10_000
 MOST_DAYS = 31
-# Clients that have no label of their own in metrics, and models beyond ``_MOST_ROWS``.
+# Clients without a label of their own in metrics, and models beyond ``_MOST_ROWS``.
 OTHER = "other"
-# Of a day, and of all that is older: 10 000 clients with 30 models, and adapters that come and go.
+# Per day, and for everything older: 10 000 clients with 30 models, and adapters that come and go.
 _MOST_ROWS = 300_000
 # (requests, input tokens, cached ones of them, output tokens)
 Amounts = tuple[int, int, int, int]
 NO_AMOUNTS: Amounts = (0, 0, 0, 0)
-# Tuples of numbers, which the garbage collector does not walk: of 100 000 lists, each of its passes
-# would hold up every stream for 80 ms.
+# Tuples of numbers, which the garbage collector does not traverse: with 100 000 lists, each of its
+# passes would delay every stream by 80 ms.
 _Rows = dict[tuple[str, str], Amounts]
 
 
 class UsageRow(NamedTuple):
-    """What a client has used of a model on a day (UTC); ``client``: its name."""
+    """A client's usage of a model on a day (UTC); ``client``: its name."""
 
     day: str
     client: str
@@ -45,7 +45,7 @@ class UsageRow(NamedTuple):
 
 
 class KeptRow(NamedTuple):
-    """The same as it is kept; ``day``: since 1970."""
+    """The same in stored form; ``day``: since 1970."""
 
     day: int
     client: str
@@ -54,11 +54,11 @@ class KeptRow(NamedTuple):
 
 
 class UsageStoreError(Exception):
-    """What is kept cannot be written or read. The text says where and why."""
+    """The usage store cannot be written or read. The text says where and why."""
 
 
 class ClientUsage:
-    """Counts. ``denied``: refusals, by client and limit.
+    """Usage counts. ``denied``: refusals, by client and limit.
 
     Args:
         clock: the time since 1970 in seconds.
@@ -66,7 +66,7 @@ class ClientUsage:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        # By day, and by client and model; of days that are not kept any more, all together.
+        # By day, and by client and model; days that are no longer kept, all together.
         self._days: dict[int, _Rows] = {}
         self._earlier: _Rows = {}
         self._today: _Rows = {}
@@ -76,7 +76,7 @@ class ClientUsage:
     def count(
         self, client: str, model: str, input_tokens: int, cached_tokens: int, output_tokens: int
     ) -> None:
-        """One request of a client that has a name."""
+        """Count one request of a named client."""
         now_s = self._clock()
         if now_s >= self._until_s:
             day = int(now_s // _DAY_S)
@@ -104,7 +104,7 @@ class ClientUsage:
         return rows
 
     def take(self) -> list[tuple[int, str, str, Amounts]]:
-        """All that was counted; it begins anew. For who counts elsewhere (``add``)."""
+        """Take all counts and start over: for a process whose counts another one adds (``add``)."""
         days, self._days = self._days, {}
         self._until_s = -1.0
         return [
@@ -114,7 +114,7 @@ class ClientUsage:
         ]
 
     def counted(self) -> dict[tuple[int, str, str], Amounts]:
-        """All that was counted, by day, client and model; it goes on. May run in a thread."""
+        """All counts, by day, client and model. May run in a thread."""
         return {
             (day, client, model): amounts
             for day, rows in tuple(self._days.items())
@@ -122,17 +122,17 @@ class ClientUsage:
         }
 
     def add(self, taken: Iterable[tuple[int, str, str, Amounts]]) -> None:
-        """What another process has counted."""
+        """Add another process's counts."""
         for day, client, model, amounts in taken:
             _add(self._rows_of(day), (client, model), amounts)
 
     def days(self) -> list[int]:
-        """Those that are kept, oldest first, as days since 1970."""
+        """The days that are kept, oldest first, as days since 1970."""
         return sorted(self._days)
 
     def rows(self, day: int, elsewhere: Iterable[KeptRow] = ()) -> Iterator[UsageRow]:
-        """Of one day, by client and model. May run in a thread; what is counted meanwhile is in
-        it or not. ``elsewhere``: to be added, of that day.
+        """The counts of one day, by client and model. May run in a thread; concurrent requests may
+        or may not be included. ``elsewhere``: counts of that day to be added.
         """
         date = datetime.fromtimestamp(day * _DAY_S, UTC).date().isoformat()
         entries = tuple(self._days.get(day, {}).items())
@@ -150,13 +150,13 @@ class ClientUsage:
             yield UsageRow(date, client, model, a, b, c, d)
 
     def entries(self) -> Iterator[tuple[tuple[str, str], Amounts]]:
-        """((client, model), amounts) of each day and of what is older; counting may go on."""
+        """((client, model), amounts) of each day and of older ones; counting may go on."""
         for rows in (self._earlier, *self._days.values()):
             yield from tuple(rows.items())
 
 
 def added(before: Amounts, more: Amounts) -> Amounts:
-    """Both together."""
+    """The sum of both."""
     a, b, c, d = before
     return a + more[0], b + more[1], c + more[2], d + more[3]
 

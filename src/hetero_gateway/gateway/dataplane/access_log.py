@@ -1,11 +1,11 @@
 """The access log: one line for each request on an engine's path, on standard output.
 
-What a line has of a request was either measured here, or is a name: its id, the name of its key,
-and of models those that are served. What clients write otherwise, prompts, keys and invented names
-among it, is in none.
+A line contains only measurements and names: the request's id, the name of its key, and models if
+they are served. Anything else that clients write, such as prompts, keys and invented names, never
+appears.
 
-A thread does the writing: whoever reads the lines may be slow, and no stream waits for that. Lines
-that nobody takes in time are dropped, counted, and missed in a warning.
+A thread does the writing, so that no stream waits for a slow reader. Lines that are not taken in
+time are dropped and counted, and a warning says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 # Batches of lines that wait to be written: some megabytes at most.
 _MOST_WAITING = 256
 _CLOSE_S = 2.0
-# What goes by: the disk is full, or the user's share of it.
+# Temporary errors: the disk is full, or the user's share of it.
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 _PLAIN = re.compile(r"[!#-<>-~]+")
 _LONGEST_NAME = 200
@@ -42,11 +42,11 @@ _LONGEST_NAME = 200
 class LineWriter:
     """Writes whole lines to a descriptor, in a thread of its own.
 
-    Lines for which there is no room (a full disk) are lost, and writing goes on once there is.
-    Raises OSError: the descriptor is closed, or none to write to.
+    Lines that cannot be stored (a full disk) are lost, and writing resumes once there is space.
+    Raises OSError: the descriptor is closed, or cannot be written.
 
-    Several processes may write to one pipe: what one call writes is at most ``PIPE_BUF`` bytes,
-    which the system keeps together, and ends with a line.
+    Several processes may write to one pipe: one call writes at most ``PIPE_BUF`` bytes, which the
+    system keeps together, and ends with a line.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -62,12 +62,12 @@ class LineWriter:
         self._thread.start()
 
     def write(self, lines: list[bytes]) -> None:
-        """Soon; each line ends with a newline. Never waits."""
+        """Write soon; each line ends with a newline. Never waits."""
         try:
             self._queue.put_nowait(lines)
         except queue.Full:
             if not self.dropped:
-                _log.warning("access log: its reader is too slow, and lines are dropped")
+                _log.warning("access log: its reader is too slow; lines are dropped")
             self.dropped += len(lines)
             return
         if self.dropped:
@@ -75,7 +75,7 @@ class LineWriter:
             self.dropped = 0
 
     def close(self) -> None:
-        """Write what there is, within two seconds."""
+        """Write what is left, within two seconds."""
         try:
             self._queue.put(None, timeout=_CLOSE_S)
         except queue.Full:
@@ -111,12 +111,12 @@ class LineWriter:
                 written = os.write(self._descriptor, data)
                 self._torn = data[written - 1 : written] != b"\n"
                 data = data[written:]
-            except BlockingIOError:  # whoever started the gateway made it so
+            except BlockingIOError:  # the descriptor was inherited as non-blocking
                 select.select([], [self._descriptor], [], 1.0)
 
 
 def pieces(lines: Sequence[bytes]) -> list[bytes]:
-    """The same lines, as many together as ``PIPE_BUF`` has room for."""
+    """The same lines, in groups that fit in ``PIPE_BUF``."""
     found: list[bytes] = []
     part: list[bytes] = []
     size = 0
@@ -130,11 +130,11 @@ def pieces(lines: Sequence[bytes]) -> list[bytes]:
 
 
 class AccessLog:
-    """Makes lines of requests that are over.
+    """Makes lines of requests that have ended.
 
     Args:
         write: takes the lines.
-        as_json: else they are for people.
+        as_json: otherwise they are for people.
         knows: whether a model is served: other names are a client's invention.
     """
 
@@ -222,7 +222,7 @@ def _figure(value: int | None) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name as one word of a line: quoted where it is not one."""
+    """A name as one word of a line, quoted if necessary."""
     if _PLAIN.fullmatch(name):
         return name[:_LONGEST_NAME]
     return msgspec.json.encode(name[:_LONGEST_NAME]).decode() if name else "-"

@@ -1,6 +1,6 @@
-"""The errors that the gateway itself answers with, and how they reach the client.
+"""The gateway's own errors, and how they reach the client.
 
-What an instance answers passes unchanged and is none of this.
+Answers of an instance pass unchanged and are not treated here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.headers import Headers, lines_of
 
 _RETRY_AFTER_S = 2
-# OpenAI's clients try again after 408, 409, 429 and every 5xx, unless they are told not to.
+# OpenAI's clients retry after 408, 409, 429 and every 5xx, unless told not to.
 NO_RETRY = (b"x-should-retry", b"false")
 
 
@@ -28,14 +28,14 @@ def too_large(limit: int) -> Refusal:
 
 
 def no_response(path: str, detail: str = "") -> Refusal:
-    """There is nothing to say about the response that a path names. ``detail``: why."""
+    """Nothing is known of the response that a path names. ``detail``: why."""
     name = path.removeprefix(RESPONSES + "/").partition("/")[0]
     message = f"Response with id '{name[:256]}' not found{detail}."
     return Refusal(404, "response_not_found", message, param="response_id")
 
 
 def no_previous_response() -> Refusal:
-    """What a body continues is not known, or another client's: which of the two is not said."""
+    """What a body continues is unknown, or another client's: the two are not distinguished."""
     message = "There is no response of this `previous_response_id`."
     return Refusal(404, "previous_response_not_found", message, param="previous_response_id")
 
@@ -43,7 +43,7 @@ def no_previous_response() -> Refusal:
 def rejection(
     reject: Reject, error: InstanceError | None, path: str, *, spent: bool = False
 ) -> Refusal:
-    """What the client gets where no instance can take its request; ``error``: the last one's.
+    """The answer if no instance can take the request; ``error``: the last attempt's.
 
     ``spent``: the request was tried on several.
     """
@@ -67,10 +67,10 @@ def rejection(
 def refusal_of(
     error: InstanceError, instance: Instance | Outside, *, spent: bool = False
 ) -> Refusal:
-    """What the client gets for an attempt that failed and is not tried again.
+    """The answer to a request whose attempt failed and is not retried.
 
-    ``spent``: the request was tried on several. Who has waited for a time-out is not to wait for
-    another either.
+    ``spent``: the request was tried on several. A client that has waited for one time-out should
+    not wait for another.
     """
     failure, message = error.failure, f"instance {instance.id}: {error}"
     if failure.status == 503:
@@ -94,7 +94,7 @@ def nobody_can() -> Refusal:
 
 
 def shutting_down() -> Refusal:
-    """For what was not served before the gateway ended."""
+    """For requests that were not served before the gateway ended."""
     return _unavailable("shutting_down", "The gateway is shutting down.")
 
 
@@ -123,7 +123,7 @@ def answer(
     if downstream.gone:
         return
     if downstream.started:
-        downstream.cut()  # a second head would be taken for a part of the body
+        downstream.cut()  # a second head would look like part of the body
         return
     headers, body = whole_answer(error, path, request_id)
     if error.spent:

@@ -1,7 +1,7 @@
-"""The hot path: it opens every request on an engine path, and closes all of them at the end.
+"""The hot path: opens every request on an engine path, and closes all of them at the end.
 
-Two ways lead in. The server's own protocol (``http.protocol``) calls ``open`` and what that returns
-from its callbacks; any other ASGI server runs ``serve``. From there on there is one way
+There are two ways in. The server's own protocol (``http.protocol``) calls ``open``, and what that
+returns, from its callbacks; any other ASGI server runs ``serve``. From there on there is one way
 (``attempts``). Per request there is one pass through the policy, the ledger and the metrics; per
 chunk there is none.
 """
@@ -67,9 +67,9 @@ from hetero_gateway.http.heads import Inbound
 
 
 class DataPlaneParts(Protocol):
-    """What a gateway's data plane is made of.
+    """The parts of a gateway's data plane.
 
-    ``prefix_secret``: what the keys of prompts begin with; None: a random one.
+    ``prefix_secret``: the start of prompt keys; None: a random one.
     """
 
     fleet: Fleet
@@ -91,7 +91,7 @@ class DataPlane:
     """Serves the engine's POST paths.
 
     Args:
-        run: where a line of each request is kept; None: nowhere.
+        run: records a line for each request; None: not recorded.
     """
 
     def __init__(self, of: DataPlaneParts, health: HealthMonitor, run: RunFile | None) -> None:
@@ -145,16 +145,16 @@ class DataPlane:
         self.open = partial(Attempts.open, self.rooms)
 
     def settings(self, settings: Settings, base_dir: Path, failures: Counter[str]) -> None:
-        """Have this part take up what can change of it.
+        """Register the settings of this part that can change.
 
         Args:
             base_dir: what the files of a trained predictor and a tokenizer are relative to.
-            failures: where those of a foreign predictor are counted.
+            failures: counts those of an installed predictor.
         """
 
         def prepare_predictor(fresh: GatewayConfig) -> Prepared | None:
             if predictor_settings(fresh) == predictor_settings(settings.config):
-                return None  # what it has learnt would be lost
+                return None  # its learnt state would be lost
             predictor = make_predictor(fresh, base_dir, failures)
 
             def apply() -> None:
@@ -222,7 +222,7 @@ class DataPlane:
         return Prepared(apply)
 
     def wakes_by(self, calls: EngineCalls, settings: Settings) -> None:
-        """Have engines that sleep woken by demand, where the configuration has it."""
+        """Wake sleeping engines on demand, if configured."""
 
         def prepare(fresh: GatewayConfig) -> Prepared:
             wakes = fresh.scheduler.wake_on_demand
@@ -236,7 +236,7 @@ class DataPlane:
         settings.add(("scheduler.wake_on_demand",), prepare)
 
     def splits_by(self, pairing: Pairing, settings: Settings) -> None:
-        """Have requests split among two instances, where the configuration has it."""
+        """Split requests among two instances, if configured."""
 
         def prepare(fresh: GatewayConfig) -> Prepared:
             pairs, rooms = pairing.prepare(fresh), self.rooms
@@ -280,11 +280,11 @@ class DataPlane:
         access: Callable[[list[bytes]], None] | None,
         tracing: Tracing | None = None,
     ) -> None:
-        """Have something written of each request that is over.
+        """Report each request that has ended.
 
         Args:
-            access: takes the access log's lines; None: nobody does.
-            tracing: has spans of requests; closed with this.
+            access: takes the access log's lines; None: no access log.
+            tracing: makes spans of requests; closed with this.
         """
         takers: list[Take] = []
         if access is not None and log.access:
@@ -297,7 +297,7 @@ class DataPlane:
             self.rooms.ended = EndedRequests(takers)
 
     def __len__(self) -> int:
-        """Requests that are not over."""
+        """The number of open requests."""
         return len(self.rooms.open)
 
     @property
@@ -308,12 +308,12 @@ class DataPlane:
 
     @property
     def request_log(self) -> RequestLog:
-        """What came of the last requests."""
+        """The outcomes of the last requests."""
         self.recorder.catch_up()
         return self.recorder.log
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
-        """One request of an ASGI server."""
+        """Serve one request of an ASGI server."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         downstream = AsgiDownstream(receive, send)
@@ -327,7 +327,7 @@ class DataPlane:
             await downstream.read_body(attempts, inbound, self.body_limits)
             await downstream.relay(attempts)
         except asyncio.CancelledError:
-            # The server ends, and this request was not done in the time that it gave.
+            # The server is shutting down, and this request did not finish in the time allowed.
             attempts.shut_down()
             await downstream.flush()
             raise
@@ -338,7 +338,7 @@ class DataPlane:
                 inbound.buffer.release()
 
     def close(self) -> None:
-        """Answer what is not done: the gateway ends."""
+        """Answer unfinished requests: the gateway is shutting down."""
         for attempts in list(self.rooms.open):
             attempts.shut_down()
         if self.rooms.ended is not None:

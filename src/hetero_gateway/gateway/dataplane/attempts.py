@@ -1,17 +1,17 @@
-"""A request's way through the gateway: understood, placed, sent, tried again, answered, settled.
+"""A request's way through the gateway: read, placed, sent, retried, answered, settled.
 
 One driver for every way in. Its events come from callbacks (the client's connection, the
 instance's, timers) or from the ends of its own short tasks; none of them waits. A task exists only
-where something has to: for the tokenizer, for room on an instance, for a connection. When
-admission, description, room and an idle connection are all there at once, the request is on its way
-before ``begin`` returns. What follows an attempt that failed is in ``further_attempts``.
+where something has to wait: for the tokenizer, for room on an instance, for a connection. If
+admission, description, room and an idle connection are all available at once, the request is sent
+before ``begin`` returns. ``further_attempts`` has what follows a failed attempt.
 
-The life of a request. Events down, states across; "–": cannot be, or means nothing:
+The life of a request. Events down, states across; "–": impossible, or without effect:
 
     event           reading     counting    waiting     connecting    relaying
     --------------  ----------  ----------  ----------  ------------  ---------------------
     body complete   counting, or as if counted  –       –             –
-    counted         –           waiting, connecting or relaying, as there is room and connection
+    counted         –           waiting, connecting or relaying, given room and a connection
     refused         over: 4xx   over: 4xx   over: 429,  –             –
                                             503, 504
     placed          –           –           connecting or relaying    –
@@ -22,8 +22,8 @@ The life of a request. Events down, states across; "–": cannot be, or means no
     stale idle      –           –           –           –             connecting (once)
     failed          –           –           –           settled; waiting, connecting or relaying
                                                         if it may be retried, else over
-    engine's error  –           –           –           –             held back, then as failed; it
-                                                                      passes where nobody else can
+    engine's error  –           –           –           –             held back, then as failed;
+                                                                      passed on as a last resort
     complete        –           –           –           –             settled, a turn later; over
     client gone     over        over        leaves the  settled;      settled; over
                                             queue; over over
@@ -32,8 +32,8 @@ The life of a request. Events down, states across; "–": cannot be, or means no
     a bug           over: 500   over: 500   over: 500   settled;      settled; over: 500,
                                                         over: 500     or cut
 
-What is placed is settled exactly once, in ``_settle``: from "placed" on until then ``_exchange``
-says so. A task that finds its request over does nothing but give back what it has got.
+A placed request is settled exactly once, in ``_settle``: ``_exchange`` is set from "placed" until
+then. A task that finds its request over only returns what it has acquired.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ class Attempts(TwoLegs):
             state = "counting" if self._inbound.received_s else "reading"
         return f"<Attempts {self._inbound!r}: {state}; tried {self._tried}>"
 
-    # What the client's side calls
+    # Called by the client's side
 
     def arrive(self) -> None:
-        """The head is here: find out whose request it is, and whether it may be served."""
+        """The head is here: identify the client, and whether it may be served."""
         rooms = self._rooms
         try:
             if self._inbound.came_through:
-                # Before the key: what comes back has none where the gateway keeps it to itself.
+                # Before the key: a request that returns has none if the gateway keeps it to itself.
                 rooms.hops.check(self._inbound.came_through)
             admission = rooms.admission
             self._client = EVERYBODY
@@ -133,7 +133,7 @@ class Attempts(TwoLegs):
             self.broke(error)
 
     def begin(self, body: bytes) -> None:
-        """The body is here: understand the request, and send it if that can be done at once."""
+        """The body is here: read the request, and send it if that can be done at once."""
         inbound = self._inbound
         inbound.body = body
         try:
@@ -167,11 +167,11 @@ class Attempts(TwoLegs):
             if self._wait is not None:
                 self._note("client_disconnected")
                 self._wait.leave()
-            # Else it was not understood yet: whatever is being counted is for nothing.
+            # Otherwise it was not described yet: a running count is in vain.
             self._end()
 
     def shut_down(self) -> None:
-        """The gateway ends, and this request was not done in the time that it gave."""
+        """The gateway is shutting down, and this request did not finish in the time allowed."""
         if self.over:
             return
         if self._exchange is not None:
@@ -306,7 +306,7 @@ class Attempts(TwoLegs):
         if self._exchange is exchange:
             self._launch(exchange, connection, first=first)
         else:
-            pool.release(connection)  # its request was over before: the next may have it
+            pool.release(connection)  # its request has ended: another may use it
 
     def _launch(self, exchange: Exchange, connection: UpstreamConnection, *, first: bool) -> None:
         rooms, inbound, placed = self._rooms, self._inbound, exchange.place
@@ -321,7 +321,7 @@ class Attempts(TwoLegs):
             head, body = self._request_to(instance, body)
         exchange.connection = connection
         if len(body) < LEAST_BYTES:
-            # One write is cheapest while it is small.
+            # One write is cheapest as long as it is small.
             connection.send(head + body, exchange)
         else:
             connection.send(head, exchange, body)
@@ -352,7 +352,7 @@ class Attempts(TwoLegs):
         buffer = self._inbound.buffer
         if buffer is None or exchange is not self._exchange:
             return
-        # Nothing is tried again from here on.
+        # From here on nothing is retried.
         shorten_body(self._inbound, self._job)
         buffer.release()
 
@@ -367,7 +367,7 @@ class Attempts(TwoLegs):
             self._rooms.dispatcher.stream_began(self._job, exchange.place, exchange)
 
     def _is_here(self, exchange: Exchange) -> bool:
-        """Whether it is the present one, and on an instance of ours."""
+        """Whether it is the present exchange, on an instance of ours."""
         return exchange is self._exchange and not isinstance(exchange.place, OutsidePlace)
 
     def leave_if(self, exchange: Exchange, error: InstanceError) -> None:
@@ -375,7 +375,7 @@ class Attempts(TwoLegs):
         if not self._is_here(exchange) or exchange.held is not None or job is None:
             return
         tried = [*self._tried, exchange.place.instance.id]
-        # It stays where it is if nobody else could have it: it may be answered there yet.
+        # It stays if no other instance could take it: it may still be answered there.
         if not rooms.dispatcher.has_other(job, tried):
             return
         if exchange.head_sent:
@@ -400,7 +400,7 @@ class Attempts(TwoLegs):
             self.conclude()
 
     def conclude(self) -> None:
-        """Its present exchange is over, if it has one: settle it, and see what comes next."""
+        """Settle its present exchange, if it has one, and decide what comes next."""
         exchange = self._exchange
         if exchange is None:
             return
@@ -432,7 +432,7 @@ class Attempts(TwoLegs):
         self._settle(exchange, Outcome.CLIENT_DISCONNECTED, final=True)
 
     def _settle(self, exchange: Exchange, outcome: Outcome, *, final: bool) -> None:
-        """Take the attempt off its instance, and count it: once, whatever happens in here."""
+        """Take the attempt off its instance, and count it: exactly once."""
         job, placed = self._job, exchange.place
         assert job is not None
         self._exchange = None
@@ -447,7 +447,7 @@ class Attempts(TwoLegs):
             rooms.dispatcher.settle(job, placed, exchange, outcome, final=final)
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer a request before it was understood."""
+        """Refuse a request before it was read."""
         self._verdict = "rejected"
         self._rooms.dispatcher.note(None, "rejected")
         self._answer(refusal)
@@ -478,8 +478,8 @@ class Attempts(TwoLegs):
             self._job.charge.end()
         if rooms.ended is not None:
             self._report(rooms.ended)
-        # An exchange knows its owner: as a circle, each request would wait for the garbage
-        # collector, which holds all others for milliseconds.
+        # An exchange knows its owner: as a cycle, each request would wait for the garbage
+        # collector, which stops all others for milliseconds.
         self._last = self._kept = self._continuation = None
 
     def _report(self, ended: EndedRequests) -> None:
@@ -501,9 +501,13 @@ class Attempts(TwoLegs):
         )
 
     def broke(self, error: Exception) -> None:
-        """The boundary of a request: a bug costs the one that met it, and is logged and counted."""
+        """The boundary of a request: a bug affects only this one, and is logged and counted."""
         if self.over:
-            _log.error("after request %s", self._inbound.request_id.decode(), exc_info=error)
+            _log.error(
+                "error after the end of request %s",
+                self._inbound.request_id.decode(),
+                exc_info=error,
+            )
             return
         request_id = self._inbound.request_id.decode()
         _log.error("request %s failed inside the gateway", request_id, exc_info=error)

@@ -1,9 +1,9 @@
-"""A stream that broke off, continued elsewhere: the client sees one.
+"""Continues a stream that broke off on another instance; the client sees one stream.
 
-While it streams, an ``Exchange`` that may be continued keeps what it has passed on, as references
-to reads (``Exchange.kept``). When its instance breaks off, that is read for the first time: what
-was told, and the request for the rest (``engines/vllm/continuations``). That is placed and sent as
-an attempt is, a further leg of the request, and what comes of it is told on in whole events.
+An ``Exchange`` that may be continued keeps what it has passed on, as references to reads
+(``Exchange.kept``). When its instance breaks off, these are parsed for the first time, which yields
+the delivered text and the request for the rest (``engines/vllm/continuations``). That is placed and
+sent like any attempt, as a further leg of the request, and its answer is passed on in whole events.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# What ends a stream that might go on; the total time-out does not.
+# Failures after which a stream may continue; the total time-out is not one.
 _BREAKS = frozenset(
     (Failure.RESET, Failure.PROTOCOL, Failure.IDLE_TIMEOUT, Failure.ENGINE, Failure.SILENT,
      Failure.MOVED)
 )  # fmt: skip
 # A prompt under which two instances broke off is not given to a third, unless the second one had
-# told so many tokens: what kills engines does so at once.
+# delivered this many tokens: what kills engines does so at once.
 _MOST_BREAKS = 2
 _PROGRESS_TOKENS = 8
 # Counting a text takes an engine milliseconds; its answer lists the tokens.
@@ -59,11 +59,11 @@ _MOST_COUNT_BYTES = 1 << 22
 
 @dataclass(slots=True, eq=False)
 class Continuation:
-    """A stream that broke off, until it is continued to its end or ended.
+    """A broken stream until it is continued to its end or ended.
 
-    ``body``: asks for the rest; ``told``: to the client, so far, in so many ``events``; ``breaks``:
-    how often it broke off since something came of it; ``broken``: the first exchange, whose head
-    the client has.
+    ``body``: asks for the rest; ``told``: delivered to the client so far, in ``events``;
+    ``breaks``: how often it broke off since it last made progress; ``broken``: the first exchange,
+    whose head the client has.
     """
 
     _inbound: Inbound
@@ -80,7 +80,8 @@ class Continuation:
         self.body = continuing_body(inbound.path, inbound.body, self.told, self._fidelity)
 
     async def count_on(self, instance: Instance, hops: Hops) -> None:
-        """Have that engine count what is told, unless its ids were. Raises NotContinuable."""
+        """Let that engine count the delivered text, unless its ids are known. Raises
+        NotContinuable."""
         told, body = self.told, self._inbound.body
         if not told.text or told.token_ids is not None:
             return
@@ -89,7 +90,7 @@ class Continuation:
             asked = counting_body(body, told.text), b"application/json"
             answer = await probe.ask(b"POST", TOKENIZE.encode(), _MOST_COUNT_BYTES, *asked)
         except InstanceError:
-            return  # then it is the events that count
+            return  # then the events are counted
         finally:
             probe.close()
         tokens = counted_tokens(answer.body, told.text) if answer.good else None
@@ -100,14 +101,14 @@ class Continuation:
 
 @dataclass(slots=True)
 class Continuations:
-    """Which streams are continued.
+    """Decides which streams are continued.
 
     Args:
-        fidelity: which are.
-        most_kept_bytes: of one, so that it can be.
-        _budget: of retries, which bounds these as well.
-        _open: the requests that are not over.
-        _results: what became of streams that broke off, by a bounded name.
+        fidelity: which kinds are.
+        most_kept_bytes: kept of one stream for this.
+        _budget: of retries, which bounds continuations as well.
+        _open: the open requests.
+        _results: outcomes of broken streams, by a bounded name.
     """
 
     fidelity: Fidelity
@@ -123,10 +124,10 @@ class Continuations:
         inbound: Inbound,
         before: Continuation | None,
     ) -> Continuation | None:
-        """How a stream goes on that broke off; None: it does not.
+        """The continuation of a broken stream; None: it ends.
 
         Args:
-            before: where it broke off the last time; None: this is the first.
+            before: its last continuation; None: this is the first break.
         """
         if error.failure not in _BREAKS:
             return None
@@ -141,7 +142,7 @@ class Continuations:
             return None
         self._results["continued"] += 1
         _log.warning(
-            "request %s: its answer from %s broke off: %s; it goes on elsewhere",
+            "request %s: its answer from %s broke off: %s; another instance continues it",
             inbound.request_id.decode(),
             exchange.place.instance.id,
             error,
@@ -149,9 +150,9 @@ class Continuations:
         return result
 
     def can_follow(self, exchange: Exchange, inbound: Inbound, before: Continuation | None) -> bool:
-        """Whether a stream that has not broken off could go on elsewhere, if it were to.
+        """Whether an unbroken stream could be continued elsewhere if it broke now.
 
-        It is asked again and again, and read no more once it never can.
+        Asked repeatedly; nothing is read again once it never can.
         """
         if exchange.stays or not self._budget.may_continue(len(self._open), counts=False):
             return False
@@ -193,12 +194,12 @@ def continuations_of(
 
 
 def may_continue(inbound: Inbound) -> bool:
-    """Whether an answer is to be kept for it: of a request that is itself kept."""
+    """Whether to keep an answer for it: only of requests that are themselves kept."""
     return inbound.path in CONTINUED_PATHS and inbound.buffer is None
 
 
 def _events_of(exchange: Exchange) -> bytes:
-    """All that has passed, without its framing. Raises NotContinuable."""
+    """Everything passed on, without framing. Raises NotContinuable."""
     kept = None if exchange.kept is None else exchange.kept.body()
     if kept is None:
         raise NotContinuable("it was too long to be kept")
@@ -219,17 +220,17 @@ def _events_of(exchange: Exchange) -> bytes:
 
 @dataclass(slots=True, eq=False, repr=False)
 class ContinuedExchange(Exchange):
-    """A leg that continues a stream: its events become that stream's, in chunks of the gateway's.
+    """A leg that continues a stream: its events become that stream's, in the gateway's chunks.
 
-    To whoever counts, it is the whole stream: ``events``, ``usage`` and ``first_body_at_s`` are
-    those of all legs so far. ``head_sent``: something of this one has reached the client.
+    For counting, it is the whole stream: ``events``, ``usage`` and ``first_body_at_s`` are those of
+    all legs so far. ``head_sent``: something of this leg has reached the client.
     """
 
     splice: Splice = field(init=False)
     _broken: Exchange = field(init=False)
 
     def follow(self, continuation: Continuation) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.splice = Splice(self._path, continuation.told)
         self._broken = continuation.broken
         self.events = continuation.events
@@ -247,7 +248,7 @@ class ContinuedExchange(Exchange):
     def on_data(self, data: bytes) -> None:
         self.active = True
         if self.held is not None:
-            self.held.parts[:] = [data[:TAIL_BYTES]]  # none of it is for the client
+            self.held.parts[:] = [data[:TAIL_BYTES]]  # the client gets none of it
             return
         try:
             data = self.splice.feed(data)
@@ -261,7 +262,7 @@ class ContinuedExchange(Exchange):
             if self.first_body_at_s is None:
                 self.first_body_at_s = time.monotonic()
             self.owner.stream_began(self)
-            # A comment, as server-sent events have them: the head has gone long ago.
+            # A comment in the sense of server-sent events: the head was sent long ago.
             data = b": continued by %b\n\n%b" % (self.place.instance.id.encode(), data)
         self.events += data.count(b"data: ")
         self._tail.append(data[-TAIL_BYTES:])
@@ -283,7 +284,7 @@ class ContinuedExchange(Exchange):
 
     @property
     def at_event(self) -> bool:
-        return True  # whole ones have passed
+        return True  # whole ones have been passed on
 
     def write_on(self, data: bytes, *, last: bool = False) -> None:
         self._broken.write_on(data, last=last)
@@ -293,7 +294,7 @@ class ContinuedExchange(Exchange):
 
 
 def got_on(exchange: Exchange, before: Continuation | None) -> bool:
-    """Whether so much came of it that its prompt is not what broke it off."""
+    """Whether it made so much progress that its prompt is not what broke it off."""
     if isinstance(exchange, ContinuedExchange):
         assert before is not None
         return exchange.splice.told.tokens - before.told.tokens >= _PROGRESS_TOKENS

@@ -1,10 +1,10 @@
-"""Between a request's bytes and the scheduler: what an attempt asks, and what it reports.
+"""The interface between an attempt and the scheduler.
 
-``Dispatcher`` is the whole of what ``attempts`` knows of scheduling: describe, submit, and the
-events of a placed attempt until it is settled. ``placement.LocalDispatcher`` drives the scheduler
-of this process, for everybody: clients' requests, those of workers (``scaleout.workers``) and the
-picker's streams. ``scaleout.workers.remote`` has the same calls and puts them on a wire. None of
-them waits: what is not known at once is reported to the request's ``Owner`` in a callback.
+``Dispatcher`` is all that ``attempts`` knows of scheduling: describe, submit, and the events of a
+placed attempt until it is settled. ``placement.LocalDispatcher`` drives the scheduler of this
+process, for everyone: clients' requests, those of workers (``scaleout.workers``) and the picker's
+streams. ``scaleout.workers.remote`` has the same calls and puts them on a wire. None of them waits:
+later results are reported to the request's ``Owner`` in a callback.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PlaceT_contra = TypeVar("PlaceT_contra", bound=Place, contravariant=True)
 
 
 class Owner(Protocol[PlaceT_contra]):
-    """Whose request it is. One of these is called for each ``Waiting``, unless it left.
+    """The owner of a request. One of these is called for each ``Waiting``, unless it left.
 
     They do not raise.
     """
@@ -49,7 +49,7 @@ class Owner(Protocol[PlaceT_contra]):
     def placed(self, place: PlaceT_contra | Reject) -> None: ...
 
     def turned_away(self, refusal: Refusal) -> None:
-        """It waited too long, or the gateway ends."""
+        """It waited too long, or the gateway is shutting down."""
         ...
 
     def broke(self, error: Exception) -> None:
@@ -64,14 +64,14 @@ class Waiting:
     __slots__ = ()
 
     def leave(self) -> None:
-        """Its owner wants none any more, and hears nothing more."""
+        """Withdraw it; its owner is not called any more."""
         raise NotImplementedError
 
 
 def report_to(
     owner: Owner[Placed], submit: Callable[[], Placed | Reject | Waiting]
 ) -> Waiting | None:
-    """Submit, and report at once what is known at once; what is returned waits for the rest."""
+    """Submit, and report an immediate result at once; the returned value waits for later ones."""
     try:
         place = submit()
     except Refusal as refusal:
@@ -86,15 +86,15 @@ def report_to(
 
 
 class Dispatcher(Protocol[JobT, PlaceT]):
-    """Finds requests their instances, and learns what becomes of them."""
+    """Finds instances for requests, and receives their outcomes."""
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None
     ) -> JobT:
-        """What the scheduler needs to know of a request; its client is charged.
+        """Describe a request for the scheduler, and charge its client.
 
         Raises:
-            Refusal: 403 for what the client may not ask for, 429 for more than it may.
+            Refusal: 403 for what the client may not use, 429 for more than its limits.
         """
         ...
 
@@ -109,10 +109,10 @@ class Dispatcher(Protocol[JobT, PlaceT]):
         """Ask for a place.
 
         Args:
-            tried: where the request was before.
-            failure: of the last attempt, where there was one.
+            tried: instances the request was on before.
+            failure: of the last attempt, if there was one.
             deadline_s: monotonic; of the whole request.
-            owner: is called back where a ``Waiting`` is returned.
+            owner: is called back if a ``Waiting`` is returned.
 
         Raises:
             Refusal: 429 for a full queue.
@@ -120,18 +120,18 @@ class Dispatcher(Protocol[JobT, PlaceT]):
         ...
 
     def has_other(self, job: JobT, tried: Sequence[InstanceId]) -> bool:
-        """Whether an instance that was not tried could take a request that has a place."""
+        """Whether an untried instance could take a request that has a place."""
         ...
 
     def stream_began(self, job: JobT, place: PlaceT, stream: ObservedResponse) -> None:
-        """A good stream's first bytes are here."""
+        """The first bytes of a good stream are here."""
         ...
 
     async def spend(self, job: JobT, tokens: int) -> None:
-        """A session goes on: its client is charged for all of its tokens so far.
+        """A session continues: charge its client for all of its tokens so far.
 
         Raises:
-            Refusal: 429 for more than the client may use; the last ones are not charged.
+            Refusal: 429 beyond the client's limits; the last tokens are not charged.
         """
         ...
 
@@ -142,7 +142,7 @@ class Dispatcher(Protocol[JobT, PlaceT]):
     def settle(
         self, job: JobT, place: PlaceT, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
-        """The attempt is over, and is taken off its instance and counted. Once for each place."""
+        """Settle the attempt: take it off its instance and count it. Once for each place."""
         ...
 
     def fall_back(self, job: JobT, model: str) -> None:
@@ -152,19 +152,19 @@ class Dispatcher(Protocol[JobT, PlaceT]):
     def settle_outside(
         self, job: JobT, label: str, seen: ObservedResponse, outcome: Outcome, *, final: bool
     ) -> None:
-        """An attempt at a service elsewhere is over; ``label``: of the fallback."""
+        """Settle an attempt at a service elsewhere; ``label``: of the fallback."""
         ...
 
     def withdraw(self, place: PlaceT, seen: ObservedResponse | None) -> None:
-        """Take an attempt off that met a bug here; nothing is counted."""
+        """Take off an attempt that met a bug here; nothing is counted."""
         ...
 
     def pass_on(
         self, job: JobT, place: PlaceT, seen: ObservedResponse, outcome: Outcome = COMPLETED
     ) -> None:
-        """The client gets the answer of an attempt that was settled as not final."""
+        """Give the client the answer of an attempt that was settled as not final."""
         ...
 
     def note(self, job: JobT | None, outcome: str) -> None:
-        """Count a request that reached no instance; None: it was not even understood."""
+        """Count a request that reached no instance; None: it was not even read."""
         ...

@@ -1,7 +1,7 @@
-"""Requests that are over, for whoever writes about each of them: the access log, traces.
+"""Ended requests, for those that report each of them: the access log and traces.
 
-Noted one by one and passed on some at a time, so that what is written of a request holds up no
-other one. Where nobody writes, there is none of this.
+Noted one by one and passed on in groups, so that reporting a request delays no other one. Without a
+report, none of this runs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _NOTHING = Usage(None, None, None)
 
 
 class Ended(NamedTuple):
-    """One request that is over.
+    """One request that has ended.
 
     Args:
         client: the name of its key; "" without one.
-        job: None: it was not understood.
-        last: its last attempt: where, what was seen of it, and what came of it; None: it had none.
-        verdict: what came of it where no attempt says so.
+        job: None: it was not read.
+        last: its last attempt: place, response and outcome; None: it had none.
+        verdict: its outcome if no attempt has one.
         status: that the client got; 499: it left before an answer.
-        attempts: how many there were.
+        attempts: number of attempts.
         overhead_s: from its last byte in to sending it on, less its wait; None: it was not sent.
         ended_s: monotonic.
-        span: the trace's, where it is traced.
+        span: the trace's, if it is traced.
     """
 
     inbound: Inbound
@@ -54,7 +54,7 @@ class Ended(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """As it is counted in ``hetero_gateway_requests_total``."""
+        """As counted in ``hetero_gateway_requests_total``."""
         if self.verdict or self.last is None:
             return self.verdict or Outcome.CLIENT_DISCONNECTED.value
         _, seen, outcome = self.last
@@ -62,20 +62,20 @@ class Ended(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """What the last attempt failed of; "" where it did not."""
+        """Why the last attempt failed; "" if it did not."""
         error = None if self.last is None else self.last[1].error
         return "" if error is None else error.reason
 
     @property
     def waited_s(self) -> float:
-        """In the queue, ahead of the last attempt; or until it was turned away."""
+        """In the queue, before the last attempt; or until it was turned away."""
         if self.last is not None:
             return self.last[0].waited_s
         return self.duration_s if self.job is not None else 0.0
 
     @property
     def duration_s(self) -> float:
-        """From its last byte in; 0 where that never came."""
+        """From its last byte in; 0 if that never came."""
         received_s = self.inbound.received_s
         return self.ended_s - received_s if received_s else 0.0
 
@@ -86,7 +86,7 @@ class Ended(NamedTuple):
         return None if first_s is None else first_s - self.inbound.received_s
 
     def usage(self) -> Usage:
-        """Tokens as the engine stated them, or as its events count."""
+        """Tokens as the engine reported them, or as its events count."""
         if self.last is None or self.status >= 400:
             return _NOTHING
         seen = self.last[1]
@@ -98,7 +98,7 @@ class Ended(NamedTuple):
 
 
 class Tracing(Protocol):
-    """Has a span for each request; see ``tracing``, which is not imported where it is off."""
+    """Makes a span for each request; see ``tracing``, which is not imported unless used."""
 
     def begin(self, inbound: Inbound) -> Any: ...
 
@@ -113,10 +113,10 @@ Take: TypeAlias = Callable[[Sequence[Ended]], None]
 
 
 class EndedRequests:
-    """Passes requests that are over on to those that write about them. Needs a running event loop.
+    """Passes ended requests on to those that report them. Needs a running event loop.
 
     Args:
-        takers: each is called with some of them at a time.
+        takers: each is called with several of them at a time.
     """
 
     def __init__(self, takers: Sequence[Take]) -> None:
@@ -126,7 +126,7 @@ class EndedRequests:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, ended: Ended) -> None:
-        """A request is over."""
+        """Add an ended request."""
         later = self._later
         later.append(ended)
         if len(later) >= _MOST_LATER:
@@ -135,7 +135,7 @@ class EndedRequests:
             self._timer = self._loop.call_later(LATER_S, self.pass_on)
 
     def pass_on(self) -> None:
-        """Do not wait for others."""
+        """Pass on what there is now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -144,5 +144,5 @@ class EndedRequests:
             try:
                 take(later)
             except Exception:
-                # The boundary of what is only told: no request fails of it.
-                _log.exception("%d requests that are over cannot be written about", len(later))
+                # The boundary of reporting: no request fails because of it.
+                _log.exception("%d finished requests cannot be logged", len(later))

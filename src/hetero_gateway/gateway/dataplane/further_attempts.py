@@ -33,20 +33,20 @@ from hetero_gateway.http.heads import Inbound
 
 _log = logging.getLogger(__name__)
 
-# What is answered where nothing can take a request.
+# The answer if nothing can take a request.
 _FALLS_BACK = frozenset(
     ("model_not_found", "no_healthy_instance", "queue_full", "queue_timeout", "wait_too_long",
      "upstream_error", "gateway_exhausted")
 )  # fmt: skip
-# As nginx counts a client that left in front of an answer.
+# As in nginx, for a client that left before an answer.
 CLIENT_GONE = 499
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class FurtherAttempts(RequestReader):
-    """A request that one attempt may not be enough for: what is known of those before.
+    """A request that may need several attempts: what is known of the earlier ones.
 
-    Its driver, ``Attempts``, is derived from it, and does what is left open here.
+    Its driver, ``Attempts``, derives from it and implements what is left open here.
     """
 
     _rooms: Rooms
@@ -54,27 +54,27 @@ class FurtherAttempts(RequestReader):
     _downstream: Downstream
     _job: Job | None = None
     _tried: list[InstanceId] = field(default_factory=list)
-    _refused: int = 0  # of those that were tried, which took no connection
-    _failure: InstanceError | None = None  # of the last attempt, where there is another
-    # And the answer that it had, if any.
+    _refused: int = 0  # of the tried instances, those that refused the connection
+    _failure: InstanceError | None = None  # of the last attempt, if another follows
+    # And its answer, if any.
     _kept: Exchange | None = None
     _continuation: Continuation | None = None  # of a stream that broke off
-    _other_body: bytes = b""  # that is sent in place of the client's; b"": none
-    # How many fallbacks were looked at, and the last one's label.
+    _other_body: bytes = b""  # sent in place of the client's; b"": none
+    # The number of fallbacks examined, and the last one's label.
     _fallen: tuple[int, str] | None = None
     _exchange: Exchange | None = None  # at its place, until it is settled
     _status: int = CLIENT_GONE  # that the client got
-    # What came of it, for whoever writes about it.
+    # Its outcome, for reports.
     _last: tuple[Place | OutsidePlace, Exchange, Outcome] | None = None
 
-    # What its driver does
+    # Implemented by its driver
 
     def _after_legs(self, exchange: Exchange, error: InstanceError) -> InstanceError:
-        """What an attempt failed of, if it was split."""
+        """The failure of an attempt, if it was split."""
         raise NotImplementedError
 
     def _place(self) -> None:
-        """Have it placed on an instance that was not tried."""
+        """Have it placed on an untried instance."""
         raise NotImplementedError
 
     def _send(self, placed: Place | OutsidePlace) -> None:
@@ -98,13 +98,13 @@ class FurtherAttempts(RequestReader):
         raise NotImplementedError
 
     def _end(self) -> None:
-        """It is over."""
+        """End it."""
         raise NotImplementedError
 
     # An answer that is none
 
     def _failure_of(self, exchange: Exchange) -> InstanceError | None:
-        """What an answer that was held back means; None: that it is to pass."""
+        """What a held-back answer means; None: pass it on."""
         assert exchange.held is not None
         if exchange.status == 404 and isinstance(exchange.place, OutsidePlace):
             return None
@@ -117,15 +117,15 @@ class FurtherAttempts(RequestReader):
         return exchange.empty and exchange.status == 200 and self._inbound.work is Work.GENERATE
 
     def _note_break(self, exchange: Exchange) -> None:
-        """The HTTP response is complete, and the engine's answer is not."""
+        """The HTTP response is complete, but the engine's answer is not."""
         _log.warning(
-            "request %s: the engine of %s broke its answer off",
+            "request %s: the engine of %s broke off its answer",
             self._inbound.request_id.decode(),
             exchange.place.instance.id,
         )
 
     def _note_loop(self, exchange: Exchange) -> None:
-        """The request has been somewhere before."""
+        """The request has come back to a gateway it has been through."""
         self._rooms.hops.note_loop(exchange.place.instance.id)
         if not self._inbound.came_through:
             exchange.error = InstanceError(Failure.LOOP, "it leads back to a gateway")
@@ -133,7 +133,7 @@ class FurtherAttempts(RequestReader):
     # An attempt that failed
 
     def _go_on_after(self, error: InstanceError, exchange: Exchange) -> None:
-        """An attempt failed: try again, ask a fallback, or answer with what there is."""
+        """Handle a failed attempt: retry, ask a fallback, or answer with what there is."""
         placed = exchange.place
         instance, connection = placed.instance, exchange.connection
         if connection is not None and connection.stale and error.failure is Failure.RESET:
@@ -160,7 +160,7 @@ class FurtherAttempts(RequestReader):
         answered = exchange.complete
         outcome = error.failure.outcome
         if answered and exchange.status >= 400 and not retry and fallback is None:
-            outcome = COMPLETED  # with what its engine had to say
+            outcome = COMPLETED  # with its engine's own answer
         self._settle(exchange, outcome, final=not retry and fallback is None)
         spent = len(self._tried) > 1
         if retry or fallback is not None:
@@ -185,16 +185,16 @@ class FurtherAttempts(RequestReader):
             self._answer(refusal_of(error, instance, spent=spent))
 
     def _may_retry(self, error: InstanceError) -> bool:
-        """Whether it may be tried again, ``error`` being the last attempt's."""
+        """Whether it may be retried, ``error`` being the last attempt's."""
         rooms = self._rooms
         self._refused += error.refused
         attempts = len(self._tried) - self._refused
         return rooms.budget.may_retry(error, attempts, len(rooms.open))
 
     def _note_deadly(self, error: InstanceError, exchange: Exchange) -> bool:
-        """Whether instances die under this request, the last one before much came of it.
+        """Whether instances die under this request, the last one before it made much progress.
 
-        Two in turn; or one more, under a request like one before.
+        Two in turn; or one more, under a request like a previous one.
         """
         if error.failure is not Failure.RESET or got_on(exchange, self._continuation):
             return False
@@ -212,11 +212,11 @@ class FurtherAttempts(RequestReader):
         if exchange.head_sent and exchange.streams:
             self._rooms.metrics.streams_continued["not_continuable"] += 1
         request_id = self._inbound.request_id.decode()
-        _log.warning("request %s is not tried again: %s died", request_id, " and ".join(died))
+        _log.warning("request %s is not retried: %s died", request_id, " and ".join(died))
         return True
 
     def _ends_all_the_same(self, error: InstanceError, exchange: Exchange) -> bool:
-        """Whether a stream broke off when its answer was told, and only its end was not."""
+        """Whether a stream broke off after its complete answer, lacking only its end."""
         job = self._job
         assert job is not None
         if not (exchange.head_sent and exchange.streams and exchange.at_event):
@@ -227,7 +227,7 @@ class FurtherAttempts(RequestReader):
         if rest is None or self._downstream.gone:
             return False
         _log.info(
-            "request %s: its answer from %s was whole but for its end: %s",
+            "request %s: its answer from %s was complete except for its end: %s",
             self._inbound.request_id.decode(),
             exchange.place.instance.id,
             error,
@@ -239,10 +239,10 @@ class FurtherAttempts(RequestReader):
         return True
 
     def _pass_on(self, exchange: Exchange) -> None:
-        """Nobody has a better answer than the one that was held back: the client gets that."""
+        """No instance has a better answer than the held-back one: the client gets that."""
         if not self._downstream.gone:
-            # Those of engines that are busy stay as they are: to come back later is right, and
-            # meanwhile the gateway spares them, so that it costs one attempt and not several.
+            # Answers of busy engines stay unchanged: trying again later is right, and meanwhile the
+            # gateway spares those engines, so that it costs one attempt and not several.
             spent = len(self._tried) > 1 and exchange.status in (500, 502)
             exchange.let_pass(lines_of((NO_RETRY,)) if spent else b"")
             self._status = exchange.status
@@ -251,7 +251,7 @@ class FurtherAttempts(RequestReader):
     # A stream that broke off
 
     def _continues(self, exchange: Exchange, error: InstanceError) -> bool:
-        """Whether a stream that broke off goes on elsewhere."""
+        """Whether a broken stream is continued elsewhere."""
         continuations, job = self._rooms.continuations, self._job
         if continuations is None or not exchange.streams or self._downstream.gone:
             return False
@@ -260,13 +260,13 @@ class FurtherAttempts(RequestReader):
         if self._continuation is None:
             return False
         if self._continuation.breaks == 1:
-            # Something came of it since the others failed.
+            # It has made progress since the others failed.
             self._tried, self._refused = self._tried[-1:], 0
         job.told_tokens = self._continuation.told.tokens
         return True
 
     async def _continue(self, exchange: ContinuedExchange) -> None:
-        """Send the rest of a stream that broke off, once it is known how much that is."""
+        """Send the rest of a broken stream, once its size is known."""
         continuation, instance = self._continuation, exchange.place.instance
         assert continuation is not None
         assert not isinstance(instance, Outside)
@@ -281,7 +281,7 @@ class FurtherAttempts(RequestReader):
             await self._connect(exchange, first=False)
 
     def _end_stream(self, refusal: Refusal) -> None:
-        """Nobody takes the rest of a stream that broke off: it counts as what it was."""
+        """Nothing takes the rest of a broken stream: it counts as what it was."""
         assert self._job is not None
         assert self._last is not None
         placed, exchange, outcome = self._last
@@ -292,7 +292,7 @@ class FurtherAttempts(RequestReader):
     # No place
 
     def _turn_away(self, refusal: Refusal, outcome: str) -> None:
-        """Answer a request that was not placed, or have a fallback asked."""
+        """Answer a request that was not placed, or ask a fallback."""
         if refusal.code in _FALLS_BACK and (fallback := self._next_fallback()) is not None:
             self._fall_back(fallback)
             return
@@ -317,7 +317,7 @@ class FurtherAttempts(RequestReader):
         self._answer(refusal)
 
     def _next_fallback(self) -> Fallback | None:
-        """Who is asked now that nothing can take the request; None: nobody (any more)."""
+        """The fallback to ask now that nothing can take the request; None: none (left)."""
         job, client, routes = self._job, self._client, self._rooms.intake.routes
         if not routes.by_name or job is None or client is None or job.parsed.previous:
             return None

@@ -1,9 +1,9 @@
 """A request whose prompt one instance computes and another answers: its two exchanges.
 
 The scheduler has chosen both (``Placed.leg``). ``Handovers.prefill`` asks the one for the prompt,
-and makes of its answer the body that the other gets; ``HandoverExchange`` relays what that answers.
-``engines/vllm/kv_transfer`` knows what engines say to each other, ``two_legs`` what follows when
-one of them fails.
+and turns its answer into the body for the other; ``HandoverExchange`` relays the other's answer.
+``engines/vllm/kv_transfer`` knows what engines tell each other, ``two_legs`` what follows when one
+of them fails.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from hetero_gateway.http.heads import Inbound
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import InstancePool
 
-# A body that is longer is not looked through for what cannot be split.
+# Longer bodies are not searched for what cannot be split.
 _MOST_BODY_BYTES = 1 << 20
-# Of a prefill's answer: one token, and the log probabilities of a long prompt where asked for.
+# Of a prefill's answer: one token, and the log probabilities of a long prompt if requested.
 _MOST_ANSWER_BYTES = 8 << 20
-# Of an answer that is put right as a whole; and of a stream's events that tell nothing yet.
+# Of a corrected complete answer; and of a stream's events before it says anything.
 _MOST_WHOLE_BYTES = 8 << 20
 _MOST_OPENING_BYTES = 1 << 16
-# So often it is asked whether who computes a prompt, or is fetched from, has fallen silent.
+# How often silence is checked of the instance that computes a prompt, or is fetched from.
 LOOK_S = 0.5
-# Of Mooncake's bootstrap servers.
+# Time-out of Mooncake's bootstrap servers.
 _BOOTSTRAP_POOL = PoolConfig(max_connections=1, max_idle=1)
 _BOOTSTRAP_S, _MOST_BOOTSTRAP_BYTES = 2.0, 1 << 20
 _NOTHING_LACKS: Final = Mending()
@@ -67,12 +67,12 @@ _NOTHING_LACKS: Final = Mending()
 
 @dataclass(slots=True, eq=False, repr=False)
 class HandoverExchange(Exchange):
-    """The decode leg: what it answers becomes what one instance would have answered.
+    """The decode leg: its answer becomes what one instance would have answered.
 
-    Nothing reaches the client until it tells something, as a transfer fails behind a good head.
+    Nothing reaches the client until it says something, as a transfer fails after a good head.
 
-    ``leg``: who computes the prompt; ``task``: that asks for it; ``handovers``: as they were
-    configured when it began; ``transfer``: where both were asked at once.
+    ``leg``: the instance that computes the prompt; ``task``: asks for it; ``handovers``: as
+    configured when it began; ``transfer``: if both were asked at once.
     """
 
     leg: PrefillLeg = field(init=False)
@@ -116,7 +116,7 @@ class HandoverExchange(Exchange):
             self.fail(InstanceError(Failure.HANDOVER, "its engine did not get the prompt's cache"))
         elif told is Beginning.BEGUN:
             parts, self._opening = self._taken(), None
-            # Events are put right, so that the gateway frames them.
+            # Events are corrected, so the gateway frames them.
             self._rechunk = not self._decode
             self._begin_answer(_framed(head, None))
             self._pass_events(parts)
@@ -160,23 +160,23 @@ class HandoverExchange(Exchange):
 
     @property
     def failed_early(self) -> bool:
-        """Whether its engine failed before it told anything, as where a transfer fails."""
+        """Whether its engine failed before it said anything, as when a transfer fails."""
         error = self.error
         if error is None or self.head_sent:
             return False
         if self.leg.sent_s is None and self.transfer is None:
             return False
-        # An engine that opens its stream before it fetches breaks it off then.
+        # An engine that opens its stream before fetching breaks it off then.
         broke = error.failure is Failure.RESET and self._path == RESPONSES and bool(self._parts)
         return broke or error.failure in _BY_TRANSFERS
 
 
-# What a failed transfer looks like.
+# How a failed transfer looks.
 _BY_TRANSFERS = (Failure.SERVER_ERROR, Failure.ENGINE, Failure.EMPTY, Failure.HANDOVER)
 
 
 def _framed(head: ResponseHead, length_bytes: int | None) -> ResponseHead:
-    """The same head, for a body that has this length; None: chunks."""
+    """The same head, for a body of this length; None: chunks."""
     headers = [pair for pair in head.headers if pair[0] != b"content-length"]
     if length_bytes is not None:
         headers.append((b"content-length", b"%d" % length_bytes))
@@ -191,16 +191,16 @@ class Handovers:
 
     Args:
         first_byte_s: how long an instance may take to compute a prompt.
-        results: what came of it, by a bounded name.
+        results: outcomes, by a bounded name.
         legs: the scheduler's.
-        _recorder: counts what instances fail of.
+        _recorder: counts failures of instances.
     """
 
     first_byte_s: float
     results: Counter[str]
     legs: PrefillLegs
     _recorder: Recorder
-    # Of instances whose connector asks both at once: their engines, as their bootstrap servers say.
+    # For connectors that ask both at once: the instances' engines, from their bootstrap servers.
     _engines: dict[InstanceId, tuple[Instance, str]] = field(default_factory=dict)
 
     def splits(self, inbound: Inbound) -> bool:
@@ -213,10 +213,10 @@ class Handovers:
     async def prefill(
         self, inbound: Inbound, exchange: HandoverExchange, request_of: Callable[[bytes], bytes]
     ) -> bytes:
-        """Have the prompt computed; the body that the decode instance gets.
+        """Have the prompt computed; returns the body for the decode instance.
 
         Args:
-            request_of: the whole request to the prefill instance, of its body.
+            request_of: makes the whole request to the prefill instance from its body.
 
         Raises:
             InstanceError: that instance failed.
@@ -234,7 +234,7 @@ class Handovers:
             failure = Failure.BUSY if busy else Failure.SERVER_ERROR
             raise InstanceError(failure, f"it answered {answer.status} to a prompt")
         if answer.status != 200 or answer.problem:
-            # What is wrong with it, the client is told by whoever gets it whole.
+            # The instance that gets the request whole tells the client what is wrong with it.
             raise NoHandover(answer.problem or f"it answered {answer.status}")
         self._recorder.note_prompt(inbound.body, leg)
         told = read_answer(inbound.path, answer.body)
@@ -243,13 +243,13 @@ class Handovers:
         return decode_body(inbound.body, parameters)
 
     def failed(self, job: Job, leg: PrefillLeg, error: InstanceError) -> None:
-        """A prefill leg is over, as its instance failed."""
+        """Settle a prefill leg whose instance failed."""
         self.results["prefill_failed"] += 1
         self.forget(leg)
         self.legs.over(leg, error.failure.outcome)
         dispatch, instance = leg.dispatch, leg.instance
         sent_s, expected_s = dispatch.sent_s, dispatch.expected_s
-        self._recorder.catch_up()  # what was answered before this failure counts before it
+        self._recorder.catch_up()  # earlier answers must count before this failure
         self._recorder.note_error(job, instance, dispatch, error, sent_s, expected_s)
 
     async def _ask(self, exchange: HandoverExchange, request: bytes) -> ProbeAnswer:
@@ -260,13 +260,13 @@ class Handovers:
         try:
             while True:
                 await asyncio.wait([asking], timeout=LOOK_S)
-                exchange.active = True  # it is somebody else who is asked
+                exchange.active = True  # another instance is being waited for
                 if asking.done():
                     return asking.result()
                 took_s, outcomes = time.monotonic() - began_s, instance.outcomes
                 suspected = outcomes.ejected and outcomes.reason == SILENT and took_s >= LEG_S
                 if instance.silent or suspected:
-                    raise InstanceError(Failure.SILENT, "nothing is heard of it")
+                    raise InstanceError(Failure.SILENT, "nothing is heard from it")
                 if took_s >= self.first_byte_s:
                     message = f"no prompt computed in {self.first_byte_s:g} s"
                     raise InstanceError(Failure.FIRST_BYTE_TIMEOUT, message)
@@ -276,14 +276,15 @@ class Handovers:
     # Both at once
 
     def at_once(self, leg: PrefillLeg) -> bool:
-        """Whether who answers is asked while the prompt is being computed (Mooncake)."""
+        """Whether the decode instance is asked while the prompt is being computed (Mooncake)."""
         return CONNECTORS[leg.transfer.connector].at_once
 
     async def named(self, inbound: Inbound, exchange: HandoverExchange) -> bytes:
-        """The body for who answers, and ``exchange.transfer`` for the prompt, which comes after.
+        """The body for the decode instance, and ``exchange.transfer`` for the prompt, which
+        follows.
 
         Raises:
-            NoHandover: it is not known whose prompt that would be, or that is no request for it.
+            NoHandover: the prompt's engine is unknown, or the request does not allow it.
         """
         leg = exchange.leg
         if b"prompt_logprobs" in inbound.body:
@@ -292,7 +293,7 @@ class Handovers:
         try:
             engine_id = await self._engine_of(leg.instance, bootstrap)
         except NoHandover:
-            self.legs.refuse(leg, exchange.place.instance.id)  # it is asked again in some minutes
+            self.legs.refuse(leg, exchange.place.instance.id)  # retried in some minutes
             raise
         # A client may repeat its own id.
         exchange.transfer = Transfer(
@@ -302,7 +303,7 @@ class Handovers:
         return decode_body(inbound.body, connector.for_decode(exchange.transfer, None))
 
     def forget(self, leg: PrefillLeg) -> None:
-        """Ask again for its engine: it may be another one by now."""
+        """Ask for its engine again: it may have changed."""
         self._engines.pop(leg.instance.id, None)
 
     async def _engine_of(self, instance: Instance, bootstrap: str) -> str:
@@ -323,7 +324,7 @@ class Handovers:
             pool.close()
         engines = mooncake_engine_ids(answer.body) if answer.good else {}
         if len(engines) != 1:
-            # Of several ranks, who computes the prompt would have to be told to the engine.
+            # With several ranks, the engine would need to know which of them computes the prompt.
             raise NoHandover(f"its bootstrap server {bootstrap} names {len(engines)} engines")
         (engine_id,) = engines.values()
         self._engines[instance.id] = instance, engine_id
@@ -336,5 +337,5 @@ def _host_of(instance: Instance) -> str:
 
 
 def is_fresh(leg: PrefillLeg, prefilled_s: float) -> bool:
-    """Whether what was computed then is pinned still, for as long as it takes to ask for it."""
+    """Whether the computed KV is still pinned, long enough to ask for it."""
     return may_be_fetched(time.monotonic() - prefilled_s, leg.transfer.lease_s)

@@ -1,7 +1,7 @@
-"""An instance's WebSocket, by the client of the ``websockets`` package.
+"""An instance's WebSocket, through the client of the ``websockets`` package.
 
-It follows no redirect, and takes no link-local address: an instance says nothing of where a session
-goes. It is closed within bounds, whatever its other end does.
+It follows no redirect and accepts no link-local address: an instance does not decide where a
+session goes. It is closed within bounds, whatever its other end does.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hetero_gateway.http.hops import LOOP_DETECTED
 
 # A message that waits to be written, and pongs behind it.
 _MOST_WAITING_BYTES = MOST_MESSAGE_BYTES + (1 << 20)
-# No word against the instance: else one client's key or origin would have it ejected for all.
+# Not held against the instance: otherwise one client's key or origin could get it ejected for all.
 _CLIENTS_FAULT = (400, 401, 403)
-# For a close frame to be written and answered.
+# Time for a close frame to be written and answered.
 CLOSE_S = 5.0
 
 _log = logging.getLogger(__name__)
-# Its lines for debugging show heads, with their keys.
+# Its debug lines show heads, including keys.
 _log.setLevel(logging.WARNING)
 
 
 class InstanceWebSocket(ClientConnection):
-    """One that does not gather pongs without end for who sends pings and reads nothing."""
+    """A connection that does not accumulate pongs for a peer that sends pings and reads nothing."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -62,8 +62,8 @@ async def open_websocket(
         target: path and query, without the instance's own prefix.
 
     Raises:
-        InstanceError: it cannot be had.
-        Refusal: it does not want this client, by what that sent of itself.
+        InstanceError: it cannot be opened.
+        Refusal: it refuses this client because of what the client sent.
     """
     pool = instance.pool
     parts = urlsplit(instance.config.base_url)
@@ -108,7 +108,7 @@ async def open_websocket(
 async def close_websocket(websocket: InstanceWebSocket, code: int, reason: str) -> None:
     """Close it, or cut it if it does not answer within ``CLOSE_S``. Nothing else may use it."""
     try:
-        # What waits to be written to an instance that does not read would wait for ever.
+        # Output for an instance that does not read would otherwise wait for ever.
         with contextlib.suppress(TimeoutError, ConnectionClosed):
             async with asyncio.timeout(CLOSE_S):
                 await websocket.close(code, reason)

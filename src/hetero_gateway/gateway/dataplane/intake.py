@@ -1,9 +1,8 @@
-"""What a request is: from its bytes to what the scheduler needs to know of it.
+"""Turns a request's bytes into what the scheduler needs to know.
 
-Nothing is chosen or sent here. ``read`` looks at the body once; ``describe`` turns what it says
-into lengths, exact or estimated. Between the two a tokenizer may count the prompt, where the
-configuration names one: the only step that may take a while, so that its driver can await it
-(``reading``).
+Nothing is chosen or sent here. ``read`` looks at the body once; ``describe`` turns its contents
+into lengths, exact or estimated. Between the two a tokenizer may count the prompt, if one is
+configured: the only step that may take a while, so that its driver can await it (``reading``).
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ from hetero_gateway.http.bodies import BodyLimits
 from hetero_gateway.http.heads import Inbound
 
 _MOST_QUERY_FIELDS = 64
-# Of each end of a long body, once it is not needed any more.
+# Kept of each end of a long body, once it is no longer needed.
 _LEFT_BYTES = 1024
-# What makes a client's request id unlike any other, and how long one is at most.
+# Makes a client's request id unique; and the maximum length of one.
 _SUFFIX_BYTES = 8
 _MOST_REQUEST_ID_BYTES = 128
 _SESSION_HEADER = b"x-session-id"
@@ -66,15 +65,15 @@ _NO_SESSION = (b"", b"null", b'""')
 
 @mypyc_attr(allow_interpreted_subclasses=True)  # those of workers
 class Job:
-    """A request that is understood: what is asked, by whom, and how long it is thought to be.
+    """A described request: what is asked, by which client, and its expected length.
 
-    ``features``: what the output's length was predicted from; None where there is no output.
-    ``response``: on /v1/responses, what it is answered with, once its id is here.
-    ``fell_back``: it is for another model than at first, and has been let in.
-    ``charge``, ``standing``: what its client was charged, and how that stands since; None: it has
-    no limits, or another process knows. ``waits``: it may have to: what an engine does without a
-    step never does. ``told_tokens``: of its answer, which broke off; what is submitted then is for
-    the rest. None: it did not.
+    ``features``: inputs of the output's predicted length; None if there is no output.
+    ``response``: on /v1/responses, its response, once the id is known.
+    ``fell_back``: it is for another model than at first, and has been admitted.
+    ``charge``, ``standing``: what its client was charged, and its standing since; None: it has no
+    limits, or another process knows. ``waits``: it may have to; work without an engine step never
+    does. ``told_tokens``: delivered tokens of its broken answer; the next submission is for the
+    rest. None: it did not break.
     """
 
     __slots__ = (
@@ -114,7 +113,7 @@ class Job:
         self.told_tokens: int | None = None
 
     def estimated_tokens(self) -> int:
-        """All of its prompts' and outputs' tokens, as its client is charged for them at first."""
+        """The tokens of all its prompts and outputs, as its client is charged for them at first."""
         request = self.request
         if self.inbound.work is _LIGHT:
             return 0
@@ -126,9 +125,9 @@ class Job:
 
 
 class PrefillLeg:
-    """Who computes the prompt of a request that another instance answers.
+    """The instance that computes the prompt of a request answered elsewhere.
 
-    ``transfer``: how it hands over; ``sent_s``: when who answers was asked for it, monotonic.
+    ``transfer``: how it hands over; ``sent_s``: when the decode instance was asked, monotonic.
     """
 
     __slots__ = ("dispatch", "instance", "sent_s", "transfer")
@@ -145,7 +144,7 @@ class PrefillLeg:
 class Placed:
     """A request on its instance. ``waited_s``: in the queue; ``placed_s``: monotonic.
 
-    ``leg``: of a request that is split; then this is who answers.
+    ``leg``: of a split request; this is then the instance that answers.
     """
 
     __slots__ = ("decision", "dispatch", "instance", "leg", "placed_s", "waited_s")
@@ -167,7 +166,7 @@ class Placed:
 
 
 def shorten_body(inbound: Inbound, job: Job | None) -> None:
-    """A long body is not needed any more: what is left is enough to tell it from others."""
+    """Drop most of a long body; what is left still distinguishes it from others."""
     inbound.body = inbound.body[:_LEFT_BYTES] + inbound.body[-_LEFT_BYTES:]
     if job is not None and job.features is not None:
         job.features.body = inbound.body
@@ -179,16 +178,16 @@ class Intake:
     Args:
         config: of the gateway.
         limits: of bodies.
-        fleet: what is served, and how long its contexts are.
+        fleet: has the served models, and their contexts.
         predictor, bytes_per_token, tokenizer: the length estimates; the last one may be None.
-        prefix_secret: what the keys of prompts begin with.
+        prefix_secret: the start of prompt keys.
 
     Attributes:
         limits: of bodies.
         tokenizer: counts prompts; None: their tokens are estimated.
-        readers: how bodies are read, and what clients may set in them.
+        readers: how bodies are read, and which fields clients may set.
         responses: those that others may continue.
-        routes: names that stand for others, and who is asked if no instance can.
+        routes: aliases, and fallbacks if no instance can serve.
     """
 
     def __init__(
@@ -213,31 +212,31 @@ class Intake:
         self.begin_keys_with(prefix_secret)
         self._classes = config.clients.wanted
         self.set(config.scheduler, tokenizer)
-        # Whether a response is its client's alone.
+        # Whether a response belongs to its client alone.
         self._owned = config.clients.wanted or config.scheduler.isolate_clients
         self.readers = BodyReaders(config.server.allow_engine_fields)
         self.responses = Responses()
         self.routes = ModelRoutes(config, fleet.contexts)
 
     def begin_keys_with(self, secret: bytes) -> None:
-        """Have the keys of prompts, and the salts of clients, come from this from now on."""
+        """Use this as the start of prompt keys and of clients' salts from now on."""
         self._seed = seed_of(secret) if self._keyed else None
         self._tenants = Tenants(secret) if self._isolates else None
 
     def set(self, config: SchedulerConfig, tokenizer: Tokenizer | None) -> None:
-        """Other settings from now on."""
+        """Use other settings from now on."""
         self._image_tokens = config.tokens.image_tokens
         self._speech_tokens_per_s = config.tokens.speech_tokens_per_s
         self.tokenizer = tokenizer
         self._sessions = config.policy == "session"
         looked_at = ((_SESSION_HEADER, self._sessions), (CLASS_HEADER, self._classes))
-        # Of a request's headers, what ``describe`` looks at.
+        # The headers that ``describe`` looks at.
         self.described_headers = frozenset(name for name, looks in looked_at if looks)
 
     def read(self, inbound: Inbound, client: Client | None) -> ParsedRequest | None:
-        """The body is here: what it says, its model filled in.
+        """Read a complete body; its model is filled in.
 
-        None: it is for ``reading``, since it is long or a tokenizer counts.
+        None: it is left to ``reading``, since it is long or a tokenizer counts.
 
         Raises:
             Refusal: 400 for an unusable one.
@@ -257,11 +256,11 @@ class Intake:
             and self._tenants is None
             and not self.routes.by_name
         ):
-            return parsed  # nothing of it has another name here
+            return parsed  # no names need replacing
         return self._named(parsed, inbound, client)
 
     def read_in_steps(self, inbound: Inbound, client: Client | None) -> Steps[ParsedRequest]:
-        """The same for a long body, for which the event loop cannot stand still."""
+        """The same for a long body, in steps, so that the event loop is not blocked."""
         if inbound.work is _LIGHT and (asked := self._asked(inbound, client)) is not None:
             return asked
         parsed = yield from parse_in_steps(
@@ -270,9 +269,9 @@ class Intake:
         return self._named(parsed, inbound, client)
 
     def _asked(self, inbound: Inbound, client: Client | None) -> ParsedRequest | None:
-        """What is asked of an instance about what it has; None: it is another request.
+        """A question to an instance about something it has; None: it is another request.
 
-        It has a model, or a response whose model whoever schedules knows.
+        It has a model, or a response whose model the scheduling process knows.
         """
         asked = asked_at(inbound.path)
         if asked is None:
@@ -285,7 +284,7 @@ class Intake:
         return parsed
 
     def look_at(self, path: str, body: bytes) -> tuple[ParsedRequest, int]:
-        """What a body in JSON says that is sent much later, and its prompts' tokens, as estimated.
+        """Read a JSON body that is sent much later, and estimate its prompts' tokens.
 
         For a thread: it changes nothing. Raises Refusal: 400, 404.
         """
@@ -295,7 +294,7 @@ class Intake:
         return parsed, self._prompt_tokens(parsed.model, parsed, None)[0]
 
     def read_realtime(self, inbound: Inbound) -> ParsedRequest:
-        """A session by WebSocket, of which nothing is known but its model. Raises Refusal."""
+        """A WebSocket session, of which only the model is known. Raises Refusal."""
         parsed = ParsedRequest("", False, None, 1, 0, 0, None, 1)
         self._name_in_query(parsed, inbound)
         return parsed
@@ -314,7 +313,7 @@ class Intake:
             parsed.asked, parsed.model = parsed.model, model
 
     def _seed_for(self, inbound: Inbound) -> int | None:
-        """What the keys of its prompt begin with; None: it has none that are of use."""
+        """The start of its prompt's keys; None: it has no useful ones."""
         if self._seed is None or inbound.work is not _GENERATE:
             return None
         return self._seed if self._tenants is None else self._tenants.seed(inbound, self._seed)
@@ -337,10 +336,10 @@ class Intake:
         return parsed
 
     def _keep_apart(self, parsed: ParsedRequest, inbound: Inbound) -> None:
-        """What is stored gets an id that nobody else has, and no other way leads to it.
+        """Give a stored response a unique id that leads nowhere else.
 
-        vLLM stores a response under the body's ``request_id``, whatever it had there before; other
-        engines make its id of the request's.
+        vLLM stores a response under the body's ``request_id``, replacing any other; other engines
+        derive its id from the request's.
 
         Raises:
             Refusal: 400.
@@ -355,7 +354,7 @@ class Intake:
             inbound.request_id = inbound.asked_id[: _MOST_REQUEST_ID_BYTES - len(suffix)] + suffix
 
     def _redirect(self, parsed: ParsedRequest, inbound: Inbound) -> None:
-        """Have it ask for the model that its name stands for."""
+        """Make it ask for the model that its name stands for."""
         model = self.routes.target(parsed.model, inbound)
         if model is None:
             return
@@ -365,12 +364,12 @@ class Intake:
             inbound.body = with_model(inbound.body, inbound.content_type, model)
 
     def response_name(self, inbound: Inbound, client: Client | None, response_id: bytes) -> bytes:
-        """What a response is known as in all processes of this gateway.
+        """The name of a response in all processes of this gateway.
 
-        Its owner's name is part of it, so that to another client it is as one that never was.
+        Its owner's name is part of it, so that for another client it does not exist.
 
         Args:
-            inbound, client: who made it, or asks for it.
+            inbound, client: that made it, or ask for it.
         """
         seed = self._names
         if client is not None and client.name:
@@ -380,7 +379,7 @@ class Intake:
         return namespace(seed, response_id).to_bytes(8, "little")
 
     def _default_model(self) -> str:
-        # vLLM does without one, which is clear where there is only one.
+        # vLLM accepts a missing model, which is unambiguous if there is only one.
         models = sorted(self._fleet.models())
         if len(models) == 1:
             return models[0]
@@ -390,14 +389,14 @@ class Intake:
         raise Refusal(400, "missing_required_parameter", detail, param="model")
 
     def _session(self, inbound: Inbound, parsed: ParsedRequest) -> int | None:
-        """What it belongs to: the same in every gateway, so that each finds the same instance."""
+        """Its session: the same in every gateway, so that each finds the same instance."""
         for name, value in inbound.headers:
             if name == _SESSION_HEADER and value:
                 return namespace(0, value)
         return namespace(0, parsed.session) if parsed.session not in _NO_SESSION else None
 
     def counts(self, inbound: Inbound, parsed: ParsedRequest) -> bool:
-        """Whether the prompt is to be counted by the tokenizer."""
+        """Whether the tokenizer should count the prompt."""
         return (
             self.tokenizer is not None
             and parsed.exact_prompt_tokens is None
@@ -406,14 +405,14 @@ class Intake:
         )
 
     async def count(self, inbound: Inbound) -> int | None:
-        """The prompt's tokens by the tokenizer; None: there is no text in it."""
+        """The prompt's tokens by the tokenizer; None: it has no text."""
         assert self.tokenizer is not None
         return await self.tokenizer.count(prompt_field(inbound.body))
 
     def describe(
         self, inbound: Inbound, client: Client, parsed: ParsedRequest, counted: int | None = None
     ) -> Job:
-        """What the scheduler needs: the lengths of prompt and output; ``counted``: tokens.
+        """Describe the request: the lengths of prompt and output; ``counted``: tokens.
 
         Raises:
             Refusal: 403 for a model or a class that is not its client's.
@@ -437,7 +436,7 @@ class Intake:
         if parsed.most_prompt_tokens:
             prompt_tokens = min(prompt_tokens, parsed.most_prompt_tokens)
         if inbound.work is _PREFILL:
-            # An engine may cut what is too long for it into pieces: nothing is certain.
+            # An engine may cut an input that is too long into pieces: nothing is certain.
             request = Request(
                 model, prompt_tokens, 0.0, parsed.sequences, False, party,
                 request_class=request_class,
@@ -469,7 +468,7 @@ class Intake:
     def _prompt_tokens(
         self, model: str, parsed: ParsedRequest, counted: int | None
     ) -> tuple[int, bool]:
-        """(tokens of all its prompts, whether that is certain)."""
+        """(tokens of all its prompts, whether they are certain)."""
         given = parsed.exact_prompt_tokens
         tokens = given if given is not None else counted
         exact = False
@@ -486,7 +485,7 @@ class Intake:
         return tokens, exact
 
     def _continued(self, request: Request, parsed: ParsedRequest) -> Request:
-        """It goes on from a response: what is in front of it, and where that is, if it is known."""
+        """It continues a response: what precedes it, and where that is, if known."""
         before = self._previous(parsed)
         if before is None:
             return request.replace(prefix=None)
@@ -497,10 +496,10 @@ class Intake:
         )
 
     def _previous(self, parsed: ParsedRequest) -> Response | None:
-        """What a body continues; None: the engine is to judge.
+        """The response that a body continues; None: the engine decides.
 
         Raises:
-            Refusal: 404, where it may be another client's.
+            Refusal: 404 if it may be another client's.
         """
         before = self.responses.find(parsed.previous, time.monotonic())
         if before is None and self._owned:

@@ -1,8 +1,8 @@
-"""What is kept of a stream that may have to go on elsewhere: all of its reads, as they came.
+"""The reads kept of a stream that may have to continue elsewhere.
 
-A read costs nothing but its place in a deque. How much that has become is looked at now and then;
-and where all streams together keep much, the older reads of each are squeezed: events repeat each
-other, and take a twentieth of the memory then.
+A read costs only its place in a deque. The total is checked now and then; if all streams together
+keep much, the older reads of each are compressed: events repeat each other, and then take a
+twentieth of the memory.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 
-# Of a response that is over, or too long: the closing usage, ``[DONE]`` and the last chunk may come
-# in reads of their own.
+# Of a response that has ended, or is too long: the closing usage, ``[DONE]`` and the last chunk may
+# come in reads of their own.
 TAIL_READS = 6
-# A read is an event or more, and of events without a text.
+# A read is an event or more; this is the size of an event without text.
 _MOST_READS = 4096
 _FIRST_LOOK_READS = 256
-# Of all streams, about 350 bytes a read; of one, so that there is something to repeat.
+# Of all streams, about 350 bytes a read; of one, enough to contain repetition.
 _MOST_LOOSE_BYTES = 12_000_000
 _LEAST_SQUEEZED_BYTES = 8192
 _OBJECT_BYTES = 41  # a read's own, and its place
-# Reads repeat what was said some hundred bytes before: a small window, which costs little to make.
+# Reads repeat content from some hundred bytes before: a small, cheap window is enough.
 _WINDOW_BITS, _MEMORY_LEVEL = 12, 5
 
 
@@ -30,10 +30,10 @@ class KeptReads:
     """The reads of one stream.
 
     Args:
-        most_bytes: that are kept of it.
+        most_bytes: kept of it.
 
     Attributes:
-        reads: to which each is appended, and of which the last few stay as they came.
+        reads: each is appended; the last few stay uncompressed.
     """
 
     __slots__ = ("_look_at_reads", "_most_bytes", "_squeezed", "_squeezed_bytes", "reads")
@@ -46,8 +46,8 @@ class KeptReads:
         self._squeezed_bytes = 0  # as they came
 
     def is_too_long(self, more_bytes: int = 0) -> bool:
-        """Whether it is longer than what is kept, as far as it is time to look, or with a long
-        read that comes.
+        """Whether it is longer than what is kept, checked now and then, or including a long read
+        that is coming.
         """
         reads = self.reads
         if not more_bytes and len(reads) < self._look_at_reads:
@@ -57,7 +57,7 @@ class KeptReads:
         return len(reads) == _MOST_READS or size_bytes > self._most_bytes
 
     def body(self) -> bytes | None:
-        """All of the stream so far, as it came; None: there were too many reads."""
+        """The whole stream so far, as it came; None: there were too many reads."""
         if len(self.reads) == _MOST_READS:
             return None
         parts = [zlib.decompress(part, -_WINDOW_BITS) for part in self._squeezed]
@@ -65,12 +65,12 @@ class KeptReads:
 
     @property
     def loose_bytes(self) -> int:
-        """About how much memory the reads take that may be squeezed."""
+        """Approximate memory of the reads that may be compressed."""
         reads = self.reads
         return len(reads) * (len(reads[-1]) + _OBJECT_BYTES) if len(reads) > TAIL_READS else 0
 
     def squeeze(self) -> None:
-        """Have all but the last few take less memory."""
+        """Compress all but the last few."""
         reads = self.reads
         body = b"".join([reads.popleft() for _ in range(len(reads) - TAIL_READS)])
         compressor = zlib.compressobj(1, zlib.DEFLATED, -_WINDOW_BITS, _MEMORY_LEVEL)
@@ -80,7 +80,7 @@ class KeptReads:
 
 
 class Squeezing:
-    """Squeezes streams, one in each turn of the event loop."""
+    """Compresses streams, one in each turn of the event loop."""
 
     __slots__ = ("_loop", "_queue")
 
@@ -89,7 +89,7 @@ class Squeezing:
         self._queue: list[KeptReads] = []
 
     def look_at(self, streams: Iterable[KeptReads]) -> None:
-        """Squeeze them if together they take too much; to be called now and then."""
+        """Compress them if together they take too much; call it now and then."""
         if self._queue:
             return
         sizes = [(kept.loose_bytes, kept) for kept in streams]

@@ -1,8 +1,8 @@
 """A line of a batch: a request of the gateway's own, without a connection.
 
 It goes the way of all requests from ``Attempts`` on. Its client is known and its instance chosen,
-and it never waits in the queue. What it cannot have now its batch asks for later: there is no other
-attempt and no fallback.
+and it never waits in the queue. If it cannot be served now, its batch asks again later: there is no
+other attempt and no fallback.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MOST_RETRY_CHARACTERS = 6
 
 
 class LineAnswer:
-    """What a line is answered with: its ``Downstream``.
+    """The answer to a line: its ``Downstream``.
 
-    ``whole``: or else it broke off, or is not here yet. ``status``: 0 where there is none.
+    ``whole``: otherwise it broke off, or is not complete yet. ``status``: 0 if there is none.
 
     Args:
-        most_bytes: how long it may be.
-        too_long: called once, soon after it is longer.
+        most_bytes: maximum length.
+        too_long: called once, soon after that is exceeded.
     """
 
     passes_framing = False
@@ -89,13 +89,13 @@ class LineAnswer:
 
 @dataclass(slots=True, eq=False, repr=False)
 class LineAttempts(Attempts):
-    """Its one attempt. ``usage``: (prompt, output) tokens as its answer stated them.
+    """Its one attempt. ``usage``: (prompt, output) tokens as its answer reported them.
 
     Args:
-        at: where it is to go.
-        known: the instances that there are.
+        at: the instance it goes to.
+        known: the present instances.
         on_place: called with the instance that it is sent to.
-        on_end: called once, when it is over. Both may be before ``begin`` returns.
+        on_end: called once, when it has ended. Both may be called before ``begin`` returns.
     """
 
     answer: LineAnswer | None = None
@@ -116,16 +116,16 @@ class LineAttempts(Attempts):
         on_place: Callable[[InstanceId], None],
         on_end: Callable[[LineAttempts], None],
     ) -> LineAttempts:
-        """A line that is about to ``begin``.
+        """Make a line that is about to ``begin``.
 
         Args:
-            client: as whose request it counts; its class is the line's.
+            client: whose request it counts as; its class is the line's.
         """
         work = work_of_path(path)
         assert work is not None
         headers = _HEADERS
         if client.name:
-            # Where keys have caches of their own, those of the same key; it goes no further.
+            # If keys have their own caches, those of the same key; it goes no further.
             headers = [*_HEADERS, (b"authorization", b"batch " + client.name.encode())]
         inbound = Inbound(path, path.encode(), work, headers)
         rooms.ids.name(inbound)
@@ -140,7 +140,7 @@ class LineAttempts(Attempts):
 
     @property
     def placed_at(self) -> Placed | None:
-        """Where it is; None: nowhere yet, or nowhere that is known from inside."""
+        """Its instance; None: none yet, or a service elsewhere."""
         place = None if self._exchange is None else self._exchange.place
         return place if isinstance(place, Placed) else None
 
@@ -169,7 +169,7 @@ class LineAttempts(Attempts):
             and place.reason is RejectReason.FITS_NO_INSTANCE
             and self.at is not None
         ):
-            # It is longer than it was thought to be: another one may hold it.
+            # It is longer than estimated: another one may hold it.
             self.at, job.request = None, job.request.replace(only=None)
             Attempts._place(self)
             return

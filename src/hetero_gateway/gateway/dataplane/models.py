@@ -11,7 +11,7 @@ from hetero_gateway.gateway.dataplane.application import DataPlane
 
 
 class InstanceListing(Protocol):
-    """What knows the instances: a ``Fleet``, or of a worker ``Members``."""
+    """Knows the instances: a ``Fleet``, or ``Members`` of a worker."""
 
     def ready(self) -> bool:
         """Whether any instance can take requests."""
@@ -21,7 +21,7 @@ class InstanceListing(Protocol):
 
 
 class Serving(Protocol):
-    """What serves models: a ``Gateway``, or a ``Worker``."""
+    """Serves models: a ``Gateway``, or a ``Worker``."""
 
     admission: Admission
     dataplane: DataPlane
@@ -31,7 +31,7 @@ class Serving(Protocol):
 
 
 def model_list(gateway: Serving, client: Client) -> dict[str, Any]:
-    """What /v1/models answers: the models that the client may ask for."""
+    """The answer of /v1/models: the models that the client may use."""
     wanted = client.models
     served = served_models(gateway).items()
     cards = [model_card(*m) for m in served if wanted is None or m[0] in wanted]
@@ -48,7 +48,7 @@ def served_models(gateway: Serving) -> dict[str, ModelCard]:
 
 
 def model_card(model: str, card: ModelCard) -> dict[str, Any]:
-    """As its engine shows it: a base and its adapters can be distinguished."""
+    """As its engine shows it, so that a base and its adapters can be distinguished."""
     return {
         "id": model,
         "object": "model",

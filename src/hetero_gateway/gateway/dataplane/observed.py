@@ -1,4 +1,4 @@
-"""A response as far as it was seen, here or elsewhere: what is counted and learnt from."""
+"""A response as far as it was seen, here or elsewhere: the basis of counting and learning."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ObservedResponse(Protocol):
     """A response: an ``Exchange``, or what another data plane reports. Must be hashable.
 
     ``status``: 0 before its head; ``first_body_at_s``: monotonic; ``events``: server-sent ones, so
-    far; ``congested``: its client reads too slowly, and holds it up; ``complete``: it came to its
-    regular end; ``body_bytes``: as announced, or of what was kept of it; ``usage``: the tokens as
-    its end stated them. None: not seen.
+    far; ``congested``: its client reads too slowly, and delays it; ``complete``: it reached its
+    regular end; ``body_bytes``: as announced, or of the kept part; ``usage``: the tokens reported
+    at its end. None: not seen.
     """
 
     @property
@@ -45,7 +45,7 @@ class ObservedResponse(Protocol):
 
 
 class ReportedResponse(NamedTuple):
-    """A response that passed elsewhere, as far as that is reported."""
+    """A response that passed elsewhere, as far as it was reported."""
 
     status: int = 0
     error: InstanceError | None = None

@@ -1,15 +1,15 @@
-"""Where a request goes and when: the one driver of the scheduler and of its queue.
+"""Decides where a request goes and when: the one driver of the scheduler and of its queue.
 
-``submit`` is synchronous: where nobody waits and an instance has room it returns the request's
-place, with no coroutine, future or timer. Under a policy that ``queues`` (finish-time) it may
+``submit`` is synchronous: if nothing waits and an instance has room, it returns the request's
+place, without a coroutine, future or timer. Under a policy that ``queues`` (finish-time) it may
 return a ``QueueWait`` instead, which reports to the request's owner once it is placed, refused or
-out of time. What an owner is, a client's request, a worker's or a data plane's stream, is not known
-here.
+out of time. What an owner is (a client's request, a worker's, or a data plane's stream) is not
+known here.
 
-``Scheduler.pump`` has to follow everything that may make room. What happens in callbacks (a first
-token, a settlement, a change of an instance) only asks for a pump in the same turn of the event
-loop, so that many of them cost one, and nothing can be entered twice: owners hear of a pump after
-it. A timer stands in for what nobody sees, and only while requests wait.
+``Scheduler.pump`` must follow everything that may make room. Events in callbacks (a first token, a
+settlement, a change of an instance) only request a pump in the same turn of the event loop, so that
+many of them cost one, and nothing is re-entered: owners are notified after it. A timer stands in
+for unseen events, and only while requests wait.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Placement:
     """Submits, pumps, wakes and settles. Needs a running event loop.
 
     Args:
-        fleet: the instances and their scheduler; reports its changes from now on.
-        metrics: decision times, waits and refusals are counted there.
-        config: the queue's limits; how many may wait is the scheduler's business.
+        fleet: the instances and their scheduler; it reports its changes from now on.
+        metrics: counts decision times, waits and refusals.
+        config: the queue's limits, except the number of waiting requests (the scheduler's).
         recalibrate: let the instances' constants follow the traffic.
     """
 
@@ -109,7 +109,7 @@ class Placement:
         self._waiting: dict[QueueWait, None] = {}  # in the order in which they came
         self._recalibration: Recalibration | None = None
         self.steps = StepWatch(fleet, self._look(recalibrate))
-        # Sees to it that instances which fall silent are known, while there are requests.
+        # Detects instances that fall silent, while there are requests.
         self.liveness: LivenessWatch | None = None
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -119,7 +119,7 @@ class Placement:
         fleet.on_change = self.pump_soon
 
     def settings(self, settings: Settings) -> None:
-        """Have this part take up what can change of it."""
+        """Register the settings of this part that can change."""
         settings.add(
             ("scheduler.policy", "scheduler.queue.timeout_s", "scheduler.recalibrate"),
             self._prepare,
@@ -134,23 +134,23 @@ class Placement:
         return Prepared(apply)
 
     def _look(self, recalibrate: bool) -> Callable[[], None] | None:
-        """What looks at observations, about once a second; None: constants stay as they are."""
+        """Looks at observations about once a second; None: constants stay as they are."""
         if not recalibrate:
             return None
         if self._recalibration is None:
-            # numpy comes with it, 13 MB; few have it on.
+            # This imports numpy, 13 MB; few have it on.
             from hetero_gateway.gateway.fleet.recalibration import Recalibration
 
             self._recalibration = Recalibration(self._fleet)
         return self._recalibration.look
 
     def __len__(self) -> int:
-        """Requests that wait now."""
+        """The number of waiting requests."""
         return len(self._waiting)
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, nothing is watched and no timer runs."""
+        """Whether nothing waits, nothing is watched and no timer runs."""
         timers = (self._soon, self._timer)
         return not self._waiting and self.steps.idle and timers == (None, None)
 
@@ -165,7 +165,7 @@ class Placement:
             caches.index.touch(instance_id, keys)
 
     def oldest_wait_s(self) -> float:
-        """How long the one that came first has been waiting, in seconds; 0 when nobody waits."""
+        """The longest wait so far, in seconds; 0 if nothing waits."""
         first = next(iter(self._waiting), None)
         return 0.0 if first is None else time.monotonic() - first.ticket.enqueued_s
 
@@ -194,13 +194,13 @@ class Placement:
         """The request's place, or a wait that is to ``begin``.
 
         Args:
-            exclude: where it was tried before, or must not go.
-            waits: False: it is placed at once, without regard to who waits.
-            first: wait at the head of the queue; None: where it was tried before.
+            exclude: instances it was tried on, or must avoid.
+            waits: False: place it at once, regardless of the queue.
+            first: wait at the head of the queue; None: if it was tried before.
 
         Raises:
             Refusal: 429 for a full queue.
-            Exception: placing it met a bug, which is this request's alone.
+            Exception: placing it met a bug, which concerns this request alone.
         """
         now_s = time.monotonic()
         if self.queues and not waits:
@@ -221,7 +221,7 @@ class Placement:
         if ticket.waits:
             wait = ticket.owner = QueueWait(self, ticket)
             if scheduler.queued > 1:
-                self._pump(now_s)  # others wait, so that it was not tried
+                self._pump(now_s)  # others wait, so it was not tried
             else:
                 self._metrics.decision_s.note(time.perf_counter() - began_s)
                 self._arm(now_s)
@@ -256,11 +256,11 @@ class Placement:
         return Placed(instance, decision, self._scheduler.dispatch(decision, now_s), now_s, 0.0)
 
     def rest_of(self, request: Request, told_tokens: int) -> Request:
-        """What is left to do of a request whose answer broke off, elsewhere."""
+        """The rest of a request whose answer broke off, for another instance."""
         return self._scheduler.residual.rest_of(request, told_tokens)
 
     def can_take(self, request: Request, exclude: Sequence[InstanceId]) -> bool:
-        """Whether a second attempt has anywhere to go but there."""
+        """Whether a second attempt has anywhere else to go."""
         judged = self._scheduler.members.judge(request, exclude)
         if isinstance(judged, Reject):
             return False
@@ -274,10 +274,10 @@ class Placement:
         deadline_s: float,
         note: Callable[[Placed], None],
     ) -> None:
-        """Have a wait that ``submit`` returned report to its owner.
+        """Let a wait returned by ``submit`` report to its owner.
 
-        It reports a Refusal where it was too long (429), after the deadline (504), or when the
-        gateway ends (503).
+        It reports a Refusal if it was too long (429), after the deadline (504), or when the gateway
+        is shutting down (503).
 
         Args:
             deadline_s: monotonic; of the whole request.
@@ -288,7 +288,7 @@ class Placement:
         wait.begin(owner, until_s)
 
     def collect(self, wait: QueueWait) -> Placed | Reject:
-        """What has become of a wait that is over. Raises what it is to report."""
+        """The result of a wait that has ended. Raises what it is to report."""
         ticket = wait.ticket
         if ticket.waits:
             refusal = shutting_down() if self._closed else self._too_long(wait)
@@ -309,7 +309,7 @@ class Placement:
         return place
 
     def abandon(self, wait: QueueWait) -> None:
-        """Give up a wait, whether its request is still queued or was placed a moment ago."""
+        """Give up a wait, whether its request is still queued or was just placed."""
         del self._waiting[wait]
         ticket = wait.ticket
         if not self._scheduler.cancel(ticket) and ticket.dispatch is not None:
@@ -345,7 +345,7 @@ class Placement:
         waited_s: float,
         began: bool,
     ) -> Placed | None:
-        """Charge a request that is on an instance already; None: there is no such instance.
+        """Charge a request that is already on an instance; None: there is no such instance.
 
         Args:
             placed_s: when it was placed there, monotonic.
@@ -362,7 +362,7 @@ class Placement:
         return Placed(instance, decision, dispatch, placed_s, waited_s)
 
     def observe_speed(self, parts: Parts, samples: Samples) -> None:
-        """What another process saw of its streams in the last second."""
+        """Observations of another process's streams over the last second."""
         self.steps.take_in(parts, samples)
 
     def stream_began(self, dispatch: Dispatch, stream: ObservedResponse | None) -> None:
@@ -387,11 +387,11 @@ class Placement:
     ) -> None:
         """Take a dispatch off, and give its room to the next at the end of this turn.
 
-        ``usage``: as its answer stated it; None where that is not complete.
+        ``usage``: as its answer reported it; None if that is not complete.
         """
         now_s, unseen_tokens = time.monotonic(), None
         if usage is not None and dispatch.predicted_s is not None:
-            # Nobody saw its tokens: how long they took in all is what it says of the speed.
+            # Its tokens were not seen: its total time is what it says about the speed.
             unseen_tokens = usage.output_tokens
         self._scheduler.settle(dispatch, outcome, now_s, usage, unseen_tokens)
         if stream is not None and dispatch.request.streams:
@@ -402,7 +402,7 @@ class Placement:
     # Pumping
 
     def pump_soon(self) -> None:
-        """Pump at the end of this turn of the event loop, if anybody waits."""
+        """Pump at the end of this turn of the event loop, if anything waits."""
         if self._soon is None and self._scheduler.queued and not self._closed:
             self._soon = self._loop.call_soon(self._pump)
 
@@ -430,7 +430,7 @@ class Placement:
         wait.wake()
 
     def _arm(self, now_s: float) -> None:
-        """Keep the timer at the scheduler's next wake-up, while anybody waits."""
+        """Keep the timer at the scheduler's next wake-up, while anything waits."""
         due_s = self._scheduler.next_wakeup_s() if self._scheduler.queued else None
         if due_s == self._timer_due_s and self._timer is not None:
             return
@@ -447,7 +447,7 @@ class Placement:
         self._pump()
 
     def describe(self) -> dict[str, Any] | None:
-        """The queue as /admin shows it; None under a policy that has none."""
+        """The queue as /admin shows it; None under a policy without one."""
         if not self.queues:
             return None
         return {"waiting": self._scheduler.queued, "oldest_wait_s": self.oldest_wait_s()}
@@ -469,7 +469,7 @@ class LocalDispatcher:
     _metrics: Metrics
     _decisions: DecisionLog
     _limiter: Limiter
-    # By which engines that sleep are woken; None: they are not.
+    # Wakes sleeping engines; None: they are not woken.
     engine_calls: EngineCalls | None = None
 
     def describe(
@@ -481,7 +481,7 @@ class LocalDispatcher:
         *,
         adopts: bool = False,
     ) -> Job:
-        """``adopts``: the request is being served already, and so it has no limits."""
+        """``adopts``: the request is already being served, and so has no limits."""
         job = self.intake.describe(inbound, client, parsed, counted)
         if client.accounts:
             tokens, limiter = job.estimated_tokens(), self._limiter
@@ -503,8 +503,8 @@ class LocalDispatcher:
         """See ``Dispatcher``.
 
         Args:
-            first: wait at the head of the queue; None: where it was let in before.
-            wakes: where there is no other, an engine that sleeps may be woken for it.
+            first: wait at the head of the queue; None: if it was admitted before.
+            wakes: if there is no other, a sleeping engine may be woken for it.
         """
         if first is None and job.fell_back:
             first = True
@@ -578,14 +578,14 @@ class LocalDispatcher:
         """
         usage = seen.usage() if outcome is COMPLETED else None
         if job.inbound.path == REALTIME:
-            # How long a session took says nothing of the engine's speed.
+            # The duration of a session says nothing about the engine's speed.
             self.placement.settle(place.dispatch, outcome)
         else:
             stream = seen if told is UNREAD else None
-            # Of an answer in several legs, the usage is all legs' together.
+            # Of an answer in several legs, the usage is that of all legs.
             of_one = usage if job.told_tokens is None else None
             if place.leg is not None and of_one is not None:
-                of_one = of_one._replace(cached_tokens=None)  # who computed the prompt had it
+                of_one = of_one._replace(cached_tokens=None)  # the prefill instance had it
             self.placement.settle(place.dispatch, outcome, stream, of_one)
         if place.leg is not None:
             self.placement.legs.over(place.leg, outcome)
@@ -612,11 +612,11 @@ class LocalDispatcher:
             self.recorder.count_outside(job, seen, outcome)
 
     def _complete(self, response: Response, most_tokens: int, usage: Usage) -> None:
-        """A response is whole: its answer, too, is in its instance's cache."""
+        """A response is complete: its answer, too, is in its instance's cache."""
         prompt_tokens, output_tokens, _ = usage
         if prompt_tokens is None or output_tokens is None:
             return
-        # A prompt that cannot be so long is somebody's invention, and so is an answer.
+        # A prompt that cannot be that long is invented, and so is an answer.
         self.intake.responses.complete(
             response, min(prompt_tokens, most_tokens), min(output_tokens, most_tokens)
         )
@@ -635,12 +635,12 @@ class LocalDispatcher:
         outcome: Outcome = COMPLETED,
         told: AnswerTokens | None = UNREAD,
     ) -> None:
-        """See ``Dispatcher``; ``told``: as of ``settle``."""
+        """See ``Dispatcher``; ``told``: as in ``settle``."""
         attempt = SettledAttempt(job, place, seen, outcome, time.monotonic())
         self.recorder.count(attempt, told)
 
     def note(self, job: Job | None, outcome: str) -> None:
-        # A name that nobody serves is the client's invention: it must not become a label.
+        # A name that no instance serves is the client's invention: it must not become a label.
         model = "unknown"
         if job is not None:
             if self.placement.knows(job.request.model):

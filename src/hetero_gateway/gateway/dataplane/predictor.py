@@ -1,8 +1,8 @@
-"""The output-length predictor that the configuration names, and the guard around foreign ones.
+"""The configured output-length predictor, and the guard around installed ones.
 
 A predictor of the user's own is an installed package's entry point (docs/design/predictors.md).
-Whatever it does, no request fails of it: a prediction that it cannot give comes from the bucket
-means, which learn beside it. Each kind of failure is logged once and counted.
+Whatever it does, no request fails because of it: a prediction that it cannot give comes from the
+bucket means, which learn beside it. Each kind of failure is logged once and counted.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from hetero_gateway.files.scheduler_config import PREDICTOR_GROUP, PredictorConf
 
 _log = logging.getLogger(__name__)
 
-# While it predicts, no byte of any stream moves: 20 ms is what a reader begins to see.
+# While it predicts, no byte of any stream moves: from 20 ms on a reader notices.
 SLOW_S = 0.02
 _MOST_TOKENS = 1e9
 
 
 @dataclass(eq=False)
 class GuardedPredictor:
-    """Foreign code, whose failures stay its own.
+    """Contains the failures of an installed predictor.
 
     Args:
         name: of the entry point, for the log.
-        predictor: what it made.
-        fallback: predicts where the other one fails; learns from every request.
+        predictor: made by it.
+        fallback: predicts if the other one fails; learns from every request.
         failures: counted by reason: ``exception``, ``invalid`` (no number of at least 0),
             ``slow`` (above SLOW_S; its value is used).
     """
@@ -80,9 +80,9 @@ class GuardedPredictor:
     def _count(self, reason: str, detail: str | Exception) -> None:
         if not self._failures[reason]:
             if isinstance(detail, Exception):
-                detail = _place(detail)  # not for every one of them: it reads source files
+                detail = _place(detail)  # only once: it reads source files
             _log.warning(
-                "length predictor %s: %s: %s; further ones are only counted",
+                "length predictor %s: %s: %s; later failures are only counted",
                 self._name,
                 reason,
                 detail,
@@ -91,7 +91,7 @@ class GuardedPredictor:
 
 
 def _place(error: Exception) -> str:
-    # Not its message: that may quote the prompt.
+    # Without its message, which may quote the prompt.
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     where = f" at {Path(last.filename).name}:{last.lineno}" if last else ""
@@ -99,7 +99,7 @@ def _place(error: Exception) -> str:
 
 
 def predictor_settings(config: GatewayConfig) -> tuple[str, PredictorConfig, int]:
-    """What a predictor is made from: its kind first."""
+    """The inputs of a predictor: its kind first."""
     scheduling = config.scheduler
     kind = scheduling.predictor.kind
     if kind is None:
@@ -111,15 +111,15 @@ def predictor_settings(config: GatewayConfig) -> tuple[str, PredictorConfig, int
 def make_predictor(
     config: GatewayConfig, base_dir: Path, failures: Counter[str]
 ) -> OutputLengthPredictor:
-    """The predictor of ``scheduler.predictor``.
+    """Make the predictor of ``scheduler.predictor``.
 
     Args:
         config: the whole configuration.
         base_dir: what a trained model's file is relative to.
-        failures: where those of a foreign predictor are counted.
+        failures: counts those of an installed predictor.
 
     Raises:
-        ConfigError: the file of a trained one is not good, or a foreign one cannot be made.
+        ConfigError: a trained model's file is not good, or an installed one cannot be made.
     """
     kind, settings, seed = predictor_settings(config)
     bucket_mean = BucketMeanPredictor(settings.mean_tokens, settings.prior_requests)
@@ -128,12 +128,12 @@ def make_predictor(
     if kind == "constant":
         return ConstantPredictor(settings.mean_tokens)
     if kind == "normal":
-        import numpy as np  # which nobody else here needs: 13 MB
+        import numpy as np  # only needed here: 13 MB
 
         rng = np.random.default_rng([seed, 1])
         return NormalPredictor(settings.mean_tokens, settings.sd_tokens, rng)
     if kind == "trained":
-        assert settings.file is not None  # the schema wants one
+        assert settings.file is not None  # required by the schema
         return TrainedPredictor(read_length_model(base_dir / settings.file))
     foreign = _load(kind, installed(PREDICTOR_GROUP)[kind], settings.options)
     return GuardedPredictor(kind, foreign, bucket_mean, failures)

@@ -1,6 +1,6 @@
-"""What becomes of prefill legs: the instance that computes a prompt, until another one has it.
+"""Tracks prefill legs: the instance that computes a prompt, until another one has fetched it.
 
-The leg of the answer is a dispatch as any other (``placement``).
+The leg of the answer is a dispatch like any other (``placement``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hetero_gateway.core.types import COMPLETED, InstanceId, Outcome
 from hetero_gateway.gateway.dataplane.intake import Placed, PrefillLeg
 from hetero_gateway.gateway.fleet.instances import Fleet
 
-# A prompt's cache is taken for fetched after its transfer's time, so many times that, and so long.
+# A prompt's cache counts as fetched after this many times its transfer's time, plus this.
 _LATE, _LEAST_S = 1.5, 0.05
 
 
 class PrefillLegs:
-    """Of one scheduler.
+    """The prefill legs of one scheduler.
 
     Args:
         fleet: whose scheduler.
@@ -40,7 +40,7 @@ class PrefillLegs:
         self._pump_soon = pump_soon
 
     def of(self, dispatch: Dispatch) -> PrefillLeg:
-        """A leg that was placed just now."""
+        """A leg that was just placed."""
         instance = self._fleet.instances[dispatch.instance_id]
         transfer = instance.config.kv_transfer
         assert transfer is not None
@@ -52,12 +52,12 @@ class PrefillLegs:
         self._pump_soon()
 
     def asked(self, leg: PrefillLeg, place: Placed) -> None:
-        """Who answers has been asked."""
+        """The decode instance has been asked."""
         leg.sent_s = time.monotonic()
         self._scheduler.legs.asked(leg.dispatch, place.dispatch, leg.sent_s)
 
     def fetched(self, place: Placed) -> None:
-        """Who answers has a prompt's cache; where that was seen, how long it took is learnt."""
+        """The decode instance has fetched a prompt; if that was seen, its duration is learnt."""
         leg, pairs = place.leg, self._scheduler.legs.pairs
         if leg is None or leg.dispatch.outcome is not None:
             return
@@ -70,12 +70,12 @@ class PrefillLegs:
             step_s = (choice.ttft_s or 0.0) - choice.prefill_s - choice.transfer_s
             took_s = max(0.0, time.monotonic() - leg.sent_s - max(0.0, step_s))
             size_bytes = request.sequences * tokens * pairs.kv_bytes_per_token
-            with contextlib.suppress(KeyError):  # they are no pair any more
+            with contextlib.suppress(KeyError):  # no longer a pair
                 pairs.observe(leg.instance.id, place.instance.id, size_bytes, took_s)
         self.over(leg, COMPLETED)
 
     def fetched_unseen(self, place: Placed, prefill_s: float = 0.0) -> None:
-        """When who answers has a prompt's cache nobody sees: after its transfer's time, and more.
+        """Assume the fetch, if it cannot be seen, after the transfer's time and a margin.
 
         ``prefill_s``: until its prompt is computed.
         """
@@ -83,7 +83,7 @@ class PrefillLegs:
         asyncio.get_running_loop().call_later(after_s, self.fetched, place)
 
     def late_s(self, place: Placed) -> float:
-        """After how long a transfer is taken for over."""
+        """After how long a transfer counts as finished."""
         return _LATE * place.decision.choice.transfer_s + _LEAST_S
 
     def over(self, leg: PrefillLeg | None, outcome: Outcome) -> None:
@@ -92,7 +92,7 @@ class PrefillLegs:
             self._settle(leg.dispatch, outcome)
 
     def refuse(self, leg: PrefillLeg, decode: InstanceId) -> None:
-        """A pair could not: it is left alone for some minutes."""
+        """A pair could not hand over: it is not used for some minutes."""
         pairs = self._scheduler.legs.pairs
         if pairs is not None:
             with contextlib.suppress(KeyError):

@@ -1,11 +1,11 @@
-"""Whom an engine serves first: its priority for each class of requests.
+"""The engine's own priority for each class of requests.
 
-The gateway orders what waits for an engine. What has been sent is the engine's to order, and it
-goes by time unless it runs with ``--scheduling-policy priority``; then a lower number is sooner,
-and preempts. A client may not say that number; its class does, as ``scheduler.engine_priorities``
-has it. It is written into the body, where every version of vLLM reads it, as the last field, which
-is the one that counts; and into the head, where newer ones look first and where paths that have no
-such field (/v1/messages) have it. Classes without one are sent on byte for byte.
+The gateway orders requests that wait for an engine. Those sent are the engine's to order, by time
+unless it runs with ``--scheduling-policy priority``; then a lower number is sooner, and preempts. A
+client may not set that number; its class does, by ``scheduler.engine_priorities``. It is written
+into the body as the last field, which is the one that counts, where every version of vLLM reads it;
+and into the head, where newer versions look first, also on paths without such a field
+(/v1/messages). Classes without a priority are sent on byte for byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetero_gateway.http.heads import Inbound
 
 
 class Priorities:
-    """By class. ``priorities``: those that are not 0, which is what an engine takes for granted."""
+    """Priorities by class. ``priorities``: those that are not 0, an engine's default."""
 
     def __init__(self, priorities: Mapping[str, int]) -> None:
         self._priorities = priorities
@@ -33,7 +33,7 @@ class Priorities:
         """(the request's priority, its body); None: it has none, and is sent as it came.
 
         Args:
-            body: what the instance is to get, which may be other than the client's.
+            body: the body for the instance, which may differ from the client's.
         """
         priority = self._priorities.get(client.class_of(inbound.headers))
         if priority is None or inbound.work is Work.LIGHT or _is_form(inbound):
@@ -42,7 +42,7 @@ class Priorities:
 
 
 def _is_form(inbound: Inbound) -> bool:
-    """No engine has a priority for recordings."""
+    """Whether a body is a form: no engine has a priority for recordings."""
     return is_form(inbound.path, inbound.content_type)
 
 

@@ -1,9 +1,9 @@
-"""Names for prompts, by which an engine tells of the blocks that it caches for them.
+"""Names for prompts, which an engine reports with the blocks that it caches for them.
 
-Where an instance publishes KV events (``fleet/kv_events``), the body gets one field more, its last:
-``session_id``, which comes back with the blocks. It is made of the prompt's key, so that equal
-prompts have equal names whoever asks, and of nothing that a client says or an engine could read. A
-client's own ``session_id`` stays; its prompt is known as a placement then, as everywhere else.
+For an instance that publishes KV events (``fleet/kv_events``), the body gets one more field, its
+last: ``session_id``, which comes back with the blocks. It is derived from the prompt's key, so that
+equal prompts have equal names whoever asks, and from nothing that a client says or an engine could
+read. A client's own ``session_id`` stays; its prompt is then known as a placement, as elsewhere.
 """
 
 from hetero_gateway.engines.vllm.added_fields import with_last_field
@@ -17,10 +17,10 @@ _PATHS = (CHAT_COMPLETIONS, COMPLETIONS)
 
 
 def named_prompt(inbound: Inbound, job: Job | None, body: bytes) -> bytes:
-    """The body with its prompt's name; as it came, where it has none, or a client's own."""
+    """The body with its prompt's name; unchanged if it has none, or a client's own."""
     keys = None if job is None else job.parsed.prefix
     if keys is None or not keys.hashes or inbound.path not in _PATHS or _OWN in body:
         return body
     if not body.rstrip().endswith(b"}"):
-        return body  # the engine is to say what is wrong with it
+        return body  # the engine reports what is wrong with it
     return with_last_field(body, session_field(keys.hashes[-1]))

@@ -1,4 +1,4 @@
-"""A body is read in steps, and its prompt is counted, where that takes longer than a moment."""
+"""Reads a body in steps, and counts its prompt, if that takes longer than a moment."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hetero_gateway.gateway.request.openai import ParsedRequest
 from hetero_gateway.gateway.turns import Steps, advance
 from hetero_gateway.http.heads import Inbound
 
-# How long the reading of a body may hold the event loop at a time.
+# How long reading a body may block the event loop at a time.
 _STEP_S = 0.001
 
 
 class LongBodies:
     """Reads long bodies in steps, with turns of the event loop between them.
 
-    One at a time, so that all of them together hold it for no longer than one.
+    One at a time, so that all of them together block it no longer than one.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LongBodies:
     async def finish(
         self, steps: Steps[ParsedRequest], over: Callable[[], bool]
     ) -> ParsedRequest | None:
-        """The others; None: nobody wants it any more. Raises Refusal."""
+        """The remaining steps; None: the request has ended meanwhile. Raises Refusal."""
         parsed = None
         async with self._lock:
             if self._loads:
@@ -51,7 +51,7 @@ class LongBodies:
 
 
 class ReadingRooms(Protocol):
-    """What reading a body needs of what every request passes through."""
+    """The shared parts that reading a body needs."""
 
     @property
     def intake(self) -> Intake: ...
@@ -61,22 +61,21 @@ class ReadingRooms(Protocol):
 
 
 class RequestReader:
-    """A request until it is described; whoever drives one is derived from it.
+    """A request until it is described; the drivers of requests derive from it.
 
-    What can be read at once is (``Intake.read``); a task exists only while a long body is read in
-    steps, or a tokenizer counts. ``Attempts`` and the picker's streams are each this and what
-    follows.
+    Most bodies are read at once (``Intake.read``); a task exists only while a long body is read in
+    steps, or a tokenizer counts. ``Attempts`` and the picker's streams derive from this.
     """
 
     __slots__ = ("_client", "_task")
 
-    _client: Client | None  # whose it is, once its head was let in
+    _client: Client | None  # its client, once its head was admitted
     _task: asyncio.Task[None] | None
 
-    # What follows, and what it may come to
+    # Implemented by the drivers
 
     def _describe(self, parsed: ParsedRequest, counted: int | None) -> None:
-        """The body is understood; ``counted``: tokens. May raise Refusal."""
+        """The body is read; ``counted``: tokens. May raise Refusal."""
         raise NotImplementedError
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -84,17 +83,17 @@ class RequestReader:
         raise NotImplementedError
 
     def broke(self, error: Exception) -> None:
-        """The boundary of a request: a bug costs the one that met it."""
+        """The boundary of a request: a bug affects only this one."""
         raise NotImplementedError
 
     def _is_over(self) -> bool:
-        """Nobody wants an answer any more."""
+        """Whether the request has ended."""
         raise NotImplementedError
 
     # Reading
 
     def _read_in_steps(self, rooms: ReadingRooms, inbound: Inbound) -> None:
-        """Understand what ``Intake.read`` leaves to this. Raises Refusal."""
+        """Read what ``Intake.read`` leaves to this. Raises Refusal."""
         steps = rooms.intake.read_in_steps(inbound, self._client)
         parsed = rooms.reading.begin(steps, len(inbound.body))
         if parsed is None:
@@ -107,7 +106,7 @@ class RequestReader:
     async def _read_on(
         self, rooms: ReadingRooms, inbound: Inbound, steps: Steps[ParsedRequest]
     ) -> None:
-        """Read the rest of a long body, while the event loop has its turns."""
+        """Read the rest of a long body, with turns of the event loop in between."""
         parsed = await rooms.reading.finish(steps, self._is_over)
         if parsed is None or self._is_over():
             return
@@ -124,8 +123,8 @@ class RequestReader:
     # What has to wait
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what has to wait. At most one acts at a time, beside one that looks after what was
-        split until it sees that this has ended, and none is ever cancelled here.
+        """Run what has to wait. At most one task acts at a time, beside one that follows a split
+        request until it sees that this has ended; none is ever cancelled here.
         """
         self._task = asyncio.get_running_loop().create_task(self._guarded(work))
 

@@ -64,7 +64,7 @@ from hetero_gateway.http.websocket import GONE
 # Of one process; each may hold a few messages.
 _MOST_SESSIONS = 1000
 _GOING_AWAY, _ABNORMAL, _NOT_ALLOWED, _BROKEN, _RESTARTING = 1001, 1006, 1008, 1011, 1012
-# Codes that may stand in a close frame (RFC 6455, 7.4).
+# Codes that may appear in a close frame (RFC 6455, 7.4).
 _CLOSE_CODES = range(1000, 5000)
 _NOT_SENT_CODES = (1004, 1005, _ABNORMAL, 1015)
 _MOST_REASON_BYTES = 123
@@ -72,7 +72,7 @@ _MOST_REASON_BYTES = 123
 _SUBPROTOCOL = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]{1,256}")
 _MOST_SUBPROTOCOLS = 16
 _KEY_SUBPROTOCOL = "openai-insecure-api-key."
-# A browser gives up unless one of those that it offered is chosen; vLLM chooses none.
+# A browser gives up unless one of the subprotocols it offered is chosen; vLLM chooses none.
 _REALTIME_SUBPROTOCOL = "realtime"
 
 
@@ -96,7 +96,7 @@ class _Place:
 
 
 class _End(NamedTuple):
-    """How a session ends: with which code and reason of a close frame, and what that counts as."""
+    """How a session ends: the code and reason of its close frame, and how that counts."""
 
     code: int | None
     reason: str
@@ -107,7 +107,7 @@ class Realtime:
     """The sessions of one process.
 
     Args:
-        dataplane: whose dispatcher, admission and limits they go through.
+        dataplane: whose dispatcher, admission and limits they use.
     """
 
     def __init__(self, dataplane: DataPlane) -> None:
@@ -115,11 +115,11 @@ class Realtime:
         self._open = 0
 
     def __len__(self) -> int:
-        """Sessions that are open, or about to be."""
+        """The number of sessions that are open, or about to be."""
         return self._open
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One WebSocket of an ASGI server."""
+        """Serve one WebSocket of an ASGI server."""
         query = scope["query_string"]
         path = scope["path"]
         target = scope["raw_path"].partition(b"?")[0] + (b"?" + query if query else b"")
@@ -163,7 +163,7 @@ class Realtime:
 
 
 class _Session:
-    """One session, from its placement to its end. ``gone``: the client is, if anybody says so."""
+    """One session, from its placement to its end. ``gone``: its client has left, if known."""
 
     def __init__(self, rooms: Rooms, inbound: Inbound, job: Job, subprotocols: list[str]) -> None:
         self._rooms = rooms
@@ -202,7 +202,7 @@ class _Session:
                 if final:
                     raise refusal_of(error, place.instance, spent=len(tried) > 1) from error
             finally:
-                # Nothing is learnt from how long an answer a session is.
+                # The duration of a session says nothing about answers.
                 self._job.features = None
                 complete = outcome is Outcome.COMPLETED
                 tokens = Usage(meter.input_tokens, meter.output_tokens)
@@ -232,7 +232,7 @@ class _Session:
         return place
 
     async def _connect(self, instance: Instance) -> InstanceWebSocket:
-        """Raises InstanceError; Refusal where the session has come back to a gateway."""
+        """Raises InstanceError; Refusal if the session has come back to a gateway."""
         target = _with_one_model(self._inbound.target, self._job.parsed.model or "")
         timeout_s = self._rooms.connect_timeout_s
         headers = self._headers(instance)
@@ -272,7 +272,7 @@ class _Session:
     async def _pass_on(
         self, upstream: InstanceWebSocket, receive: Receive, send: Send, meter: Meter
     ) -> Outcome:
-        """Messages both ways, until one side closes; returns what came of it."""
+        """Pass messages both ways until one side closes; returns the outcome."""
         sides = [
             asyncio.ensure_future(self._to_client(upstream, send, meter)),
             asyncio.ensure_future(self._to_instance(upstream, receive, send, meter)),
@@ -324,7 +324,7 @@ class _Session:
                 await asyncio.Event().wait()  # the other side has seen it, too
 
     async def _to_client(self, upstream: InstanceWebSocket, send: Send, meter: Meter) -> _End:
-        """Until the instance closes, the client is gone, or may get no more."""
+        """Until the instance closes, the client has left, or may get no more."""
         while True:
             try:
                 message = await upstream.recv()
@@ -345,7 +345,7 @@ class _Session:
         return _End(code, reason or "", Outcome.UPSTREAM_ERROR if broken else Outcome.COMPLETED)
 
     async def _over_limit(self, meter: Meter) -> Refusal | None:
-        """Charge the client for what has passed; what to say if that is more than it may use."""
+        """Charge the client for what has passed; returns an error beyond its limits."""
         if not self._job.client.accounts:
             return None
         async with self._spending:
@@ -357,7 +357,7 @@ class _Session:
         return None
 
     async def _watch(self, upstream: InstanceWebSocket) -> _End:
-        """Until the session has lasted for too long, been silent, or its instance reads nothing."""
+        """Until the session has lasted too long, been silent, or its instance reads nothing."""
         deadlines, transport = self._rooms.deadlines, upstream.transport
         acked_bytes, stalled_s = -1, 0.0
         while True:
@@ -375,27 +375,27 @@ class _Session:
 
 
 async def _without_client(gone: asyncio.Event) -> _End:
-    """Until the client is gone, and nothing of what it sent last waits to be sent on."""
+    """Until the client has left, and nothing of its last messages waits to be sent on."""
     await gone.wait()
     await asyncio.sleep(CLOSE_S)
     return _End(_GOING_AWAY, "the client is gone")
 
 
 async def _say(send: Send, refusal: Refusal) -> None:
-    """To a client, if it is there: why something is not done."""
+    """Tell a client, if it is there, why something is not done."""
     with contextlib.suppress(Exception):  # however a server says that its client is gone
         await send({"type": "websocket.send", "text": error_event(refusal)})
 
 
 async def _close_client(send: Send, closing: dict[str, Any]) -> None:
-    """Close its side, unless it is gone or reads nothing: the server cuts it then."""
+    """Close its side, unless it has left or reads nothing: the server cuts it then."""
     with contextlib.suppress(Exception):  # however a server says that its client is gone
         async with asyncio.timeout(CLOSE_S):
             await send(closing)
 
 
 def _split(subprotocols: list[str]) -> tuple[list[str], Headers]:
-    """Those that are an instance's business, and a key among the others as a header field."""
+    """The subprotocols for the instance, and a key among the others as a header field."""
     offered: list[str] = []
     shown: Headers = []
     for name in subprotocols[:_MOST_SUBPROTOCOLS]:
@@ -408,7 +408,7 @@ def _split(subprotocols: list[str]) -> tuple[list[str], Headers]:
 
 
 def _with_one_model(target: bytes, model: str) -> bytes:
-    """A path and query that name no model but this one."""
+    """A path and query that name this model and no other."""
     path, mark, query = target.partition(b"?")
     fields = query.split(b"&")
     named = [
@@ -426,7 +426,7 @@ def _with_one_model(target: bytes, model: str) -> bytes:
 
 
 def _check_origin(inbound: Inbound, cors: Cors | None) -> None:
-    """A browser asks nobody before it opens one. Raises Refusal: 403 to another site's page."""
+    """A browser does not ask before it opens one. Raises Refusal: 403 to another site's page."""
     host = dict(inbound.headers).get(b"host", b"")
     for name, origin in inbound.headers:
         if name != b"origin" or (host and origin.partition(b"://")[2] == host):
@@ -437,7 +437,7 @@ def _check_origin(inbound: Inbound, cors: Cors | None) -> None:
 
 
 def _closing(code: int | None, reason: str) -> dict[str, Any]:
-    """A close frame with a code that may stand in one."""
+    """A close frame with a permitted code."""
     if code not in _CLOSE_CODES or code in _NOT_SENT_CODES:
         code = 1000 if code in (None, 1005) else _BROKEN
     short = reason.encode()[:_MOST_REASON_BYTES].decode("utf-8", "ignore")

@@ -1,9 +1,9 @@
-"""What the events of a realtime session say: models, audio, tokens.
+"""Interprets the events of a realtime session: models, audio, tokens.
 
-An event is one message: a JSON object with a ``type``. A message that is none passes as it is,
-since no engine reads a field of it. Judged is what Python's ``json`` reads, as vLLM reads it by
-that: any spelling of a name, the last of equal names, bytes in UTF-8, UTF-16 or UTF-32. Nothing is
-built of an event that names nothing to look at; its audio is measured where it stands.
+An event is one message: a JSON object with a ``type``. Any other message passes unchanged, since no
+engine reads a field of it. Messages are read as Python's ``json``, and so vLLM, reads them: any
+spelling of a name, the last of equal names, bytes in UTF-8, UTF-16 or UTF-32. No object is built
+from an event without relevant names; its audio is measured in place.
 
     what passes                     counts as
     ------------------------------  ------------------------------------------------------------
@@ -11,7 +11,7 @@ built of an event that names nothing to look at; its audio is measured where it 
     a binary message                the same, of all its bytes
     another message of a client     a token for 4 bytes
     a ``….delta`` of an instance    a token, or the audio that is in it
-    a ``….done`` with a usage       what that says, if it is more than what was counted
+    a ``….done`` with a usage       its usage, if that is more than what was counted
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hetero_gateway.engines.vllm import REALTIME, guarded_at, usage_in_tail
 from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.request.body_fields import check_guarded
 
-# vLLM's realtime models take 12.5 tokens for a second of audio (Voxtral: one for 80 ms), which
-# comes as PCM16 at 16 kHz, one channel.
+# vLLM's realtime models take 12.5 tokens for a second of audio (Voxtral: one for 80 ms), as PCM16
+# at 16 kHz, one channel.
 AUDIO_BYTES_PER_TOKEN = 2560
 _TEXT_BYTES_PER_TOKEN = 4
 # Of base64.
 _BYTES_PER_CHARACTER = 3 / 4
 _APPEND = "input_audio_buffer.append"
-# What stands around the audio of an event: its type, an id.
+# The rest of an audio event: its type, an id.
 _AROUND_AUDIO_BYTES = 256
-# Of an event that is looked into, without its audio: read whole in 25 ms at worst.
+# Limit of an examined event, without its audio: read whole in 25 ms at worst.
 _MOST_EVENT_BYTES = 1 << 17
 _USAGE_WITHIN_BYTES = 4096
 
@@ -55,7 +55,7 @@ _ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class ClientEvent(NamedTuple):
-    """A client's message: as it is sent on, and what of it counts as audio and as text."""
+    """A client's message: its forwarded form, and the parts that count as audio and as text."""
 
     message: str | bytes
     audio_bytes: float
@@ -66,12 +66,12 @@ class Meter:
     """Counts the tokens of a session, as above.
 
     Args:
-        context_tokens: of the model; an instance that says more of one answer is not believed.
+        context_tokens: of the model; an instance that reports more for one answer is not believed.
     """
 
     def __init__(self, context_tokens: int) -> None:
         self._context_tokens = context_tokens
-        # Of answers that are over, and of what has come since.
+        # Of finished answers, and of what has come since.
         self._input_tokens = self._output_tokens = 0
         self._audio_bytes = self._text_bytes = 0.0
         self._deltas = 0.0
@@ -81,12 +81,12 @@ class Meter:
 
     @property
     def input_tokens(self) -> int:
-        """Of all that the client has sent."""
+        """Tokens of everything the client has sent."""
         return self._input_tokens + self._latest_input_tokens
 
     @property
     def output_tokens(self) -> int:
-        """Of all that the instance has answered."""
+        """Tokens of everything the instance has answered."""
         return self._output_tokens + math.ceil(self._deltas)
 
     @property
@@ -95,17 +95,17 @@ class Meter:
         return audio_tokens + math.ceil(self._text_bytes / _TEXT_BYTES_PER_TOKEN)
 
     def sent(self, event: ClientEvent) -> None:
-        """A client's message."""
+        """Count a client's message."""
         self._audio_bytes += event.audio_bytes
         self._text_bytes += event.text_bytes
 
     def take_back(self, event: ClientEvent) -> None:
-        """It was not sent on after all."""
+        """Take it back: it was not sent on."""
         self._audio_bytes = max(0.0, self._audio_bytes - event.audio_bytes)
         self._text_bytes = max(0.0, self._text_bytes - event.text_bytes)
 
     def answered(self, message: str | bytes) -> None:
-        """An instance's message."""
+        """Count an instance's message."""
         if isinstance(message, bytes):
             self._deltas += len(message) / AUDIO_BYTES_PER_TOKEN
             return
@@ -138,9 +138,9 @@ class ClientEvents:
     """Reads what a client sends.
 
     Args:
-        model: that the session is with, by the name that its instance serves.
-        asked: the name that the client asked for, where that stands for it; else "".
-        allowed: of the fields that are not for clients to set, those that they may.
+        model: of the session, by the name that its instance serves.
+        asked: the name that the client asked for, if that is an alias; else "".
+        allowed: guarded fields that clients may set.
     """
 
     def __init__(self, model: str, asked: str, allowed: frozenset[str]) -> None:
@@ -151,7 +151,7 @@ class ClientEvents:
         self._marks = ('model"', "\\u", *(f'{name}"' for name in sorted(self._guarded)))
 
     def read(self, message: str | bytes) -> ClientEvent:
-        """Raises Refusal: 403 for another model; 400 for what no client may say, or too large."""
+        """Raises Refusal: 403 for another model; 400 for guarded fields, or if it is too large."""
         text = message if isinstance(message, str) else _text_in(message)
         if text is None or not _OBJECT.match(text):
             audio = isinstance(message, bytes)
@@ -162,7 +162,7 @@ class ClientEvents:
             if _text(fields.type) == _APPEND:
                 audio_characters = max(0, _size(fields.audio) - 2)
         except _ERRORS:
-            # No object, or one that only Python reads, with a NaN or half a surrogate in it.
+            # Not an object, or only valid for Python, with a NaN or half a surrogate.
             readable = False
         rest = len(text) - audio_characters
         if not readable or any(mark in text for mark in self._marks):
@@ -184,7 +184,7 @@ class ClientEvents:
         return ClientEvent(message, audio_characters * _BYTES_PER_CHARACTER, rest)
 
     def _changed(self, event: Any) -> bool:
-        """Look into an event; whether another name was put in place of its model's.
+        """Examine an event; returns whether its model's name was replaced.
 
         Raises:
             Refusal: as ``read``.
@@ -219,7 +219,7 @@ class ClientEvents:
 
 
 def _text_in(message: bytes) -> str | None:
-    """What Python's ``json.loads`` would read of bytes; None: nothing."""
+    """The text that Python's ``json.loads`` would read from bytes; None: none."""
     try:
         return message.decode(json.detect_encoding(message), "surrogatepass")
     except UnicodeDecodeError:
@@ -236,7 +236,7 @@ def _size(raw: msgspec.Raw) -> int:
 
 
 def error_event(refusal: Refusal) -> str:
-    """What the client is told instead, as OpenAI's realtime API has it."""
+    """The error event for the client, in the form of OpenAI's realtime API."""
     error = {
         "type": refusal.kind,
         "code": refusal.code,

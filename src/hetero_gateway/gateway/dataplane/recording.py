@@ -1,10 +1,10 @@
-"""``serve --record FILE``: a line for each request that is over, written by a thread.
+"""``serve --record FILE``: a line for each ended request, written by a thread.
 
-The event loop makes a small record of each request's numbers and leaves it in a bounded list; the
-thread turns them into lines and writes. What does not fit, because the disk is too slow or the
-file is long enough, is counted and left out. A disk that fails ends the recording, with a line in
-the log, and nothing else. Without ``--record`` nothing of this runs: ``RecordingRecorder`` and
-``RecordingDispatcher`` take the places of their bases.
+The event loop makes a small record of each request's numbers and puts it in a bounded list; the
+thread turns them into lines and writes them. Records that do not fit, because the disk is too slow
+or the file is full, are counted and left out. A failing disk ends the recording, with a line in the
+log, and nothing else. Without ``--record`` none of this runs: ``RecordingRecorder`` and
+``RecordingDispatcher`` replace their bases.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 # About 200 bytes each: 400 MB at most.
 MOST_REQUESTS = 2_000_000
-# That wait for the thread: ten seconds of a very busy gateway.
+# Waiting for the thread: ten seconds of a very busy gateway.
 _MOST_WAITING = 50_000
 _WRITE_EVERY_S = 0.5
 
@@ -53,7 +53,7 @@ class RunFile:
     """The file, and the thread that writes it.
 
     Args:
-        path: of the file; what is in it already stays.
+        path: of the file; existing content stays.
         policy: by its name.
 
     Raises:
@@ -93,7 +93,7 @@ class RunFile:
             _log.warning("%s: requests are left out: %s", self._path, why)
 
     def close(self) -> None:
-        """Write what is left; waits for the disk, for a second at most."""
+        """Write what is left; waits up to a second for the disk."""
         if self._ends.is_set():
             return
         if self._left_out:
@@ -112,13 +112,13 @@ class RunFile:
                         file.write(encode(self._waiting.popleft()) + b"\n")
                     file.flush()
         except OSError as error:
-            _log.error("%s: %s; the recording ends", self._path, error.strerror or error)
+            _log.error("%s: %s; recording has stopped", self._path, error.strerror or error)
             self._lines = MOST_REQUESTS
             self._waiting.clear()
 
 
 class RecordingRecorder(Recorder):
-    """A recorder that keeps a line of each request, too. Its other arguments are its base's."""
+    """A recorder that also keeps a line for each request. Its other arguments are its base's."""
 
     def __init__(self, run: RunFile, *parts: Any) -> None:
         super().__init__(*parts)
@@ -131,7 +131,7 @@ class RecordingRecorder(Recorder):
         outcome, now_s = attempt.outcome, attempt.ended_s
         instance = placed.instance
         if self._fleet.instances.get(instance.id) is not instance:
-            return  # removed meanwhile: nobody says any more what it was
+            return  # removed meanwhile: its description is gone
         self._describe(instance)
         request, parsed = placed.decision.request, job.parsed
         told_prompt, out = (None, 0) if told is None else (told.prompt, told.output)
@@ -159,7 +159,7 @@ class RecordingRecorder(Recorder):
         )
 
     def _describe(self, instance: Instance) -> None:
-        """Say what an instance is, where it is new or what is known of it has changed."""
+        """Describe an instance if it is new or what is known of it has changed."""
         known = self._fleet.scheduler.members.specs[instance.id].profile, instance.weight
         if self._described.get(instance.id) != known:
             self._described[instance.id] = known
@@ -168,7 +168,7 @@ class RecordingRecorder(Recorder):
 
 
 class RecordingDispatcher(LocalDispatcher):
-    """A dispatcher that keeps a line of each request that reached no instance, too."""
+    """A dispatcher that also keeps a line for each request that reached no instance."""
 
     def __init__(self, run: RunFile, *parts: Any) -> None:
         super().__init__(*parts)

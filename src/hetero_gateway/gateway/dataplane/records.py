@@ -1,14 +1,13 @@
-"""What an attempt came to: what is counted, learnt, and passed on to the health monitor.
+"""Counts and learns from the results of attempts, and informs the health monitor.
 
 Once per attempt, after it is settled; the last one of a request is ``final`` and counts for it.
-What came of the attempt is used at once. What is only counted and learnt is done for some requests
-together, within ``LATER_S``: one after the other they find code and counts in the processor's
-caches, where a request by itself would have to fetch them. ``Metrics`` and whoever else shows what
-was counted has that done first.
+Outcomes take effect at once. Counting and learning are done for several requests together, within
+``LATER_S``: one after the other they find code and counts in the processor's caches, where a single
+request would have to fetch them. ``Metrics`` and other readers of counts have that done first.
 
-What the answer itself shows (``count_seen``) is counted where it passes: in a worker, where there
-are several processes. What needs the place and the prediction, or changes what is estimated
-(``learn_from``), is for whoever schedules; so is what a client is charged.
+What the answer itself shows (``count_seen``) is counted where it passes: in a worker, if there are
+several processes. What needs the place and the prediction, or changes estimates (``learn_from``),
+and what a client is charged, belongs to the scheduling process.
 """
 
 from __future__ import annotations
@@ -62,27 +61,27 @@ _log = logging.getLogger(__name__)
 
 # A member of an enumeration is looked up at each use, which costs as much as a call.
 _GENERATE, _LIGHT = Work.GENERATE, Work.LIGHT
-# How long a request's counts may wait for others', and how many do at most.
+# How long a request's counts may wait for others', and how many may wait.
 LATER_S = 0.05
 _MOST_LATER = 32
-# Not implemented, or not in this version of HTTP: what was asked for is wrong. Of a loop that is an
-# instance's fault, its attempt has the error (``Failure.LOOP``).
+# Not implemented, or not in this version of HTTP: the request is wrong. A loop that is an
+# instance's fault is its attempt's error (``Failure.LOOP``).
 _NO_FAULT = (501, 505, LOOP_DETECTED)
-# What a request is taken to last where nothing is known of its instance.
+# The assumed duration of a request if nothing is known of its instance.
 _UNKNOWN_LATENCY_S = 1.0
 _COSTS_A_PROMPT = (CLIENT_DISCONNECTED, Outcome.TIMED_OUT)
-# Of an instance that does not tell its own.
+# Of an instance that does not report its own.
 _MOST_CONTEXT_TOKENS = 1 << 24
-# Of an answer that is no longer, its size says nothing.
+# Of an answer up to this size, its size says nothing.
 _SHORT_ANSWER_BYTES = 8192
 # Of a token id in a list, as JSON.
 _BYTES_OF_AN_ID = 8
-# In place of an instance's id: all services elsewhere.
+# Stands for an instance's id: all services elsewhere.
 OUTSIDE = "outside"
 
 
 class AnswerTokens:
-    """Tokens of an answer, as far as what its engine said can be true; None: it did not say."""
+    """Tokens of an answer, as far as its engine's report is plausible; None: not reported."""
 
     __slots__ = ("output", "prompt")
 
@@ -91,15 +90,15 @@ class AnswerTokens:
         self.output = output
 
 
-# In place of those of an answer that is counted here, and has yet to be read for it.
+# Placeholder for an answer counted here whose tokens have yet to be read.
 UNREAD: Final = AnswerTokens(None, -1)
 
 
 class SettledAttempt:
-    """An attempt that is over, for as long as it waits to be counted.
+    """A settled attempt that waits to be counted.
 
-    ``usage``: as the answer stated it; None: it is still to be read. ``told``: what was believed of
-    it, once it is counted.
+    ``usage``: as the answer reported it; None: still to be read. ``told``: what was believed of it,
+    once it is counted.
     """
 
     __slots__ = ("ended_s", "job", "outcome", "placed", "seen", "told", "usage")
@@ -130,8 +129,8 @@ class Recorder:
     Args:
         _fleet, _health, _outcomes, _metrics: of the gateway.
         predictor, _bytes_per_token: the length estimates, which learn from finished requests.
-        _history: where finished requests are kept.
-        _usage: what each client has used.
+        _history: keeps finished requests.
+        _usage: of each client.
     """
 
     _fleet: Fleet
@@ -144,7 +143,7 @@ class Recorder:
     _usage: ClientUsage
 
     def __post_init__(self) -> None:
-        self.log = RequestLog()  # what came of the last requests
+        self.log = RequestLog()  # outcomes of the last requests
         self._ejections = self._fleet.ejections
         self._loop = asyncio.get_running_loop()
         self._later: list[SettledAttempt] = []
@@ -163,7 +162,7 @@ class Recorder:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Count and learn from all requests that are over."""
+        """Count and learn from all ended requests."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -192,7 +191,7 @@ class Recorder:
         try:
             self._learn()
         except Exception:
-            _log.exception("nothing is learnt from %d requests", len(later))
+            _log.exception("cannot learn from %d requests", len(later))
 
     def _learn(self) -> None:
         prompts, self._prompts = self._prompts, []
@@ -219,18 +218,18 @@ class Recorder:
         final: bool,
         told: AnswerTokens | None = UNREAD,
     ) -> None:
-        """Count, learn, tell the health monitor; once per attempt, the last of them ``final``.
+        """Count, learn, inform the health monitor; once per attempt, the last of them ``final``.
 
         Args:
-            usage: as the answer stated it; None: it is still to be read.
+            usage: as the answer reported it; None: still to be read.
             told: of an answer that was counted where it passed.
         """
         instance = placed.instance
         now_s = time.monotonic()
         if self._fleet.instances.get(instance.id) is not instance:
-            pass  # removed meanwhile: nobody asks any more how it does
+            pass  # removed meanwhile: its health no longer matters
         elif outcome is COMPLETED and exchange.error is None and exchange.status < 400:
-            # What makes the engine do nothing says nothing of it.
+            # A request without engine work says nothing about the engine.
             if job.inbound.work is not _LIGHT:
                 dispatch, outcomes = placed.dispatch, instance.outcomes
                 if self._ejections.suspects or dispatch in outcomes.trials:
@@ -238,13 +237,13 @@ class Recorder:
                 else:
                     self._answered_s[outcomes].append(now_s)
         elif outcome is not CLIENT_DISCONNECTED:
-            self.catch_up()  # what was answered before this failure counts before it
+            self.catch_up()  # earlier answers must count before this failure
             self._note_failure(job, placed, exchange, outcome)
         if final:
             self.count(SettledAttempt(job, placed, exchange, outcome, now_s, usage), told)
 
     def note_prompt(self, body: bytes, leg: PrefillLeg) -> None:
-        """An instance has computed a prompt well, of a request that another one answers."""
+        """An instance has computed a prompt for a request that another one answers."""
         self._outcomes.succeeded(leg.instance, leg.dispatch, body, time.monotonic())
 
     def _note_failure(
@@ -272,11 +271,11 @@ class Recorder:
         sent_s: float,
         expected_s: float,
     ) -> None:
-        """Count what an instance failed of, and tell who watches it.
+        """Count an instance's failure, and inform the health monitor.
 
         Args:
             sent_s: when the request was sent there, monotonic.
-            expected_s: how long it was to take.
+            expected_s: its expected duration.
         """
         self._metrics.upstream_errors[instance.id, error.reason] += 1
         request_id, now_s = job.inbound.request_id, time.monotonic()
@@ -289,7 +288,7 @@ class Recorder:
         self._outcomes.failed(instance, dispatch, error, job.inbound.body, sent_s, expected_s)
 
     def count(self, attempt: SettledAttempt, told: AnswerTokens | None = UNREAD) -> None:
-        """A request is over: it is counted and learnt from, soon. ``told``: as of ``record``."""
+        """Count and learn from an ended request, soon. ``told``: as in ``record``."""
         later = self._later
         if told is UNREAD:
             later.append(attempt)
@@ -311,16 +310,16 @@ class Recorder:
         now_s: float,
         usage: Usage | None,
     ) -> AnswerTokens | None:
-        """Count what a request's last answer shows; its tokens, None where it has none.
+        """Count what a request's last answer shows; returns its tokens, None if it has none.
 
         Args:
-            now_s: when it was over.
-            usage: as the answer stated it; None: it is still to be read.
+            now_s: when it ended.
+            usage: as the answer reported it; None: still to be read.
         """
         request, parsed = job.request, job.parsed
         told = believed(job, context_of(instance), exchange, usage or exchange.usage())
         if self._fleet.instances.get(instance.id) is not instance:
-            return told  # removed meanwhile: its series are gone for good
+            return told  # removed meanwhile: its series are gone
         metrics = self._metrics
         series = metrics.every_series.get((request.model, instance.id))
         if series is None:
@@ -351,7 +350,7 @@ class Recorder:
         return told
 
     def count_outside(self, job: Job, exchange: ObservedResponse, outcome: Outcome) -> None:
-        """A request is over that a service elsewhere had: nothing is learnt from it."""
+        """Count a request served elsewhere: nothing is learnt from it."""
         if job.client.name:
             usage = exchange.usage()
             told = believed(job, _MOST_CONTEXT_TOKENS, exchange, usage)
@@ -367,13 +366,13 @@ class Recorder:
         outcome: Outcome,
         now_s: float,
     ) -> None:
-        """Settle with the request's client, which has a name.
+        """Settle the account of the request's client, which has a name.
 
-        What an engine refused or failed to answer costs nothing; who left it, or had it run out of
-        time, before an answer has cost it the prompt.
+        Requests that an engine refused or failed to answer cost nothing; a client that left, or
+        timed out, before an answer pays for the prompt.
 
         Args:
-            told: what is believed of the answer, and of its ``usage``.
+            told: the believed values of the answer and its ``usage``.
         """
         prompt = cached = 0
         told_prompt, output = (None, 0) if told is None else (told.prompt, told.output)
@@ -386,7 +385,7 @@ class Recorder:
         self._usage.count(job.client.name, job.request.model, prompt, cached, output)
 
     def learn_from(self, attempt: SettledAttempt, told: AnswerTokens | None) -> None:
-        """Settle with a request's client, and learn from its last answer, which was counted."""
+        """Settle the client's account, and learn from the last answer, which was counted."""
         job, placed, exchange = attempt.job, attempt.placed, attempt.seen
         outcome, now_s = attempt.outcome, attempt.ended_s
         if job.client.name:
@@ -449,12 +448,12 @@ def _is_session(job: Job) -> bool:
 def believed(
     job: Job, context: int, exchange: ObservedResponse, usage: Usage
 ) -> AnswerTokens | None:
-    """Tokens as the engine reported them (``usage``), where they can be true; None where it
-    answered nothing, or with an error.
+    """Tokens as the engine reported them (``usage``), as far as plausible; None if it answered
+    nothing, or with an error.
 
-    A prompt is no longer than its body and the instance's context, and as long as the token ids
-    in it. An answer is no longer than the context and what was asked for, and no shorter than
-    what came. Where no output is told, its events are counted.
+    A prompt is at most as long as its body and the instance's context, and exactly as long as its
+    token ids. An answer is no longer than the context and what was asked for, and no shorter than
+    what arrived. If no output is reported, its events are counted.
     """
     if exchange.first_body_at_s is None or exchange.status >= 400:
         return None
@@ -468,7 +467,7 @@ def believed(
         output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
     elif parsed.stream:
         if output < least_tokens_of_events(request.sequences, exchange.events):
-            # Half of what came is not believed: as much as without a usage is nearer.
+            # A report of less than half of what arrived is rejected: counting is closer.
             output = min(tokens_of_events(job.inbound.path, exchange.events), longest)
     elif exchange.body_bytes > _SHORT_ANSWER_BYTES:
         output = max(output, min(_least_output_tokens(job, exchange), longest))
@@ -476,7 +475,7 @@ def believed(
 
 
 def context_of(instance: Instance) -> int:
-    """An instance's longest sequence in tokens, as far as it is known."""
+    """An instance's longest sequence in tokens, if known."""
     return instance.max_model_len or _MOST_CONTEXT_TOKENS
 
 
@@ -494,7 +493,7 @@ def _can_be(prompt_tokens: int, parsed: ParsedRequest, context_tokens: int) -> b
 
 
 def _least_output_tokens(job: Job, exchange: ObservedResponse) -> int:
-    """What came of an answer that is no stream is so many tokens at least."""
+    """The minimum output tokens of an answer that does not stream, from its size."""
     parsed = job.parsed
     if parsed.wordy or job.inbound.work is not _GENERATE:
         return 0
@@ -512,13 +511,13 @@ def label_of(outcome: Outcome, exchange: ObservedResponse) -> str:
 
 
 def _expected_latency_s(placed: Placed) -> float:
-    """How long the instance was to take, as far as that is known."""
+    """The expected duration on the instance, if known."""
     found_s = expected_latency_s(placed.decision, placed.instance.profile)
     return _UNKNOWN_LATENCY_S if found_s is None else found_s
 
 
 def expected_latency_s(decision: Decision, profile: Profile | None) -> float | None:
-    """How long a request was to take where it went: the policy's own estimate, or the cost model's.
+    """The expected duration of a request at its place: the policy's estimate, or the cost model's.
 
     None: nothing is known of that instance (``profile``).
     """
@@ -533,7 +532,7 @@ def expected_latency_s(decision: Decision, profile: Profile | None) -> float | N
 
 
 def _note_end(blocks: EngineBlocks, job: Job, told_prompt: int | None, hits: float | None) -> None:
-    """A request is complete: its keys are those of the blocks that came with its prompt's name."""
+    """A request is complete: its keys belong to the blocks reported under its prompt's name."""
     keys, parsed = job.request.prefix, job.parsed
     if keys is None or not keys.hashes or parsed.prompt_count != 1 or parsed.media_parts:
         return

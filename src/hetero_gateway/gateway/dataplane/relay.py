@@ -2,7 +2,7 @@
 
 An ``Exchange`` is fed by an upstream connection and writes to a downstream, all in callbacks. Per
 chunk it writes the bytes, counts the events in them and remembers the last few reads; nothing is
-parsed. When it is over, one way or another, its owner hears of it, once.
+parsed. When it ends, in whatever way, its owner is notified once.
 
 ``Deadlines`` watches all exchanges with one timer: a first-byte, an idle and a total time-out.
 """
@@ -29,21 +29,21 @@ from hetero_gateway.http.failures import Failure, InstanceError
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import UpstreamConnection
 
-# Answers that are held back whole: another instance may have a better one. All others pass.
+# Answers that are held back complete: another instance may have a better one. All others pass.
 _HELD_STATUSES = frozenset((404, 429, 500, 502, 503))
 _MOST_HELD_BYTES = 65536
 _LAST_CHUNK = b"0\r\n\r\n"
-# What is longer is not empty, however it is framed.
+# A longer body is not empty, however it is framed.
 MOST_EMPTY_BYTES = len(_LAST_CHUNK)
 TAIL_BYTES = 8192
-# A stream is left on an instance that has fallen silent for so long: it may go on.
+# How long a stream stays on an instance that has fallen silent: it may continue.
 _HUNG_S = 3.0
 # A NamedTuple's own constructor is a function in Python.
 _new_usage: Callable[[type[Usage], tuple[int | None, ...]], Usage] = tuple.__new__
 
 
 class ExchangeOwner(Protocol):
-    """Whose exchange it is. Called from the event loop's callbacks; must not raise."""
+    """The owner of an exchange. Called from the event loop's callbacks; must not raise."""
 
     def answer_began(self, exchange: Exchange) -> None:
         """The head of its response is on its way to the client. Called at most once."""
@@ -54,11 +54,11 @@ class ExchangeOwner(Protocol):
         ...
 
     def stream_began(self, exchange: Exchange) -> None:
-        """A good stream's first bytes are here. Called at most once."""
+        """The first bytes of a good stream are here. Called at most once."""
         ...
 
     def leave_if(self, exchange: Exchange, error: InstanceError) -> None:
-        """Its instance is silent, or drains: have it fail with that if it can go on elsewhere."""
+        """Its instance is silent, or draining: fail with this if it can continue elsewhere."""
         ...
 
     def ended(self, exchange: Exchange) -> None:
@@ -81,7 +81,7 @@ class HeldAnswer:
         self.size_bytes = 0
 
     def error(self) -> InstanceError | None:
-        """What its status says of its engine; None: nothing, as the request is at fault."""
+        """What its status says about its engine; None: nothing, as the request is at fault."""
         status = self.head.status
         if status in (429, 503):
             message = f"its engine is busy: it answered {status}"
@@ -93,7 +93,7 @@ class HeldAnswer:
         return None
 
     def retry_after_s(self) -> float | None:
-        """When the engine wants to be asked again, if it says so in seconds."""
+        """The engine's Retry-After, if in seconds."""
         for name, value in self.head.headers:
             if name == b"retry-after":
                 text = value.strip()
@@ -108,20 +108,20 @@ class Exchange:
     Times are of the monotonic clock, in seconds, and None until they happen (uvloop's own clock has
     milliseconds only).
 
-    After ``ended`` exactly one of ``complete`` and ``error`` says how; who leaves it by ``abort``
-    hears nothing more.
+    After ``ended``, exactly one of ``complete`` and ``error`` is set; after ``abort`` the owner is
+    not called any more.
 
-    ``streams``: as far as its head is here, it is one of server-sent events. ``body_bytes``: of a
-    complete response's body, as its head says, or at least. ``frees_body``: its owner wants to hear
-    that an answer has begun. ``keeps_bytes``: of a stream that is no longer, its owner wants all
-    that has passed, to continue it (``kept``); 0: of none.
+    ``streams``: its head, once here, announces server-sent events. ``body_bytes``: of a complete
+    response's body, as its head says, or at least. ``frees_body``: its owner needs to know when an
+    answer has begun. ``keeps_bytes``: up to this length, the owner needs all that has passed of a
+    stream, to continue it (``kept``); 0: nothing.
 
     Args:
         downstream: where the response goes.
         path: the request's; errors look different on some.
         extra_fields: added to the response's, as ``lines_of`` writes them.
         total_deadline_s: monotonic.
-        owner: hears of its events.
+        owner: is notified of its events.
         place: where it is.
     """
 
@@ -152,11 +152,11 @@ class Exchange:
     head_sent: bool = False
     frees_body: bool = False
     keeps_bytes: int = 0
-    kept: KeptReads | None = None  # of which the tail is a part; None: it is all there is
-    stays: bool = False  # it cannot go on elsewhere, whatever comes
+    kept: KeptReads | None = None  # includes the tail; None: the tail is all there is
+    stays: bool = False  # it can never continue elsewhere
     complete: bool = False
     error: InstanceError | None = None
-    # An error, or nothing at all, that the owner either lets pass or keeps to itself.
+    # An error, or nothing at all, that the owner passes on or withholds.
     held: HeldAnswer | None = None
 
     def __post_init__(self) -> None:
@@ -225,13 +225,13 @@ class Exchange:
             self.connection.pause_reading()
 
     def _of_long(self, data: bytes) -> bytes:
-        """What is kept of a read that may have 256 KB, of which thousands of streams keep six."""
+        """The kept part of a read, which may have 256 KB; thousands of streams keep six each."""
         if self.kept is not None:
             self.look_at_kept(len(data))
         return data[-TAIL_BYTES:] if self.kept is None else data
 
     def look_at_kept(self, more_bytes: int = 0) -> None:
-        """Let go of a stream that has become longer than what is kept of one; now and then."""
+        """Drop a kept stream that has become too long; call it now and then."""
         if self.kept is not None and self.kept.is_too_long(more_bytes):
             self._tail = deque(self._last_reads(), maxlen=TAIL_READS)
             self.kept = None
@@ -242,7 +242,7 @@ class Exchange:
 
     @property
     def passes_framing(self) -> bool:
-        """Whether a body has its instance's framing."""
+        """Whether a body keeps its instance's framing."""
         return not (self._decode or self._rechunk)
 
     def _hold(self, held: HeldAnswer, data: bytes) -> None:
@@ -262,7 +262,7 @@ class Exchange:
         self.owner.ended(self)
 
     def _close_body(self) -> None:
-        self._flush_head()  # where there was no body
+        self._flush_head()  # if there was no body
         if self._rechunk:
             self._write(_LAST_CHUNK)
 
@@ -274,14 +274,14 @@ class Exchange:
     def on_bug(self, error: Exception) -> None:
         self.owner.broke(error)
 
-    # What the owner calls
+    # For the owner
 
     def begin_again(self) -> None:
-        """Forget an error that came of a connection which was stale: nothing has happened."""
+        """Forget an error caused by a stale connection: nothing has happened."""
         self.error = self.connection = None
 
     def let_pass(self, extra_fields: bytes = b"") -> None:
-        """Write what was held back, as it came; the client must still be there."""
+        """Write what was held back, unchanged; the client must still be there."""
         held, self.held = self.held, None
         assert held is not None
         self._extra_fields += extra_fields
@@ -295,7 +295,7 @@ class Exchange:
             self._downstream.finish()
 
     def caught_up(self) -> None:
-        """The client has read what was written: go on reading."""
+        """The client has read what was written: resume reading."""
         if self.congested:
             self.congested = False
             self.active = True
@@ -303,13 +303,13 @@ class Exchange:
                 self.connection.resume_reading()
 
     def abort(self) -> None:
-        """Leave it: the instance's connection is closed, and nobody hears of it."""
+        """Abandon it: the instance's connection is closed, and the owner is not notified."""
         if self.connection is not None:
             self.connection.abort()
 
     @property
     def empty(self) -> bool:
-        """The response is complete, and has no body."""
+        """Whether the response is complete without a body."""
         tail = self._tail
         return not tail or (len(tail) == 1 and tail[0] == _LAST_CHUNK)
 
@@ -349,7 +349,7 @@ class Exchange:
             self._downstream.finish()
 
     def end_without(self, rest: bytes) -> None:
-        """End a stream that lacks no more than that: it is complete."""
+        """Complete a stream that lacks only its end."""
         self.error, self.complete = None, True
         self.body_bytes = sum(map(len, self._last_reads()))
         self.write_on(rest, last=True)
@@ -370,11 +370,11 @@ class Exchange:
         return f"<Exchange {self._path} {state}, status {self.status}, {self.events} events>"
 
     def tail(self) -> bytes:
-        """The last bytes of the body, framing and all."""
+        """The last bytes of the body, including framing."""
         return b"".join(self._last_reads())[-TAIL_BYTES:]
 
     def usage(self) -> Usage:
-        """The tokens as the engine reported them, where it did."""
+        """The tokens as the engine reported them, if it did."""
         usage = self._usage
         if usage is None:
             tail = self._tail
@@ -385,7 +385,7 @@ class Exchange:
         return usage
 
     def engine_failed(self) -> bool:
-        """The HTTP response is complete, but it says that the engine broke off."""
+        """The HTTP response is complete, but reports that the engine broke off."""
         return self.streams and failed_in_tail(self.tail())
 
 
@@ -396,13 +396,13 @@ def _is_held(head: ResponseHead) -> bool:
 
 
 def _silent() -> InstanceError:
-    return InstanceError(Failure.SILENT, "nothing is heard of it")
+    return InstanceError(Failure.SILENT, "nothing is heard from it")
 
 
 class Deadlines:
     """The time-outs of all exchanges, by one timer.
 
-    ``exchanges``: that are open; whoever adds one calls ``watch`` unless it ``watches`` already.
+    ``exchanges``: the open ones; adding one requires ``watch`` unless it already ``watches``.
 
     It looks at every exchange each tick instead of arming timers per chunk: a chunk only sets a
     flag. A time-out is late by up to one tick, an eighth of the shortest time-out (20 ms to 1 s).
@@ -417,7 +417,7 @@ class Deadlines:
         self.watches = False
 
     def set_config(self, config: TimeoutsConfig) -> None:
-        """Other times from now on, for those that are open as well."""
+        """Use other times from now on, also for open exchanges."""
         self._config = config
         shortest_s = min(config.first_byte_s, config.idle_s, config.total_s)
         self._tick_s = min(1.0, max(0.02, shortest_s / 8))
@@ -436,7 +436,7 @@ class Deadlines:
         return len(self.exchanges)
 
     def watch(self) -> None:
-        """Look at the exchanges from now on, for as long as there are any."""
+        """Watch the exchanges from now on, as long as there are any."""
         self.watches = True
         self._timer = self._loop.call_later(self._tick_s, self._check)
 
@@ -445,7 +445,7 @@ class Deadlines:
             self._timer.cancel()
 
     def leave_silent(self) -> None:
-        """Have what has no byte of an answer leave the instances that are silent, at once."""
+        """Make requests without a byte of an answer leave silent instances at once."""
         for exchange in list(self.exchanges):
             if exchange.place.instance.silent and not exchange.head_sent:
                 exchange.owner.leave_if(exchange, _silent())
@@ -470,7 +470,7 @@ class Deadlines:
                 elif exchange.place.instance.silent:
                     exchange.owner.leave_if(exchange, _silent())
             elif exchange.congested:
-                pass  # it is the client who is silent
+                pass  # the client is silent
             elif silent_s >= config.idle_s:
                 message = f"no bytes for {config.idle_s:g} s"
                 exchange.fail(InstanceError(Failure.IDLE_TIMEOUT, message))

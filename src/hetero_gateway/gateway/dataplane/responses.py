@@ -1,23 +1,23 @@
-"""Which instance made which response, and what one that continues it begins with.
+"""Tracks which instance made which response, and how a continuation of it begins.
 
-vLLM keeps responses (VLLM_ENABLE_RESPONSES_API_STORE=1) in the memory of the server that made
-them. So what names one, a ``previous_response_id`` or a path, goes to that instance or to none. And
-its prompt is longer than its body: it begins with the prompt and the answer of the one before,
-which the instance most likely still has in its cache.
+vLLM keeps responses (VLLM_ENABLE_RESPONSES_API_STORE=1) in the memory of the server that made them.
+So a request that names one, by ``previous_response_id`` or a path, goes to that instance or to
+none. And its prompt is longer than its body: it begins with the prompt and the answer of the
+previous one, which the instance most likely still has in its cache.
 
     event                            here
     -------------------------------  ----------------------------------------------------------
     an answer's first bytes          its response is noted, with its prompt
-    it is complete                   what its usage says replaces the estimate; the answer's text
-                                     becomes a key of its own, since nobody has read it
-    another one continues it         is used, and so goes last when there is no room
+    it is complete                   its usage replaces the estimate; the answer's text becomes a
+                                     key of its own, since it was not read
+    another one continues it         it was used, and so is dropped last
 
-Bounded in number, in keys and in age; an owner with more than its share makes the room. A response
-is known by a hash of its id, which begins with a secret and with whose it is: where clients have
-names or are isolated, another one's is as one that never was. Whoever schedules has the table, and
-each worker what it passed on, of which it reports to a new scheduler process; it is lost with the
-gateway, and not shared between gateways. An unknown id is refused where a response has an owner,
-and else the engine's to judge.
+Bounded in number, in keys and in age; an owner with more than its share gives way. A response is
+known by a hash of its id, which begins with a secret and with its owner: if clients have names or
+are isolated, another client's response does not exist for them. The scheduling process has the
+table, and each worker what it passed on, which it reports to a new scheduler process; it is lost
+with the gateway, and not shared between gateways. An unknown id is refused if responses have
+owners, and otherwise left to the engine.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _MOST_RESPONSES = 100_000
 # Of all of them together: some 60 MB.
 _MOST_KEYS = 1_000_000
 _KEPT_FOR_S = 86_400.0
-# Until it is known how much text a token is.
+# Until the amount of text per token is known.
 _BYTES_PER_TOKEN = 4.0
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Response:
-    """One response: where it is, how it and all in front of it begin.
+    """One response: its instance, and how it and everything before it begins.
 
     Attributes:
         tokens: of its prompt and, once it is complete, of its answer.
         model: that made it.
-        keys: of the same; None: nobody asked for any.
-        head: what another one must have, too, to begin with it.
-        owner: the name of its client; "" for everybody without one.
+        keys: of the same; None: not wanted.
+        head: must be equal for a continuation to begin with it.
+        owner: the name of its client; "" for all without one.
     """
 
     name: bytes
@@ -66,7 +66,7 @@ class Response:
         if self.keys is None or added is None:
             return None
         before = self.keys
-        if head != self.head:  # other instructions or tools in front: nothing begins alike
+        if head != self.head:  # other instructions or tools first: no common beginning
             before = PrefixKeys((), (), before.text_bytes)
         return joined(before, added)
 
@@ -85,7 +85,7 @@ class Responses:
 
     def __init__(self) -> None:
         self._by_name: dict[bytes, Response] = {}
-        # Each owner's, with the one that was used last at the end.
+        # Each owner's, most recently used last.
         self._by_owner: dict[str, OrderedDict[bytes, Response]] = {}
         self._keys_by_owner: Counter[str] = Counter()
         self._keys = 0
@@ -97,11 +97,11 @@ class Responses:
         return f"<Responses: {len(self)}, {self._keys} keys>"
 
     def latest(self, count: int) -> list[Response]:
-        """At most so many, in the order in which they were made."""
+        """At most this many, in the order in which they were made."""
         return [*islice(reversed(self._by_name.values()), count)][::-1]
 
     def owners(self) -> dict[str, int]:
-        """How many each owner has."""
+        """The number of responses of each owner."""
         return {owner: len(mine) for owner, mine in self._by_owner.items()}
 
     def note(self, response: Response, now_s: float) -> None:
@@ -122,7 +122,7 @@ class Responses:
             self._count(response.owner, _keys_of(response) - before)
 
     def find(self, name: bytes, now_s: float) -> Response | None:
-        """The one of this name, if it is known; it was used just now."""
+        """The response of this name, if known; it counts as just used."""
         response = self._by_name.get(name)
         if response is None or now_s - response.noted_s > _KEPT_FOR_S:
             return None
@@ -132,8 +132,8 @@ class Responses:
     def _make_room(self, latest: Response, now_s: float) -> None:
         mine = self._by_owner[latest.owner]
         while now_s - (first := next(iter(mine.values()))).noted_s > _KEPT_FOR_S:
-            self._drop(first.name)  # never the latest, which is of now
-        # By what the latest one's owner has; most often it is the one with too many.
+            self._drop(first.name)  # never the latest
+        # By the latest one's owner, who most often has too many.
         own, owners = latest.owner, self._by_owner
         while len(self._by_name) > _MOST_RESPONSES:
             above = len(owners.get(own, ())) * len(owners) >= len(self._by_name)
@@ -144,7 +144,7 @@ class Responses:
             self._drop_of(own if above else max(keys, key=keys.__getitem__))
 
     def _drop_of(self, owner: str) -> None:
-        """The one of an owner that was not used for longest."""
+        """The least recently used response of an owner."""
         self._drop(next(iter(self._by_owner[owner])))
 
     def _drop(self, name: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Whether a request that failed is tried again."""
+"""Decides whether a failed request is retried."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hetero_gateway.files.gateway_config import RetryConfig
 from hetero_gateway.http.failures import Failure, InstanceError
 
 _WINDOW_S = 10.0
-# So often a stream may break off and go on in that time, on average over what is open.
+# How often a stream may break off and continue in that time, on average over open streams.
 _MOST_EACH = 6
-# What an instance that is gone does to all of its requests at once, whenever they came.
+# A lost instance affects all of its requests at once, whenever they came.
 _ALL_AT_ONCE = frozenset((Failure.CONNECT, Failure.RESET, Failure.SILENT, Failure.MOVED))
-# How long bodies under which instances died are known, which is about what engines take to start,
-# and how many of them. One that merely was on the same two instances as the one that killed them
-# looks just like it, so it gets another chance, on one instance.
+# How long bodies under which instances died are remembered, about the time that engines take to
+# start, and how many. A request that was merely on the same two instances as the culprit looks just
+# like it, so it gets another chance, on one instance.
 _DEADLY_S = 300.0
 _MOST_DEADLY = 256
 _MOST_DEATHS = 3
@@ -25,9 +25,9 @@ _MOST_DEATHS = 3
 class RetryBudget:
     """Retries as a share of recent requests, so that an outage is not multiplied by them.
 
-    ``requests``: counted by whoever takes them in. Windows begin where one is asked for: the first
-    has what came in ten seconds of the time since the last. ``deadly``: bodies under which
-    instances died in turn, by their hash: when the last one did, and how many.
+    ``requests``: counted on arrival. Windows begin when one is needed: the first has ten seconds'
+    worth of the arrivals since the last. ``deadly``: bodies under which instances died in turn, by
+    their hash: when the last one died, and how many.
     """
 
     def __init__(self, config: RetryConfig) -> None:
@@ -38,16 +38,16 @@ class RetryBudget:
         self._recent = 0.0  # of a window, before it began
         self._retries = 0
         self._continued = 0
-        self._most_open = 0  # requests at once, as far as anybody asked
+        self._most_open = 0  # requests at once, as far as asked
 
     def may_retry(
         self, error: InstanceError, attempts: int, open_requests: int, *, counts: bool = True
     ) -> bool:
-        """Whether a request may be tried once more; if so it is counted, if it ``counts``.
+        """Whether a request may be retried; if so it is counted, if it ``counts``.
 
-        ``attempts``: but for those to which a connection was refused. After the first instance is
-        gone, what was open at once bounds it as well as what has come lately: those that were
-        waiting there for their first byte came over minutes, too.
+        ``attempts``: without those whose connection was refused. After an instance is lost, the
+        number of requests open at once is a bound beside recent arrivals: requests waiting there
+        for their first byte arrived over minutes.
         """
         config = self.config
         most = config.max_attempts
@@ -66,12 +66,11 @@ class RetryBudget:
         return True
 
     def may_continue(self, open_requests: int, *, counts: bool = True) -> bool:
-        """Whether a stream that broke off may be continued elsewhere; if so it is counted, if it
+        """Whether a broken stream may be continued elsewhere; if so it is counted, if it
         ``counts``.
 
-        An instance that dies breaks all of its streams off at once, which were begun over minutes:
-        what bounds them is how many requests were open at once. Without retries there is none of
-        this.
+        An instance that dies breaks all of its streams at once, which began over minutes: the bound
+        is the number of requests open at once. Without retries there are no continuations.
         """
         config = self.config
         self._roll(open_requests)
@@ -89,18 +88,18 @@ class RetryBudget:
             self._recent = self.requests * _WINDOW_S / since_s
             self._window_start_s, self.requests = now_s, 0
             self._retries = self._continued = self._most_open = 0
-        # Of a wave that is nearly over few are open, and all were counted.
+        # At the end of a wave few are open, and all were counted.
         self._most_open = max(self._most_open, open_requests)
 
     def deaths_under(self, body: bytes) -> int:
-        """How many instances have died under such a request lately."""
+        """How many instances have recently died under such a request."""
         deadly, oldest_s = self.deadly, time.monotonic() - _DEADLY_S
         while deadly and next(iter(deadly.values()))[0] <= oldest_s:
             deadly.popitem(last=False)
         return deadly[hash(body)][1] if deadly and hash(body) in deadly else 0
 
     def note_deaths(self, body: bytes, instances: int) -> None:
-        """So many more have."""
+        """Note this many more deaths."""
         deaths = self.deaths_under(body) + instances
         self.deadly.pop(hash(body), None)
         self.deadly[hash(body)] = time.monotonic(), deaths
@@ -108,7 +107,7 @@ class RetryBudget:
             self.deadly.popitem(last=False)
 
     def check(self, body: bytes) -> None:
-        """To be asked while any are ``deadly``. Raises Refusal: this one is."""
+        """Call it while any are ``deadly``. Raises Refusal: this one is."""
         if self.deaths_under(body) >= _MOST_DEATHS:
             minutes = round(_DEADLY_S / 60)
             message = (

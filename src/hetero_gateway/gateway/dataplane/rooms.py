@@ -1,4 +1,4 @@
-"""What every request passes through on its way."""
+"""The services that every request uses on its way."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class OpenRequest(Protocol):
-    """A request that is not over."""
+    """A request that has not ended."""
 
     def conclude(self) -> None:
-        """Its present attempt is over: settle it, and see what comes next."""
+        """Settle its present attempt, and decide what comes next."""
 
     def shut_down(self) -> None:
-        """The gateway ends, and this request was not done in the time that it gave."""
+        """The gateway is shutting down, and this request did not finish in the time allowed."""
 
 
 class AnsweredRequests:
-    """Requests whose answers are complete, until they are settled in the next turn.
+    """Requests with complete answers, until they are settled in the next turn.
 
-    uvloop sends what its callbacks have written when the last of them is done: what is counted and
-    learnt of an answer would hold that answer up. Needs a running event loop.
+    uvloop sends what its callbacks have written after the last of them: counting and learning from
+    an answer would delay it. Needs a running event loop.
     """
 
     __slots__ = ("_loop", "requests")
@@ -54,7 +54,7 @@ class AnsweredRequests:
         self.requests: list[OpenRequest] = []
 
     def conclude_soon(self) -> None:
-        """To be called for the first one of them."""
+        """Called for the first one of them."""
         self._loop.call_soon(self._conclude)
 
     def _conclude(self) -> None:
@@ -64,7 +64,7 @@ class AnsweredRequests:
 
 
 class RequestIds:
-    """Ids of requests, no two of which are equal in any process."""
+    """Request ids that are unique over all processes."""
 
     __slots__ = ("numbers", "prefix")
 
@@ -73,7 +73,7 @@ class RequestIds:
         self.numbers = itertools.count()
 
     def name(self, inbound: Inbound) -> None:
-        """Give a request its id: the client's own where that can stand in a log, or a new one."""
+        """Give a request its id: the client's own if it is fit for a log, or a new one."""
         asked_id = inbound.asked_id
         if asked_id and _REQUEST_ID.fullmatch(asked_id) and not names_an_address(asked_id):
             inbound.request_id = asked_id
@@ -83,13 +83,12 @@ class RequestIds:
 
 @dataclass(slots=True)
 class Rooms:
-    """What every request passes through.
+    """The services that every request uses.
 
-    ``open``: the requests that are not over; ``ended``: hears of those that are, and
-    ``tracing`` has spans of them, if anybody wants that. ``fields``: which of a request's headers
-    go on. ``priorities``: what engines are told of whom they serve first; None: nothing.
-    ``continuations``: of streams that break off; None: there are none. ``handovers``: of requests
-    that are split; None: there are none.
+    ``open``: the open requests; ``ended``: notified when a request ends, and ``tracing`` makes
+    spans; ``None`` if nothing subscribes. ``fields``: the request headers that are passed on.
+    ``priorities``: engines' priorities; None: none. ``continuations``: of broken streams; None:
+    none. ``handovers``: of split requests; None: none.
     """
 
     hops: Hops

@@ -1,16 +1,16 @@
-"""Names that stand for models, models that share a name, and who answers where no instance can.
+"""Aliases, splits of a name over models, and fallbacks if no instance can serve.
 
     name asked for   ``models.NAME`` of the configuration says
     ---------------  ---------------------------------------------------------------------------
     an alias         ``serve``: the model that instances serve
     a split          ``split``: one of several models, by weight; the same one for the same
                      request's id, or for the same client's key
-    any              ``fallbacks``: in turn, where nothing can take the request: no instance is
+    any              ``fallbacks``: in turn, if nothing can take the request: no instance is
                      there, the queue is full or too slow, or all attempts failed before the
                      first byte
 
-A client's key is asked whether it may use the name that was asked for, and each fallback's. What
-continues a response has no fallback. A body is rewritten in its ``model`` alone.
+A client's key must allow the name that was asked for, and each fallback's. A request that continues
+a response has no fallback. Only the ``model`` of a body is rewritten.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _HASH_BYTES = 8
 
 
 class Outside:
-    """A service elsewhere: no instance of ours, which nobody schedules for or probes.
+    """A service elsewhere: not one of our instances, neither scheduled nor probed.
 
     Attributes:
-        id: by which headers, logs and metrics call it.
+        id: its name in headers, logs and metrics.
     """
 
     __slots__ = ("api_key", "id", "leave_at_s", "pool", "silent")
 
     def __init__(self, pool: InstancePool, api_key: str | None) -> None:
         self.id = InstanceId(f"outside:{pool.host}")
-        self.silent = False  # nobody looks
+        self.silent = False  # it is not watched
         self.leave_at_s = math.inf
         self.pool = pool
         self.api_key = api_key
@@ -64,10 +64,10 @@ class OutsidePlace(NamedTuple):
 
 
 class Fallback(NamedTuple):
-    """Who is asked where no instance can.
+    """A fallback if no instance can serve.
 
     Args:
-        label: by which a client's key, the answer's header and metrics call it.
+        label: its name for a client's key, the answer's header and metrics.
         model: its name there.
         outside: where that is; None: here.
     """
@@ -84,9 +84,9 @@ class _Route(NamedTuple):
 
 
 class ModelRoutes:
-    """What becomes of requests by the name that they ask for.
+    """The routes of requests, by the name that they ask for.
 
-    ``by_name``: the names of which something else becomes.
+    ``by_name``: the names with a route.
 
     Args:
         config: of the gateway.
@@ -107,7 +107,7 @@ class ModelRoutes:
         }
 
     def target(self, name: str | None, inbound: Inbound) -> str | None:
-        """The model that a name stands for; None: it stands for itself."""
+        """The model that a name stands for; None: itself."""
         route = self.by_name.get(name or "")
         if route is None or not route.targets:
             return None
@@ -122,15 +122,15 @@ class ModelRoutes:
     def next_fallback(
         self, name: str, seen: int, models: Collection[str] | None, path: str
     ) -> tuple[int, Fallback] | None:
-        """Who is asked next where no instance can take a request for a name; None: nobody.
+        """The next fallback for a name if no instance can take a request; None: none.
 
         Args:
-            seen: how many were looked at before.
+            seen: how many were examined before.
             models: that the client may use; None: all.
-            path: the request's: a service elsewhere is asked for what OpenAI has alone.
+            path: the request's: a service elsewhere only gets OpenAI's own.
 
         Returns:
-            How many have been looked at now, and the fallback.
+            How many have been examined now, and the fallback.
         """
         route = self.by_name.get(name)
         fallbacks = () if route is None else route.fallbacks
@@ -141,7 +141,7 @@ class ModelRoutes:
         return None
 
     def aliases(self, served: Callable[[str], bool]) -> Iterable[tuple[str, str]]:
-        """Names that stand for models of which some are served, and the first of these."""
+        """Aliases of which some models are served, and the first of these."""
         for name, route in self.by_name.items():
             for _, model in route.targets:
                 if served(model):
@@ -149,7 +149,7 @@ class ModelRoutes:
                     break
 
     def close(self) -> None:
-        """Close the connections elsewhere, each when its exchange is over."""
+        """Close the connections elsewhere, each when its exchange has ended."""
         for route in self.by_name.values():
             for fallback in route.fallbacks:
                 if fallback.outside is not None:

@@ -34,8 +34,8 @@ INTERVAL_S = 1.0
 REPORT_LASTS_S = 1.5
 # A shorter part of a stream says too little: a few steps, and the jitter of the network.
 _LEAST_S = 0.1
-# A look that is late by more blames nobody: the gateway was short of CPU, or held up, and what
-# streams have got by now says little of their engines.
+# A look that is late by more is discarded: the gateway was short of CPU, or blocked, and what
+# streams have got by now says little about their engines.
 _LATE_S = 0.1
 # From this many events on, one more or less at either end does not matter to the tokens per event.
 _MANY_EVENTS = 32
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Streaming(Protocol):
-    """What a stream is of: a ``Dispatch``, or what another process holds for one."""
+    """A stream's owner: a ``Dispatch``, or another process's stand-in for one."""
 
     @property
     def instance_id(self) -> InstanceId: ...
@@ -63,7 +63,7 @@ class Streaming(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A stream at the last look, or where it began; ``since_s`` None: it was held up since."""
+    """A stream at the last look, or at its beginning; ``since_s`` None: it was delayed since."""
 
     dispatch: Streaming
     events: int
@@ -93,7 +93,7 @@ class StreamWatch:
         self._streams[stream] = _Stream(dispatch, stream.events, now_s)
 
     def discard(self, stream: ObservedResponse, now_s: float) -> None:
-        """It is over; unknown ones are ignored."""
+        """Forget a stream that has ended; unknown ones are ignored."""
         begun = self._streams.pop(stream, None)
         if begun is None or not stream.complete:
             return
@@ -106,7 +106,7 @@ class StreamWatch:
         self._part(self._ended, begun, events, now_s)
 
     def glance(self) -> tuple[set[InstanceId], set[InstanceId]]:
-        """The instances whose streams have got anything since the last glance, and those with
+        """The instances whose streams have received anything since the last glance, and those with
         streams whose clients read.
         """
         heard: set[InstanceId] = set()
@@ -120,7 +120,7 @@ class StreamWatch:
         return heard, watched
 
     def look(self, now_s: float) -> tuple[Parts, Samples]:
-        """What was seen since the last look, which is forgotten here."""
+        """What was seen since the last look; it is then forgotten."""
         seen, self._ended = self._ended, {}
         samples = [(name, *sample) for name, sample in self._samples.items()]
         self._samples.clear()
@@ -142,10 +142,10 @@ class StreamWatch:
 
 
 class StepWatch(StreamWatch):
-    """Tells the scheduler each second how many decode steps each instance made.
+    """Reports to the scheduler each second how many decode steps each instance made.
 
     Args:
-        fleet: its scheduler is told.
+        fleet: has the scheduler.
         on_look: called after each look.
     """
 
@@ -173,7 +173,7 @@ class StepWatch(StreamWatch):
         self._arm()
 
     def take_in(self, parts: Parts, samples: Samples) -> None:
-        """What another process saw of its streams in the last second."""
+        """Take another process's observations of the last second."""
         now_s = time.monotonic()
         for instance_id, seen in parts.items():
             self._others.setdefault(instance_id, []).extend(seen)

@@ -64,7 +64,7 @@ class Tracer:
         self._unix_less_monotonic_ns = time.time_ns() - time.monotonic_ns()
 
     def begin(self, inbound: Inbound) -> Span:
-        """The span of a request, continued from its client's ``traceparent``, if it has one."""
+        """Begin a request's span, continued from its client's ``traceparent``, if it has one."""
         return self._tracer.start_span(
             _OPERATIONS.get(inbound.path, inbound.path[:_LONGEST_NAME]),
             context=self._parent_of(inbound),
@@ -81,7 +81,7 @@ class Tracer:
         return self._context.extract(fields, context=Context())
 
     def parent_header(self, span: Span) -> bytes:
-        """``traceparent`` for whoever does part of a span's work."""
+        """``traceparent`` for services that do part of a span's work."""
         found = span.get_span_context()
         return b"00-%032x-%016x-%02x" % (found.trace_id, found.span_id, found.trace_flags)
 
@@ -96,7 +96,7 @@ class Tracer:
         if span.is_recording():
             model = "" if ended.job is None else (ended.job.parsed.model or "")
             if ended.last is not None and model:
-                # Else it may be a client's invention.
+                # Otherwise it may be a client's invention.
                 name = _OPERATIONS.get(inbound.path)
                 if name is not None:
                     span.update_name(f"{name} {model[:_LONGEST_NAME]}")
@@ -115,7 +115,7 @@ class Tracer:
         return int((monotonic_s or time.monotonic()) * _NS) + self._unix_less_monotonic_ns
 
     def close(self) -> None:
-        """Export what there is, within two seconds."""
+        """Export what is left, within two seconds."""
         ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(_CLOSE_S)

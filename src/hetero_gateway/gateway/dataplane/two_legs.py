@@ -1,14 +1,14 @@
-"""A request that is split: first one instance computes its prompt, then another one answers.
+"""A split request: one instance computes its prompt, then another one answers.
 
 What the second one relays is the request's exchange from the start, so that its time-outs, its end
-and its client's are those of any other. A request that was split and failed goes whole from then
-on. A request that is not split runs none of this.
+and its client's are those of any other. A split request that fails goes whole from then on. A
+request that is not split runs none of this.
 
-    prefill instance fails      that is its failure; the request goes whole to another instance,
-                                also where it falls silent before its cache was fetched
+    prefill instance fails      its failure; the request goes whole to another instance, also if
+                                it falls silent before its cache was fetched
     it hands nothing over       the request goes whole to any instance, which is no retry
     it was too long ago         the same: its blocks may be another prompt's by now
-    decode instance fails       before it tells anything: the pair is left alone for some minutes,
+    decode instance fails       before it says anything: the pair is not used for some minutes,
                                 and the request goes whole, as a retry; later: as any stream
     the client leaves           both connections are closed
 """
@@ -38,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False, repr=False)
 class TwoLegs(FurtherAttempts):
-    """Its driver, ``Attempts``, is derived from it."""
+    """The base of its driver, ``Attempts``."""
 
-    # Who could not fetch a prompt's cache, and from whom, until one of them is asked again.
+    # The instance that could not fetch a prompt's cache, and the other, until one is asked again.
     _unfetched: tuple[InstanceId, InstanceId] | None = None
 
-    # What its driver does
+    # Implemented by its driver
 
     def _request_to(self, instance: Instance, body: bytes) -> tuple[bytes, bytes]:
         """The head and the body of a request to an instance."""
@@ -106,7 +106,7 @@ class TwoLegs(FurtherAttempts):
     async def _ask_both(
         self, exchange: HandoverExchange, request_of: Callable[[bytes], bytes]
     ) -> None:
-        """Have the prompt computed, and the other instance asked meanwhile: it waits for it."""
+        """Have the prompt computed, and meanwhile ask the other instance, which waits for it."""
         leg, handovers = exchange.leg, exchange.handovers
         try:
             body = await handovers.named(self._inbound, exchange)
@@ -125,7 +125,8 @@ class TwoLegs(FurtherAttempts):
             try:
                 await prompt
             except (InstanceError, NoHandover) as error:
-                # Who answers would wait for minutes. What it has told already it has otherwise.
+                # The decode instance would wait for minutes. What it has said already is known
+                # otherwise.
                 if self._exchange is exchange and not exchange.head_sent:
                     Exchange.abort(exchange)
                     self._other_body = b""
@@ -145,7 +146,7 @@ class TwoLegs(FurtherAttempts):
                 await prompt
 
     async def _connected(self, exchange: HandoverExchange) -> UpstreamConnection | None:
-        """To who answers; None: that failed, or the request has gone another way meanwhile."""
+        """Connect to the decode instance; None: that failed, or the request has moved on."""
         pool = exchange.place.instance.pool
         try:
             connection = pool.take_idle() or await pool.connect()
@@ -166,37 +167,37 @@ class TwoLegs(FurtherAttempts):
         self._launch(exchange, connection, first=not self._tried)
 
     async def _see_fetched(self, exchange: HandoverExchange) -> None:
-        """Who answers has been asked, and the prompt is computed: see to it that who computed it is
-        there until it was fetched, which takes until then: an engine that fetches from one that is
-        stopped waits for ever.
+        """The decode instance was asked, and the prompt is computed: check that the prefill
+        instance is there until it was fetched. An engine that fetches from a stopped one waits for
+        ever.
         """
         instance, place, legs = exchange.leg.instance, exchange.place, exchange.handovers.legs
         assert isinstance(place, Placed)
         assert self._job is not None
         streams = self._job.parsed.stream
         if not streams and self._exchange is exchange:
-            legs.fetched_unseen(place)  # when its first token comes nobody sees
+            legs.fetched_unseen(place)  # its first token cannot be seen
         by_s = time.monotonic() + legs.late_s(place)
         while True:
             await asyncio.sleep(LOOK_S)
             if self._exchange is not exchange or exchange.head_sent:
                 return
             if instance.silent or not instance.up:
-                error = InstanceError(Failure.SILENT, "nothing is heard of it, nor fetched")
+                error = InstanceError(Failure.SILENT, "nothing is heard from it, nor fetched")
                 exchange.abort()
                 self._go_on_without(exchange, error)
                 return
             if not streams and instance.outcomes.seen_alive_s >= by_s:
-                return  # whoever asked for all of an answer does not see when it begins
+                return  # a complete answer does not show when it began
 
     def _go_on_without(self, exchange: HandoverExchange, error: InstanceError) -> None:
-        """The prefill instance failed: the request goes whole, if it may be tried again."""
+        """The prefill instance failed: the request goes whole, if it may be retried."""
         leg, job, place = exchange.leg, self._job, exchange.place
         assert job is not None
         assert isinstance(place, Placed)
         exchange.handovers.failed(job, leg, error)
         self._tried.append(leg.instance.id)
-        # Should another one die under it, this was the one before.
+        # If another one dies under it, this was the first.
         exchange.error = error
         there = Placed(leg.instance, place.decision, leg.dispatch, place.placed_s, place.waited_s)
         self._last = there, exchange, error.failure.outcome
@@ -210,11 +211,11 @@ class TwoLegs(FurtherAttempts):
             self._answer(refusal_of(error, leg.instance, spent=len(self._tried) > 1))
 
     def _go_whole(self, exchange: HandoverExchange, reason: str) -> None:
-        """Nothing is handed over, which is nobody's failure."""
+        """Nothing is handed over, which is no failure."""
         leg = exchange.leg
         exchange.handovers.results["no_handover"] += 1
         _log.info(
-            "request %s: %s hands nothing over: %s",
+            "request %s: no hand-over from %s: %s",
             self._inbound.request_id.decode(), leg.instance.id, reason,
         )  # fmt: skip
         self._leave_legs(exchange)
@@ -230,7 +231,7 @@ class TwoLegs(FurtherAttempts):
         job.request = job.request.replace(whole=True)
 
     def _after_legs(self, exchange: Exchange, error: InstanceError) -> InstanceError:
-        """What a split request failed of: where nothing was told yet, of its transfer."""
+        """The failure of a split request: of its transfer, if nothing was delivered yet."""
         if not isinstance(exchange, HandoverExchange):
             return error
         job, leg, handovers = self._job, exchange.leg, exchange.handovers
@@ -242,7 +243,7 @@ class TwoLegs(FurtherAttempts):
             handovers.legs.refuse(leg, exchange.place.instance.id)
             handovers.forget(leg)
             _log.warning(
-                "%s could not hand over to %s: for some minutes they are no pair",
+                "%s could not hand over to %s: this pair is not used for some minutes",
                 leg.instance.id, exchange.place.instance.id,
             )  # fmt: skip
             self._unfetched = exchange.place.instance.id, leg.instance.id
@@ -251,9 +252,9 @@ class TwoLegs(FurtherAttempts):
         return error
 
     def _is_answered_alone(self) -> bool:
-        """Nobody else is left: whether who could not fetch a prompt's cache may compute it, too.
+        """No other is left: whether the instance that could not fetch a prompt may compute it, too.
 
-        It was not at fault; that the other one has gone is the likeliest reason.
+        It was not at fault; most likely the other one has gone.
         """
         if self._unfetched is None:
             return False

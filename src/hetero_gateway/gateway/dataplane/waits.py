@@ -1,7 +1,7 @@
-"""Requests that have no place yet: in the queue, or while an engine is woken for them.
+"""Requests without a place yet: in the queue, or while an engine is woken for them.
 
-What becomes of one is reported to its owner once, in a callback of its own: whoever finds it out,
-a pump for one, is in the middle of something else. A wait that its owner has left reports nothing.
+The result is reported to the owner once, in a callback of its own, since whatever discovers it,
+such as a pump, is in the middle of something else. A wait that its owner has left reports nothing.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from hetero_gateway.gateway.fleet.instances import Instance
 
 
 class TimedWait(Waiting):
-    """Reports when it is woken, or when its time is over."""
+    """Reports when it is woken, or when its time has passed."""
 
     __slots__ = ("_further", "_owner", "_timer")
 
     def __init__(self) -> None:
-        self._owner: Owner[Placed] | None = None  # that has yet to hear of it
+        self._owner: Owner[Placed] | None = None  # still to be notified
         self._further: Waiting | None = None  # that follows this one
         self._timer: asyncio.TimerHandle
 
     def begin(self, owner: Owner[Placed], until_s: float) -> None:
-        """``until_s``: monotonic; the longest that it takes."""
+        """``until_s``: monotonic; when it ends at the latest."""
         self._owner = owner
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(max(0.0, until_s - time.monotonic()), self._report)
 
     def wake(self, *_: Any) -> None:
-        """Something has become of it."""
+        """Wake it: it has a result."""
         if self._owner is not None:
             asyncio.get_running_loop().call_soon(self._report)
 
@@ -54,7 +54,7 @@ class TimedWait(Waiting):
             self._further = report_to(owner, self._found)
 
     def _found(self) -> Placed | Reject | Waiting:
-        """What has become of it. Raises Refusal."""
+        """Its result. Raises Refusal."""
         raise NotImplementedError
 
     def _abandon(self) -> None:
@@ -62,7 +62,7 @@ class TimedWait(Waiting):
 
 
 class WaitingRoom(Protocol):
-    """What drives the scheduler, as one that waits there knows it."""
+    """The scheduler's driver, as seen by waiting requests."""
 
     def collect(self, wait: QueueWait) -> Placed | Reject: ...
 
@@ -70,11 +70,11 @@ class WaitingRoom(Protocol):
 
 
 class QueueWait(TimedWait):
-    """A request in the queue: what its ticket belongs to.
+    """A request in the queue: the owner of its ticket.
 
-    ``instance``, ``leg``, ``placed_s``: where it was placed, and when. ``at_deadline``: its time
-    ends with the whole request's, and not with what it may wait. ``note``: is called with its place
-    before its owner is.
+    ``instance``, ``leg``, ``placed_s``: where and when it was placed. ``at_deadline``: its time
+    ends with the whole request's, not with the longest wait. ``note``: called with its place before
+    its owner is.
     """
 
     __slots__ = ("_queue", "at_deadline", "instance", "leg", "note", "placed_s", "ticket")
@@ -100,12 +100,12 @@ class QueueWait(TimedWait):
 
 
 class WakingWait(TimedWait):
-    """A request for which an engine is woken: it is asked for anew once that is awake.
+    """A request for which an engine is woken: it is submitted again once that is awake.
 
     Args:
         waking: returns whether it is awake.
-        reject: what becomes of it otherwise.
-        submit: asks anew.
+        reject: its result otherwise.
+        submit: submits again.
     """
 
     __slots__ = ("_reject", "_submit", "_waking")

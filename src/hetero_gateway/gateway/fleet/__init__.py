@@ -1,1 +1,1 @@
-"""The instances as the gateway holds them: configuration, connections, health."""
+"""The gateway's instances: configuration, connections, health."""

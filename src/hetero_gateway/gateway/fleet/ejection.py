@@ -1,11 +1,11 @@
-"""Passive health: what requests meet decides who gets more of them.
+"""Passive health: the outcomes of requests decide which instances get more of them.
 
-The rules are the core's (``core/instances/outcomes.py``, ``ejections.py``). Here are the clock, one
-timer for all instances, the log and the counts. In normal times a request costs one count; a timer
-runs only while an instance stands elsewhere than open, or has failed a moment ago.
+The core has the rules (``core/instances/outcomes.py``, ``ejections.py``). This module has the
+clock, one timer for all instances, the log and the counts. Normally a request costs one count; a
+timer runs only while an instance's breaker is not closed, or one has just failed.
 
-Failing fast must not pay: a request that failed stays charged to its instance for as long as it was
-predicted to take, beside what is outstanding there (as the load of a peer is), or an instance that
+Failing fast must not pay: a failed request stays charged to its instance for its predicted
+duration, beside what is outstanding there (like the load of a peer). Otherwise an instance that
 answers 500 at once would always be the emptiest.
 """
 
@@ -27,13 +27,13 @@ from hetero_gateway.http.failures import Blame, InstanceError
 
 _log = logging.getLogger(__name__)
 
-# The load of failed requests goes by this name among an instance's peers.
+# The load of failed requests has this name among an instance's peers.
 _FAILED = "failed requests"
 _MOST_CHARGED = 64
 _MOST_CHARGED_S = 10.0
-# However many have failed: an engine with few places must not be taken for full.
+# Limit of failures charged: an engine with few slots must not look full.
 _MOST_SEQUENCES = 8
-# What distinguishes bodies: their length, and this many bytes of either end.
+# Bodies are distinguished by their length, and this many bytes of either end.
 _FINGERPRINT_BYTES = 2048
 
 
@@ -43,16 +43,16 @@ class _Charged(NamedTuple):
 
 
 def fingerprint(body: bytes) -> int:
-    """Tells one request from another, in this process."""
+    """Distinguishes requests within this process."""
     return hash((len(body), body[:_FINGERPRINT_BYTES], body[-_FINGERPRINT_BYTES:]))
 
 
 class OutcomeWatch:
-    """Takes note of outcomes. Needs a running event loop.
+    """Records outcomes. Needs a running event loop.
 
     Args:
-        fleet: whose instances; reports its changes from now on.
-        metrics: ejections are counted there.
+        fleet: its instances; it reports its changes from now on.
+        metrics: counts ejections.
     """
 
     def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
@@ -62,7 +62,7 @@ class OutcomeWatch:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._charged: dict[InstanceId, deque[_Charged]] = {}
-        # Where each that is not open stood when that was last told.
+        # The last reported state of each instance whose breaker is not closed.
         self._breakers: dict[InstanceId, BreakerState] = {}
         self._closed = False
         fleet.on_membership = self._review
@@ -70,7 +70,7 @@ class OutcomeWatch:
 
     @property
     def idle(self) -> bool:
-        """No timer runs."""
+        """Whether no timer runs."""
         return self._timer is None
 
     def close(self) -> None:
@@ -83,10 +83,10 @@ class OutcomeWatch:
     # Outcomes
 
     def succeeded(self, instance: Instance, dispatch: Dispatch, body: bytes, now_s: float) -> None:
-        """A request was answered well, or its stream began. ``now_s``: monotonic."""
+        """Note a good answer, or the start of a stream. ``now_s``: monotonic."""
         ejections = self._ejections
         if not ejections.suspects and dispatch not in instance.outcomes.trials:
-            instance.outcomes.succeeded(now_s)  # the rule
+            instance.outcomes.succeeded(now_s)  # the usual case
             return
         mark = fingerprint(body) if ejections.suspects else None
         changed = ejections.succeeded(instance.id, now_s, dispatch, mark)
@@ -102,11 +102,11 @@ class OutcomeWatch:
         sent_s: float,
         expected_s: float,
     ) -> None:
-        """A request failed there, and is settled.
+        """Note that a request failed there, and is settled.
 
         Args:
             sent_s: when it was sent, monotonic.
-            expected_s: how long it was to take.
+            expected_s: its expected duration.
         """
         blame = error.failure.blame
         if not self._ejections.rules.enabled or blame is Blame.NONE:
@@ -134,20 +134,20 @@ class OutcomeWatch:
             self._apply([instance.id], now_s)
 
     def resume(self, instance: Instance, standing: Standing, now_s: float) -> None:
-        """It stands as it did in the process before this one (``Outcomes.standing``)."""
+        """Restore its state from the previous process (``Outcomes.standing``)."""
         if instance.outcomes.resume(standing, now_s):
             self._apply([instance.id], now_s)
 
     def fell_silent(self, instance: Instance, now_s: float) -> None:
-        """Nothing is heard of it any more; nothing changes where it is ejected already."""
+        """Note that it has fallen silent; no change if it is ejected already."""
         self._apply(self._ejections.fell_silent(instance.id, now_s), now_s)
 
     def heard(self, instance: Instance, now_s: float) -> None:
-        """Bytes of its streams came."""
+        """Note bytes of its streams."""
         if instance.outcomes.heard(now_s):
             self._apply([instance.id], now_s)
 
-    # What failed stays charged
+    # Failed requests stay charged
 
     def _charge(self, instance: Instance, dispatch: Dispatch, now_s: float, until_s: float) -> None:
         model = dispatch.request.model
@@ -170,7 +170,7 @@ class OutcomeWatch:
         self._show_charged(instance.id, now_s)
 
     def _show_charged(self, instance_id: InstanceId, now_s: float) -> None:
-        """Have the scheduler see what is still charged."""
+        """Show the scheduler what is still charged."""
         charged = self._charged[instance_id]
         left = deque(entry for entry in charged if entry.until_s > now_s)
         if instance_id not in self._fleet.instances:
@@ -188,10 +188,10 @@ class OutcomeWatch:
         )
         self._fleet.scheduler.members.table[instance_id].set_peer(_FAILED, shown, now_s)
 
-    # Where instances stand
+    # States of instances
 
     def _review(self) -> None:
-        """The instances have changed: of those that are left, too many may be ejected."""
+        """The instances have changed: too many of those left may be ejected."""
         if self._breakers:
             now_s = time.monotonic()
             self._apply(self._ejections.review(now_s), now_s)
@@ -207,7 +207,7 @@ class OutcomeWatch:
                 self._fleet.on_change()
 
     def _show(self, instance: Instance, now_s: float) -> None:
-        """Have scheduler, log and counts know where an instance stands."""
+        """Inform scheduler, log and counts of an instance's state."""
         outcomes = instance.outcomes
         breaker = outcomes.breaker
         self._fleet.scheduler.restraints.heed(instance.id, outcomes)
@@ -224,7 +224,7 @@ class OutcomeWatch:
                 "instance %s is ejected for %.3g s: %s (%s)",
                 instance.id,
                 outcomes.until_s - now_s,
-                "nothing is heard of it" if outcomes.reason == SILENT else "its requests fail",
+                "nothing is heard from it" if outcomes.reason == SILENT else "its requests fail",
                 outcomes.reason,
             )
         elif breaker is not before:
@@ -261,7 +261,7 @@ class OutcomeWatch:
             if instance is None:
                 del self._breakers[instance_id]
                 continue
-            # It may have moved on already: whoever asked for a place has advanced it.
+            # It may have moved on already: asking for a place has advanced it.
             instance.outcomes.advance(now_s)
             if instance.outcomes.breaker is not before:
                 changed.append(instance_id)
@@ -272,8 +272,8 @@ class OutcomeWatch:
 
 
 _TOLD = {
-    BreakerState.CLOSED: "takes requests as ever",
-    BreakerState.SLOW_START: "gets requests again, few at first",
-    BreakerState.BUSY: "its engine is busy; others are asked first",
-    BreakerState.HALF_OPEN: "its ejection is over; requests will try it",
+    BreakerState.CLOSED: "takes requests normally again",
+    BreakerState.SLOW_START: "gets requests again, slowly at first",
+    BreakerState.BUSY: "its engine is busy; other instances come first",
+    BreakerState.HALF_OPEN: "its ejection has ended; requests will try it",
 }

@@ -1,19 +1,19 @@
 """Calls that concern an engine and not a request: LoRA adapters, sleep, pause, its caches.
 
-An operator asks for them (``control/engine``), and demand may wake an engine. What such a call
-changes takes effect at once, and not with the next scrape:
+An operator makes them (``control/engine``), and demand may wake an engine. The effect is immediate,
+without waiting for the next scrape:
 
     call                        effect
     --------------------------  ------------------------------------------------------------------
-    load, unload an adapter     its models are read again: what it lists now is routed to it
+    load, unload an adapter     its models are read again: requests for them are routed to it
     sleep, pause                it gets no request from just before the call; and
-                                again where the call fails
+                                again if the call fails
     wake_up, resume             it gets requests again
-    sleep, reset of the cache,  the index forgets what it had cached
+    sleep, reset of the cache,  the index forgets its cached prompts
     other weights
 
-What somebody asks of an engine directly shows in its metrics, where it has them. Of an address with
-several ranks a call concerns them all.
+Calls made to an engine directly show in its metrics, if it has them. For an address with several
+ranks, a call concerns them all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hetero_gateway.http.failures import InstanceError
 TIMEOUT_S = 300.0
 _MOST_ANSWER_BYTES = 1 << 20
 _MOST_QUERY_FIELDS = 64
-# After it could not be woken.
+# Pause after a failed wake-up.
 _WAKE_PAUSE_S = 10.0
 _LISTS_MODELS = (paths.LOAD_LORA_ADAPTER, paths.UNLOAD_LORA_ADAPTER)
 _LOSES_ITS_CACHE = (
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineCalls:
-    """Makes calls to engines, and acts on what they change.
+    """Makes calls to engines, and applies their effects.
 
     Args:
         fleet, health: of the gateway.
@@ -72,7 +72,7 @@ class EngineCalls:
         body: bytes = b"",
         content_type: bytes = b"",
     ) -> ProbeAnswer:
-        """What the engine answers, whole. ``path``: one of ``ENGINE_CALLS``.
+        """Make a call; returns the engine's complete answer. ``path``: one of ``ENGINE_CALLS``.
 
         Raises:
             InstanceError: it did not answer.
@@ -124,7 +124,7 @@ class EngineCalls:
                 instance.adapters.add(name)
             await self._health.read_models(instance, probe)
         elif path == paths.WAKE_UP:
-            # Of a part of it alone, it answers that it still sleeps.
+            # If only a part of it was woken, it answers that it still sleeps.
             instance.asleep = _told(answer.body).status == "sleeping"
         elif path == paths.RESUME:
             instance.paused = False
@@ -135,15 +135,15 @@ class EngineCalls:
         instance.rested_s = time.monotonic()
         fleet.publish(instance)
 
-    # By demand
+    # On demand
 
     def wake_for(self, model: str, only: InstanceId | None) -> asyncio.Task[bool] | None:
-        """Begin to wake an instance of the model that sleeps; None: there is none.
+        """Begin to wake a sleeping instance of the model; None: there is none.
 
-        The task returns whether it is awake; who waits for it must not cancel it.
+        The task returns whether it is awake; waiters must not cancel it.
 
         Args:
-            only: the one instance that would do; None: any.
+            only: the one acceptable instance; None: any.
         """
         now_s = time.monotonic()
         chosen = None
@@ -164,7 +164,7 @@ class EngineCalls:
         return task
 
     async def _wake(self, instance: Instance) -> bool:
-        _log.info("instance %s is woken by demand", instance.id)
+        _log.info("instance %s is woken for a request", instance.id)
         why = ""
         try:
             answer = await self.call(instance, paths.WAKE_UP)
@@ -184,13 +184,13 @@ class EngineCalls:
         return not why
 
     def close(self) -> None:
-        """Wake nobody any more."""
+        """Wake no more instances."""
         for task in list(self._waking.values()):
             task.cancel()
 
 
 class _Told(msgspec.Struct):
-    """Of a call's body the adapter's name, of an answer's what the engine does."""
+    """The adapter's name in a call's body; in an answer, the engine's state."""
 
     lora_name: str = ""
     status: str = ""

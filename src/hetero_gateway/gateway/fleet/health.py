@@ -1,14 +1,15 @@
-"""Probes and scrapes: which instances are alive, what they serve, how full their engine says it is.
+"""Probes and scrapes: which instances are alive, what they serve, how full their engine reports to
+be.
 
 Each instance has one loop, and no loop waits for another. It asks /health often, and /v1/models and
-/metrics less often; a connection that fails while serving makes the next probe come at once. What
-an engine reports is seconds old, so it is shown beside the gateway's own accounting and never
-decides alone.
+/metrics less often; a connection that fails while serving makes the next probe come at once.
+Reports of an engine are seconds old, so they are shown beside the gateway's own accounting and
+never decide alone.
 
-What an instance answers is bounded (``fleet.probe``) and may be anything: one that cannot be
-understood is down, and says why. Only two things are needed: that /health succeeds, and that
-somebody names the models, the configuration or /v1/models. A probe that fails for a reason of the
-gateway's own (``Failure.LOCAL``) counts for nothing.
+Answers of an instance are bounded (``fleet.probe``) and may be anything: one that cannot be
+understood is down, with the reason. Only two things are needed: that /health succeeds, and that the
+models are named by the configuration or /v1/models. A probe that fails for a reason of the
+gateway's own (``Failure.LOCAL``) does not count.
 """
 
 from __future__ import annotations
@@ -50,19 +51,18 @@ _MOST_METRICS_BYTES = 1 << 23
 _MOST_STATE_BYTES = 1 << 12
 # Metrics are read in parts of this size, with a turn of the event loop after each.
 _PART_BYTES = 1 << 16
-# What is late by so much is not put off any more: there are no streams to be looked at.
+# A scrape this late is no longer put off: there are no streams to look at.
 _LONGEST_WAIT_S = 1.5
-# At the start nobody waits longer than this for those that are slow to answer.
+# At the start, slow instances are waited for no longer than this.
 _LONGEST_START_S = 1.0
-# Of an instance that has nothing to do and had nothing at the last look, this many scrapes are left
-# out; and of its models, which hardly ever change, it is asked with one scrape in this many. Its
-# probes come half as often: what is wrong with it hurts nobody before its next request, whose
-# failure has it probed at once.
+# Skip this many scrapes of an idle instance; its models, which hardly ever change, are read with
+# one scrape in this many. It is probed half as often: a problem hurts nobody before its next
+# request, whose failure has it probed at once.
 _IDLE_SCRAPES, _SCRAPES_PER_MODELS, _IDLE_PROBES = 4, 6, 2
-# However many of its requests fail, an instance that is suspected is probed no sooner after the
+# However many of its requests fail, a suspected instance is probed no sooner than this after the
 # last probe.
 _SOONEST_S = 0.5
-# Probes begin apart from each other, by the golden ratio: so many at once would hold up streams.
+# First probes are spread out by the golden ratio: many at once would delay streams.
 _APART = 0.6180339887
 _BUSY = -1.0
 _TELL_LATE_EVERY_S = 10.0
@@ -70,7 +70,7 @@ _MOST_TOLD = 5
 
 
 class _Reading:
-    """The metrics of an address with several places, read by one of them for all."""
+    """The metrics of an address with several ranks, read by one of them for all."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -81,12 +81,12 @@ class _Reading:
 
 @dataclass(slots=True, eq=False)
 class _Probed:
-    """What is kept of an instance that is probed.
+    """The state of a probed instance.
 
-    ``first``: set once it was probed; ``idle_at``: what it had been asked in all if it had nothing
-    to do at its last scrape, else ``_BUSY``; ``rests``: nor at the one before, and was asked
-    nothing between them. ``reading``: of the metrics of the address that it has with others, and
-    when the one was made that it has taken last; None: it has its address for itself.
+    ``first``: set once it was probed; ``idle_at``: its number of requests so far if it was idle at
+    its last scrape, else ``_BUSY``; ``rests``: idle at the one before, too, without a request in
+    between. ``reading``: of the metrics of a shared address, and when the last used one was made;
+    None: the address is its own.
     """
 
     task: asyncio.Task[None]
@@ -103,7 +103,7 @@ class _Probed:
 
 
 class HealthMonitor:
-    """Runs one probe loop per instance, inside the task group that it is given."""
+    """Runs one probe loop per instance, inside the given task group."""
 
     def __init__(self, fleet: Fleet, config: HealthConfig, tasks: asyncio.TaskGroup) -> None:
         self._fleet = fleet
@@ -112,14 +112,14 @@ class HealthMonitor:
         self._probed: dict[InstanceId, _Probed] = {}
         self._readings: WeakValueDictionary[str, _Reading] = WeakValueDictionary()
         self._watched = 0
-        # Probes that say nothing: the gateway was short of CPU time, and no answer was looked at.
+        # Discarded probes: the gateway was short of CPU time, and did not look at answers.
         self.late = 0
         self._late_told_s = -math.inf
         self._lag = LoopLag()
         fleet.on_look = self._after_look
 
     def settings(self, settings: Settings) -> None:
-        """Have this part take up what can change of it."""
+        """Register the settings of this part that can change."""
         settings.add(("health",), self._prepare)
 
     def _prepare(self, fresh: GatewayConfig) -> Prepared:
@@ -161,7 +161,7 @@ class HealthMonitor:
         probed = self._probed[instance.id] = _Probed(task)
         if instance.config.data_parallel_rank is not None:
             url = instance.config.base_url
-            # Held by its places alone.
+            # Kept alive by its ranks alone.
             probed.reading = reading = self._readings.get(url) or _Reading()
             self._readings[url] = reading
 
@@ -170,21 +170,21 @@ class HealthMonitor:
             probed.task.cancel()
 
     def _after_look(self) -> None:
-        """Rows of observation end now: the counters of those that are due are best read here, so
-        that what they count is of whole rows.
+        """Rows of observation end now: due counters are best read here, so that they cover whole
+        rows.
         """
         now_s, instances = time.monotonic(), self._fleet.instances
         before_s = now_s - self._config.scrape_interval_s
         for instance_id, probed in self._probed.items():
             if probed.scraped_s > before_s:
-                continue  # most of them: this is done for each instance, every second
+                continue  # the usual case, for each instance every second
             due = now_s - probed.scraped_s >= self._scrape_interval_s(instance_id)
             if due and instance_id in instances and instances[instance_id].up:
                 probed.scrape_now = True
                 probed.wake.set()
 
     def _is_due(self, instance_id: InstanceId) -> bool:
-        """Whether to scrape now; what is due waits a little for the end of its row."""
+        """Whether to scrape now; a due scrape waits a little for the end of its row."""
         probed = self._probed[instance_id]
         if probed.scrape_now:
             return True
@@ -197,7 +197,7 @@ class HealthMonitor:
         return interval_s * _IDLE_SCRAPES if self._rests(instance_id) else interval_s
 
     def _rests(self, instance_id: InstanceId) -> bool:
-        """It had nothing to do at its last scrapes, and was sent nothing since."""
+        """Whether it was idle at its last scrapes, and was sent nothing since."""
         return (
             self._probed[instance_id].rests
             and instance_id in self._fleet.instances
@@ -207,7 +207,7 @@ class HealthMonitor:
     def _probe_interval_s(self, instance: Instance) -> float:
         interval_s = self._config.probe_interval_s
         if instance.outcomes.trials:
-            return min(_SOONEST_S, interval_s)  # it may speak for them
+            return min(_SOONEST_S, interval_s)  # it may read for them
         if instance.up and not instance.failed_probes and self._rests(instance.id):
             return interval_s * _IDLE_PROBES
         return interval_s
@@ -217,20 +217,18 @@ class HealthMonitor:
             self.unwatch(instance_id)
 
     def suspect(self, instance: Instance, reason: str, *, down: bool) -> None:
-        """A request met a failure: mark the instance down if that is certain, and probe it now."""
+        """A request failed: mark the instance down if that is certain, and probe it now."""
         for place in places_of(self._fleet, instance):
             if down:
                 self._fleet.mark_down(place, reason)
             self.ask(place)
 
     def miss(self, instance: Instance, model: str) -> None:
-        """Its engine has answered that it does not have a model: read its models now."""
+        """Its engine answered that it does not have a model: read its models now."""
         if not instance.miss(model):
             return
         self._fleet.publish(instance)
-        _log.warning(
-            "instance %s does not have %r any more: its models are read", instance.id, model
-        )
+        _log.warning("instance %s no longer has %r: its models are read again", instance.id, model)
         if (probed := self._probed.get(instance.id)) is not None:
             probed.scrapes, probed.scrape_now = 0, True
             self.ask(instance)
@@ -278,7 +276,7 @@ class HealthMonitor:
             probe.close()
 
     async def _look(self, instance: Instance, probe: Probe) -> None:
-        """Ask /health; one that was down is opened only with what it serves."""
+        """Ask /health; an instance that was down opens only once its models are known."""
         asked_s = time.monotonic()
         if instance.health.asked_s is None:
             instance.health = instance.health._replace(asked_s=asked_s)
@@ -290,7 +288,7 @@ class HealthMonitor:
             if answer.status == LOOP_DETECTED:
                 problem += ": it is this gateway itself, or leads back to it"
             if not problem and not instance.up:
-                # Before it opens: it may have been started anew, with other models.
+                # Before it opens: it may have restarted with other models.
                 await self._scrape(instance, probe)
                 problem = "" if instance.models else instance.scrape_problem or "it lists no model"
         except InstanceError as error:
@@ -304,7 +302,7 @@ class HealthMonitor:
                 instance.health = Health(None, math.inf)
             elif instance.outcomes.heard_s >= asked_s:
                 instance.health = Health(None, math.inf)
-                return  # it serves meanwhile: what requests meet there decides
+                return  # it serves meanwhile: requests decide
         if not problem:
             self._fleet.mark_up(instance)
             if self._fleet.on_good_health is not None:
@@ -316,8 +314,8 @@ class HealthMonitor:
             self._fleet.mark_down(instance, problem, unanswered=unanswered)
 
     def _note_local(self, instance: Instance, error: InstanceError) -> None:
-        """What says nothing of the instance. Of late probes one is logged in a while, as all
-        instances are late at the same time.
+        """Note a probe that says nothing about the instance. Late probes are logged now and then,
+        as all instances are late at the same time.
         """
         if not isinstance(error, LateProbe):
             _log.warning("instance %s could not be probed: %s", instance.id, error)
@@ -326,7 +324,7 @@ class HealthMonitor:
         now_s = time.monotonic()
         if now_s - self._late_told_s >= _TELL_LATE_EVERY_S:
             self._late_told_s = now_s
-            _log.warning("probes come late, and count for nothing: %s", error)
+            _log.warning("probes are late and do not count: %s", error)
 
     async def _scrape(self, instance: Instance, probe: Probe) -> None:
         """Read models and engine facts; an engine without metrics is served all the same.
@@ -346,7 +344,7 @@ class HealthMonitor:
         self._fleet.publish(instance)
 
     async def _scrape_models(self, instance: Instance, probe: Probe) -> str:
-        """What is wrong with them."""
+        """Returns what is wrong with them."""
         body, problem = await _body(probe, paths.MODELS, _MOST_MODELS_BYTES)
         listing = None if body is None else read_listing(body)
         if listing is None:
@@ -354,8 +352,8 @@ class HealthMonitor:
         models, left_out = listing
         if left_out and not instance.lists_odd_names:
             _log.warning(
-                "instance %s: %d of the models that it lists are left out: names must be "
-                "printable, of 1 to 256 characters, and no more than %d",
+                "instance %s: %d of the models it lists are ignored: names must be "
+                "printable, have 1 to 256 characters, and number at most %d",
                 *(instance.id, left_out, MOST_MODELS),
             )
         instance.lists_odd_names = left_out > 0
@@ -376,7 +374,7 @@ class HealthMonitor:
         reading = probed.reading or _Reading()
         async with reading.lock:
             interval_s, now_s = self._config.scrape_interval_s, time.monotonic()
-            # What another place has read, and this one not taken yet, is not asked for again.
+            # What another rank has read, and this one has not used yet, is not read again.
             fresh = probed.read_s < reading.asked_s > now_s - interval_s and instance.up
             if not fresh:
                 body, reading.problem = await _body(probe, paths.METRICS, _MOST_METRICS_BYTES)
@@ -401,8 +399,8 @@ class HealthMonitor:
         return problem
 
     def _tell_cache(self, instance: Instance, told: EngineMetrics | None) -> None:
-        """What its prefix cache has served; an engine that does not tell is not believed to have
-        none, nor to be as it was.
+        """Note the hits of its prefix cache; an engine that does not report is assumed neither to
+        have none, nor to be unchanged.
         """
         if self._fleet.instances.get(instance.id) is not instance:
             return
@@ -418,8 +416,8 @@ class HealthMonitor:
     async def _tell_rest(
         self, instance: Instance, told: EngineMetrics | None, probe: Probe, asked_s: float
     ) -> None:
-        """Whether it sleeps or pauses, as its metrics say; or as it says itself, where a call has
-        made it and they do not. Raises InstanceError: LOCAL.
+        """Note whether it sleeps or pauses, from its metrics; or from its own answer, if a call
+        caused it and the metrics do not show it. Raises InstanceError: LOCAL.
         """
         asleep, paused = instance.asleep, instance.paused
         if told is not None and told.asleep is not None:
@@ -438,15 +436,15 @@ class HealthMonitor:
             )  # fmt: skip
 
     def _note_rest(self, probed: _Probed, told: EngineMetrics) -> None:
-        """It rests if it has nothing to do, and was asked nothing since it had nothing to do."""
+        """Note whether it rests: idle, without a request since it was idle."""
         idle = told.running == 0 and told.waiting == 0
         idle_at = told.prompt_tokens if idle else _BUSY
         probed.rests = idle_at not in (None, _BUSY) and probed.idle_at == idle_at
         probed.idle_at = idle_at
 
     def _tell_renewal(self, instance: Instance, told: EngineMetrics) -> None:
-        """It was started anew although no probe failed meanwhile, or it sleeps: what it had cached
-        is gone. That its counters fell says so too; a new one's may be ahead of the old one's.
+        """Note that it has restarted although no probe failed, or sleeps: its cached prompts are
+        gone. Falling counters show it too, but a new engine's may be ahead of the old one's.
         """
         before, started_s = instance.engine_started_s, told.started_s
         instance.engine_started_s = started_s
@@ -465,10 +463,12 @@ class HealthMonitor:
 
 
 def _note_problem(instance: Instance, name: str, problem: str) -> None:
-    """Log that it begins, or is over; "": there is none."""
+    """Log when a problem begins, or is resolved; "": none."""
     if problem and name not in instance.problems:
         instance.problems.add(name)
-        _log.warning("instance %s: %s; what the gateway knows of it is old", instance.id, problem)
+        _log.warning(
+            "instance %s: %s; what the gateway knows of it is out of date", instance.id, problem
+        )
     elif not problem and name in instance.problems:
         instance.problems.discard(name)
         what = paths.METRICS if name == "metrics_unreadable" else paths.MODELS
@@ -476,7 +476,7 @@ def _note_problem(instance: Instance, name: str, problem: str) -> None:
 
 
 async def _body(probe: Probe, path: str, most_bytes: int) -> tuple[bytes | None, str]:
-    """(body, what is wrong). Raises InstanceError: LOCAL."""
+    """(body, problem). Raises InstanceError: LOCAL."""
     try:
         answer = await probe.get(path, most_bytes)
     except InstanceError as error:
@@ -491,8 +491,8 @@ async def _body(probe: Probe, path: str, most_bytes: int) -> tuple[bytes | None,
 
 
 async def _still(probe: Probe, path: str, name: bytes) -> bool:
-    """Whether an engine says that it is so; one that does not answer stays as it was, and one that
-    knows no such question is started anew. Raises InstanceError: LOCAL.
+    """Whether an engine reports this state; without an answer it is unchanged, and an engine that
+    does not know the question has restarted. Raises InstanceError: LOCAL.
     """
     try:
         answer = await probe.get(path, _MOST_STATE_BYTES)
@@ -506,8 +506,8 @@ async def _still(probe: Probe, path: str, name: bytes) -> bool:
 
 
 async def _read_samples(body: bytes) -> list[MetricSample]:
-    """Read metrics without holding the event loop: part by part, each of whole lines."""
-    # Every byte is a character of latin-1, and what we read of it is ASCII.
+    """Read metrics without blocking the event loop: part by part, each of whole lines."""
+    # Every byte is a character of latin-1, and the parts we read are ASCII.
     text = body.decode("latin-1")
     samples: list[MetricSample] = []
     start, size = 0, len(text)

@@ -1,7 +1,7 @@
-"""The instances as the gateway holds them: configuration, connections, health, engine facts.
+"""The gateway's instances: configuration, connections, health, engine facts.
 
 The scheduler's view of an instance (``InstanceSpec``) is derived here and replaced whenever
-something changes; nobody else writes it.
+something changes; nothing else writes it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from hetero_gateway.http.upstream import InstancePool
 
 _log = logging.getLogger(__name__)
 
-# Who named an instance: the configuration, /admin, or a source of discovery by its name. What one
-# of them has named, no other takes away.
+# What listed an instance: the configuration, /admin, or a source of discovery by its name. Only
+# that one removes it.
 FILE, ADMIN = "file", "admin"
-# What can differ of an instance's configuration while it serves.
+# What can change in an instance's configuration while it serves.
 ADJUSTABLE = ("model", "profile", "weight", "kv_transfer")
 
 
-# A model that an engine has not is not asked of it for so long, unless it lists it; and one that it
-# lists and has not, again and again, is looked for no sooner.
+# A model that an engine lacks is not requested from it for this long, unless it lists it; and one
+# that it lists and repeatedly lacks is looked for no sooner.
 _MISSING_S = 60.0
 _MISSED_AGAIN_S = 10.0
 
@@ -63,7 +63,7 @@ _Served = tuple[frozenset[str], Mapping[str, ModelCard], int | None]
 
 
 class Instance:
-    """One vLLM server: what is configured, and what was last seen of it."""
+    """One vLLM server: its configuration, and its last known state."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Instance:
         self.config = config
         self.id = InstanceId(config.id)
         self.profile = instance_profile(config, base_dir)
-        # What traffic made of it, where ``scheduler.recalibrate`` lets it; the original stays.
+        # Fitted to traffic, if ``scheduler.recalibrate`` allows it; the original stays.
         self.calibrated: Profile | None = None
         self.recalibrates = gateway.scheduler.recalibrate
         self.api_key = secret(config.api_key_env, f"instance {config.id}: api_key_env")
@@ -88,69 +88,69 @@ class Instance:
         self.weight = config.weight
         self.draining = False
         self.source = FILE
-        self.source_key = ""  # by which a source of discovery knows it
-        # Told when its engine has said which models it serves.
+        self.source_key = ""  # its key in its source of discovery
+        # Called when its engine has reported its models.
         self.on_models: Callable[[Instance], None] | None = None
-        self.leaving = False  # it goes once what it has is over
-        # Its engine sleeps or pauses, and gets no requests; ``wakeable``: it has its weights still.
+        self.leaving = False  # removed once its requests have ended
+        # Its engine sleeps or pauses, and gets no requests; ``wakeable``: it still has its weights.
         self.asleep = self.paused = self.wakeable = False
-        self.rested_s = -math.inf  # when a call changed that: what was asked sooner is older
-        self.adapters: set[str] = set()  # that were loaded through the gateway
+        self.rested_s = -math.inf  # when a call changed that: earlier answers are stale
+        self.adapters: set[str] = set()  # loaded through the gateway
         self.up = False
         self.failed_probes = 0
         self.health = Health(None, math.inf)
-        # Nothing is heard of it: what has no byte of an answer had better go elsewhere.
+        # It is silent: requests without a byte of an answer should go elsewhere.
         self.silent = False
-        self.leave_at_s = math.inf  # monotonic: what is on it then goes elsewhere, if it can
-        self.mute = False  # the same, though nobody else might take its place
-        self.unanswered = False  # its probes, since it was up; nothing else is against it
+        self.leave_at_s = math.inf  # monotonic: its requests then move, if they can
+        self.mute = False  # silent, though no other instance may replace it
+        self.unanswered = False  # its probes since it was up; nothing else failed
         self.down_reason = "not probed yet"
-        # Of ``PROBLEMS`` those that hold now; each was logged once, as it began.
+        # Present problems, of ``PROBLEMS``; each was logged once, when it began.
         self.problems: set[str] = set()
-        self.scrape_problem = ""  # what was wrong with its models or metrics at the last look
+        self.scrape_problem = ""  # problem with its models or metrics at the last look
         self.models: frozenset[str] = config.models
-        # When its engine said, of models that it was believed to have, that it has not; as long as
-        # no list of its models names them.
+        # When its engine reported that it lacks a model that it was believed to have, while no list
+        # of its models names it.
         self.missed_s: dict[str, float] = {}
         self.listed: frozenset[str] = frozenset()  # by its own /v1/models
-        self.lists_odd_names = False  # some that are left out
+        self.lists_odd_names = False  # some that are ignored
         self.max_model_len: int | None = None
-        self.cards: Mapping[str, ModelCard] = {}  # of those models, where its engine lists them
+        self.cards: Mapping[str, ModelCard] = {}  # of those models, if its engine lists them
         # Read from the engine's /metrics; seconds old, shown, and never decides alone.
         self.engine_kv_usage: float | None = None
         self.engine_kv_capacity_tokens: int | None = None
         self.engine_block_tokens: int | None = None  # of its KV cache
         self.engine_prefix_caching: bool | None = None
-        self.engine_started_s: float | None = None  # Unix time, as it says itself
-        # What it tells of its prefix cache; None: nothing, or another process hears it.
+        self.engine_started_s: float | None = None  # Unix time, by its own report
+        # Reports on its prefix cache; None: none, or another process receives them.
         self.engine_blocks: EngineBlocks | None = None
-        self.names_prompts = False  # it is to name prompts so, and is told the names
-        # What came of its requests; from the fleet, when it is admitted.
+        self.names_prompts = False  # prompts sent to it get names that it reports
+        # Outcomes of its requests; from the fleet, when it is admitted.
         self.outcomes: Outcomes
 
     def adjust(self, config: InstanceConfig, profile: Profile | None) -> None:
-        """Another model, profile or weight of the same server; to be published."""
+        """Change model, profile or weight of the same server; to be published."""
         if profile != self.profile:
             self.profile, self.calibrated = profile, None
         if config.weight != self.config.weight:
             self.weight = config.weight
         if config.models != self.config.models:
-            self.models = config.models  # none: until its next scrape says
+            self.models = config.models  # none: until its next scrape
         self.config = config
 
     def missing(self, listed: frozenset[str]) -> set[str]:
-        """The models that it lacks, though they are configured; it lists these.
+        """The models that it lacks although they are configured, or it lists them.
 
-        What is configured may be served without being listed: it is tried again after a while.
+        A configured model may be served without being listed: it is tried again after a while.
         """
         since_s = time.monotonic() - _MISSING_S
         return {m for m, at_s in self.missed_s.items() if m not in listed and at_s >= since_s}
 
     def miss(self, model: str) -> bool:
-        """Its engine has said that it does not have a model. Returns whether that is news.
+        """Its engine reported that it lacks a model. Returns whether that is news.
 
-        Nobody is sent here for it any more, once that is published, until its models were read
-        again. Where they name it all the same, that goes for a while.
+        Once published, no request for it is sent here until its models were read again. If they
+        name it all the same, for a while.
         """
         now_s = time.monotonic()
         said_s = self.missed_s.get(model, -math.inf)
@@ -178,30 +178,30 @@ class Instance:
 
     @property
     def awake(self) -> bool:
-        """Its engine would work on a request."""
+        """Whether its engine would work on a request."""
         return not (self.asleep or self.paused)
 
     @property
     def shown_down_reason(self) -> str:
-        """Why it is down, as people may read it."""
-        # The reason is a library's words, and a library may quote the header it could not send.
+        """Why it is down, in a form fit for display."""
+        # The reason is a library's text, which may quote the header it could not send.
         reason, key = self.down_reason, (self.api_key or "").strip()
         return reason.replace(key, "[key]") if key else reason
 
     @property
     def round_trip_s(self) -> float | None:
-        """There and back with HTTP, as its last probe took; None: not known."""
+        """The round trip of its last probe, with HTTP; None: not known."""
         return self.health.last_s if math.isfinite(self.health.last_s) else None
 
     @property
     def profile_name(self) -> str:
-        """The profile's; or that there is none, or that it is learned."""
+        """The profile's name; or that there is none, or that it is learned."""
         if self.profile is not None:
             return self.profile.name
         return "unprofiled" if self.calibrated is None else "learned"
 
     def profile_age_s(self) -> float | None:
-        """Since the day that the profile names; None where it names none that can be read."""
+        """The age of its profile's date; None if that is missing or unreadable."""
         return None if self.profile is None else _age_s(self.profile.source.get("date"))
 
     def _effective_profile(self) -> Profile | None:
@@ -217,7 +217,7 @@ class Fleet:
 
     Args:
         config, base_dir: of the gateway.
-        hops: of all of its processes; None: it has but this one.
+        hops: of all of its processes; None: it has only this one.
     """
 
     def __init__(self, config: GatewayConfig, base_dir: Path, hops: Hops | None = None) -> None:
@@ -229,24 +229,24 @@ class Fleet:
         rng = random.Random(scheduling.seed)
         policy = _policy_of(scheduling)
         self.queues = policy.queues
-        # Called after every change that may make room: set by who drives the queue.
+        # Called after every change that may make room: set by the queue's driver.
         self.on_change: Callable[[], None] | None = None
         # Called when an instance comes, goes, or may be sent more or less than before.
         self.on_membership: Callable[[], None] | None = None
         # Called with an instance whose /health is good, and when it was asked, monotonic.
         self.on_good_health: Callable[[Instance, float], None] | None = None
-        # Called after each look at what the streams have got: rows of observation end there.
+        # Called after each look at the streams: rows of observation end there.
         self.on_look: Callable[[], None] | None = None
-        # Called after each scrape, with what the engine reported of its load; None: nothing.
+        # Called after each scrape, with the engine's reported load; None: none.
         self.on_scrape: Callable[[InstanceId, EngineMetrics | None], None] | None = None
-        # Called after any change of an instance, ahead of all others: who can hand over to whom.
+        # Called after any change of an instance, before all others: which pairs can hand over.
         self.on_pairs: Callable[[], None] | None = None
-        # Called after any change of an instance, for other processes that have to know.
+        # Called after any change of an instance, for other processes.
         self.on_publish: Callable[[], None] | None = None
-        # What live instances serve, and that of all together.
+        # The models of live instances, by instance and all together.
         self._told_models: list[_Served] = []
         self._models: Mapping[str, ModelCard] = {}
-        # Counts the changes of what ``SetupWatch`` looks at.
+        # Counts changes relevant to ``SetupWatch``.
         self.setups = 0
         self.ejections = Ejections(
             EjectionRules(**config.health.ejection.model_dump()), self._pools_of
@@ -270,9 +270,9 @@ class Fleet:
             self.admit(self.build(place))
 
     def build(self, config: InstanceConfig, gateway: GatewayConfig | None = None) -> Instance:
-        """An instance that is not yet part of the fleet. ConfigError: it cannot be used.
+        """Build an instance that is not yet part of the fleet. ConfigError: it cannot be used.
 
-        ``gateway``: the configuration as it is to be; None: as it is.
+        ``gateway``: the future configuration; None: the present one.
         """
         gateway = gateway or self._config
         if not gateway.server.link_local_instances:
@@ -287,7 +287,7 @@ class Fleet:
         return instance
 
     def settings(self, settings: Settings) -> None:
-        """Have this part take up what can change of it."""
+        """Register the settings of this part that can change."""
         settings.add(_POLICY_FIELDS, self._prepare_policy)
         settings.add(DISCIPLINE_FIELDS, self._prepare_discipline)
         settings.add((), self._prepare_files, always=True)
@@ -344,7 +344,8 @@ class Fleet:
         return Prepared(apply)
 
     def can_adjust(self, instance: Instance, config: InstanceConfig) -> bool:
-        """Whether an instance can serve on with this configuration: it is the same server."""
+        """Whether an instance can continue serving with this configuration: it is the same
+        server."""
         adjusted = {name: getattr(config, name) for name in ADJUSTABLE}
         return instance.config.model_copy(update=adjusted) == config
 
@@ -357,21 +358,21 @@ class Fleet:
         self.setups += 1
 
     def admit(self, instance: Instance) -> None:
-        """Take an instance in; its first good probe opens it. ConfigError: the id is taken."""
+        """Add an instance; its first good probe opens it. ConfigError: the id is taken."""
         if instance.id in self.instances:
             raise ConfigError(f"instance {instance.id!r} exists already")
         self.instances[instance.id] = instance
         self.setups += 1
         instance.outcomes = self.ejections.join(instance.id)
         self.scheduler.add(instance.spec())
-        # Not known until its engine reports it.
+        # Unknown until its engine reports it.
         self.scheduler.observe_cache(instance.id, None, None, 0.0)
         self._changed()
 
     def remove(self, instance_id: InstanceId) -> int:
-        """Forget an instance; returns how many requests its load counted. They go on to their end.
+        """Remove an instance; returns its number of requests. They run to their end.
 
-        Raises KeyError when there is none.
+        Raises KeyError if there is none.
         """
         instance = self.instances.pop(instance_id)
         self.setups += 1
@@ -382,7 +383,7 @@ class Fleet:
         return len(orphans)
 
     def list_models(self, instance: Instance, models: Mapping[str, ModelCard]) -> None:
-        """Heed what an instance lists; to be published."""
+        """Apply an instance's list of models; to be published."""
         if (listed := frozenset(models)) != instance.listed:
             instance.listed = listed
             self.setups += 1
@@ -391,7 +392,7 @@ class Fleet:
         served = configured | instance.adapters if configured else listed
         served -= instance.missing(listed)
         cards = {name: card for name, card in models.items() if name in served}
-        # What has not changed stays the same object, which ``models`` compares at once.
+        # Unchanged lists stay the same object, which ``models`` compares at once.
         if (served, cards) != (instance.models, instance.cards):
             instance.models, instance.cards = served, cards
         lengths = [card.max_model_len or 0 for card in instance.cards.values()]
@@ -401,13 +402,14 @@ class Fleet:
             instance.on_models(instance)
 
     def publish(self, instance: Instance) -> None:
-        """Tell the scheduler what changed."""
+        """Inform the scheduler of changes."""
         if self.instances.get(instance.id) is instance:
             self.scheduler.replace(instance.spec())
             self._changed()
 
     def _pools_of(self, instance_id: InstanceId) -> Iterable[list[InstanceId]]:
-        """For each model of an instance, who serves it and takes requests: for the panic rule."""
+        """For each model of an instance, the instances that take its requests: for the panic
+        rule."""
         live = [i for i in self._live() if i.awake]
         for model in self.instances[instance_id].models:
             yield [other.id for other in live if model in other.models]
@@ -423,11 +425,11 @@ class Fleet:
             self.on_publish()
 
     def set_recalibrated(self, instance: Instance, wanted: bool) -> None:
-        """Let an instance's constants follow the traffic, or bring the original back for good."""
+        """Let an instance's constants follow the traffic, or restore the original for good."""
         instance.recalibrates = wanted
         if not wanted and instance.calibrated is not None:
             instance.calibrated = None
-            _log.info("instance %s: its original profile is back", instance.id)
+            _log.info("instance %s: its original profile is restored", instance.id)
             self.publish(instance)
 
     def mark_up(self, instance: Instance) -> None:
@@ -440,7 +442,7 @@ class Fleet:
             self.publish(instance)
 
     def mark_down(self, instance: Instance, reason: str, *, unanswered: bool = False) -> None:
-        """``unanswered``: it is silent when it is probed, and that is all."""
+        """``unanswered``: only its probes were not answered."""
         instance.unanswered = unanswered and (instance.up or instance.unanswered)
         if instance.up and not (unanswered and self._is_needed(instance)):
             instance.up = False
@@ -451,12 +453,14 @@ class Fleet:
         for other in list(self.instances.values()):
             if other.unanswered and not other.up and self._is_needed(other):
                 other.up = True
-                _log.warning("instance %s gets requests all the same: nobody else is up", other.id)
+                _log.warning(
+                    "instance %s still gets requests, as no other instance is up", other.id
+                )
                 self.publish(other)
 
     def _is_needed(self, instance: Instance) -> bool:
-        """Whether nobody whose probes are answered serves a model of it, and requests may have it
-        that are not known to hang there.
+        """Whether no instance with answered probes serves a model of it, while requests on it are
+        not known to hang.
         """
         well = [i.models for i in self._live() if i is not instance and not i.unanswered]
         return not instance.mute and any(
@@ -464,7 +468,8 @@ class Fleet:
         )
 
     def set_silent(self, instance: Instance, *, silent: bool) -> None:
-        """Whether what has no byte of an answer had better leave it; other processes hear of it."""
+        """Whether requests without a byte of an answer should leave it; other processes are
+        informed."""
         instance.silent = silent
         if self.on_publish is not None:
             self.on_publish()
@@ -482,8 +487,8 @@ class Fleet:
         )
         if drift.drifted:
             _log.warning(
-                "instance %s: its profile has drifted: %s (spread %.0f %%); a new one from the "
-                "traffic: hetero-gateway profile --from-gateway URL --instance %s -o FILE",
+                "instance %s: its profile has drifted: %s (spread %.0f %%); fit a new one from "
+                "the traffic: hetero-gateway profile --from-gateway URL --instance %s -o FILE",
                 instance_id,
                 ratios,
                 100 * (told.spread or 0.0),
@@ -493,16 +498,16 @@ class Fleet:
             _log.info("instance %s: its profile fits again: %s", instance_id, ratios)
 
     def models(self) -> Mapping[str, ModelCard]:
-        """Names that live instances serve, each with a card and the longest context known."""
+        """Names that live instances serve, each with a card and the longest known context."""
         told = [(i.models, i.cards, i.max_model_len) for i in self._live()]
         if told != self._told_models:
             self._told_models, self._models = told, _merged(told)
         return self._models
 
     def serves(self, model: str, instance_id: str) -> bool:
-        """Whether an instance serves a model, or any where it is "".
+        """Whether an instance serves a model, or any if it is "".
 
-        Of what else has a name, services elsewhere, nobody says so.
+        Names of services elsewhere are unknown here.
         """
         if not instance_id:
             return self.scheduler.members.knows(model)
@@ -518,7 +523,7 @@ class Fleet:
         return (i for i in self.instances.values() if i.up and not i.draining)
 
     def forget_cache(self, instance_id: InstanceId) -> None:
-        """An instance's prefix cache is empty. KeyError: there is no such instance."""
+        """Empty an instance's prefix cache. KeyError: there is no such instance."""
         if self.scheduler.caches is not None:
             self.scheduler.caches.forget(instance_id)
 
@@ -543,7 +548,8 @@ class Fleet:
                 )
 
     async def close_idle_connections(self) -> None:
-        """Again and again: those that were idle for too long, or lead where a name did once."""
+        """Repeatedly close connections that were idle too long, or lead to old addresses of a
+        name."""
         while True:
             await asyncio.sleep(self._config.pool.idle_expiry_s)
             pools = [instance.pool for instance in self.instances.values()]

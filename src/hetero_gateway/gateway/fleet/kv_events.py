@@ -1,24 +1,24 @@
-"""What engines tell of their prefix caches, listened to beside the traffic.
+"""Listens to what engines report of their prefix caches, beside the traffic.
 
 An engine that publishes KV events is found by asking it (``GET /kv_event_sources``, once for each
 start); nothing has to be configured. A task for each of its ranks then reads the events as they
-come, over ZMQ, and has them in the index (``core/prefixes/engine_blocks``). No request waits for
+come, over ZMQ, and puts them in the index (``core/prefixes/engine_blocks``). No request waits for
 any of this.
 
-    a number is missing    what was missed is asked for again; where it is not to be had, nothing of
+    a number is missing    missed events are requested again; if they cannot be had, nothing from
                            that engine is believed any more, and its part grows from what is sent
-                           there and told from then on
-    numbers begin anew     the engine was started anew: its cache is empty
-    it was out of sight    what it has told is read again, from its beginning
-    nothing is told        although prompts were computed: its part is kept as placements are
+                           there and reported from then on
+    numbers restart        the engine has restarted: its cache is empty
+    it was out of sight    its events are read again, from the beginning
+    nothing is reported    although prompts were computed: its part is kept as placements are
 
-Ranks have a cache each. Where each is a place of its own, it is listened to for itself; else what
-any of them has counts for the engine, and its trust finds out how often that is where a request
-comes to.
+Each rank has its own cache. Ranks that are places of their own are listened to separately;
+otherwise what any of them has counts for the engine, and its trust learns how often that is the
+rank that a request reaches.
 
-What an engine sends is bounded and checked (``engines/vllm/kv_events``), takes a fifth of a core at
-most, and moves what is believed of itself alone. It is listened to on its own host, whatever
-address it names. Needs pyzmq, the extra ``kv-events``; without it nobody is asked.
+An engine's messages are bounded and checked (``engines/vllm/kv_events``), take a fifth of a core at
+most, and affect only what is believed of itself. It is listened to on its own host, whatever
+address it names. Needs pyzmq, the extra ``kv-events``; without it no engine is asked.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MOST_SOURCES_BYTES = 1 << 16
-# Between two looks at who has come or was started anew; and between two questions to one that does
-# not publish, or whose publisher was lost.
+# Between two looks at new or restarted instances; and between two questions to one that does not
+# publish, or whose publisher was lost.
 _LOOK_S, _LOOK_FOR_NEW_S, _ASK_AGAIN_S = 5.0, 1.0, 60.0
 _MOST_WAITING = 10_000  # messages of one engine, unread
 _REPLAY_S = 5.0  # without an answer, a replay is given up
 _MOST_REPLAYED = 20_000
 _MOST_SHARE = 1 / 5
-# Less is not worth a pause, and more messages are not taken at a time.
+# Shorter pauses are not worth it, and no more messages are taken at a time.
 _LEAST_S, _AT_ONCE = 0.0002, 64
 _MOST_RANKS = 64
-# Blocks of an engine that does not say how many it has.
+# Limit of blocks of an engine that does not report how many it has.
 _ASSUMED_KV_TOKENS, _BLOCK_TOKENS, _ROOM = 400_000, 16, 4
 
 
@@ -77,15 +77,15 @@ def available() -> bool:
 
 
 class KvEventReaders:
-    """Listens to all instances that tell.
+    """Listens to all instances that publish.
 
     Args:
         fleet: its scheduler has prefix caches.
         timeout_s: of a question to an instance.
-        tasks: where its own run.
+        tasks: runs its tasks.
 
     Attributes:
-        counts: of events by kind (``stored``, ``removed``, ``cleared``), and of what went wrong:
+        counts: of events by kind (``stored``, ``removed``, ``cleared``), and of problems:
             ``gaps``, those of them that were ``lost``, ``restarts``, messages ``rejected``.
     """
 
@@ -112,7 +112,7 @@ class KvEventReaders:
             self._context.destroy(linger=0)
 
     def __iter__(self) -> Iterator[InstanceId]:
-        """Those that are listened to."""
+        """The instances that are listened to."""
         return iter(self._followed)
 
     async def _look_for_ever(self) -> None:
@@ -122,7 +122,7 @@ class KvEventReaders:
             except Exception:
                 # The background loop's boundary: a bug here must not end all listening.
                 _log.exception("looking for KV events failed")
-            # Who has never been up may be any moment.
+            # An instance that has never been up may be up any moment.
             new = self._fleet.instances.keys() - self._asked.keys()
             await asyncio.sleep(_LOOK_FOR_NEW_S if new else _LOOK_S)
 
@@ -161,7 +161,7 @@ class KvEventReaders:
                 return  # an engine without events, or without this path
             sources = read_kv_event_sources(answer.body)
         except (InstanceError, KvEventError) as error:
-            _log.debug("instance %s tells no KV events: %s", instance.id, error)
+            _log.debug("instance %s publishes no KV events: %s", instance.id, error)
             return
         finally:
             probe.close()
@@ -190,7 +190,7 @@ class KvEventReaders:
         caches.listen(instance.id, blocks)
         self._fleet.publish(instance)
         instance.engine_blocks, instance.names_prompts = blocks, True
-        _log.info("instance %s tells what it has cached", instance.id)
+        _log.info("instance %s publishes its KV events", instance.id)
 
     async def _leave(self, instance_id: InstanceId) -> None:
         followed = self._followed.pop(instance_id)
@@ -202,7 +202,7 @@ class KvEventReaders:
 
 
 class _Followed:
-    """One instance that tells."""
+    """One instance that publishes."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class _Followed:
         return any(task.done() for task in self._tasks)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Hear all that it tells, and has told."""
+        """Receive everything it reports, and has reported."""
         self._tasks = [tasks.create_task(self.listen(source)) for source in self._sources]
 
     async def stop(self) -> None:
@@ -247,7 +247,7 @@ class _Followed:
             socket.connect(address)
             await self._read(socket, source)
         except zmq.ZMQError as error:
-            _log.warning("instance %s: no KV events of %s: %s", self.instance.id, address, error)
+            _log.warning("instance %s: no KV events from %s: %s", self.instance.id, address, error)
         except Exception:
             # The background loop's boundary: this instance's, and no other's.
             _log.exception("instance %s: reading KV events failed", self.instance.id)
@@ -255,12 +255,12 @@ class _Followed:
             socket.close(linger=0)
 
     async def _read(self, socket: Any, source: KvEventSource) -> None:
-        # What it has told before is of use, too: chains of blocks that will get their names.
+        # Earlier events are useful, too: chains of blocks that will get their names.
         due, _ = await self._replay(source, 0)
         while True:
             waiting = [await socket.recv_multipart()]
             begun_s = time.process_time()
-            # Those that wait already cost a fraction of one that is waited for.
+            # Messages that already wait cost a fraction of one that is waited for.
             waiting += _at_once(socket)
             for frames in waiting:
                 number = _number_in(frames)
@@ -279,7 +279,7 @@ class _Followed:
 
     @property
     def _is_here(self) -> bool:
-        """Or else another one may have its name, and its part of the index."""
+        """Otherwise another instance may have its name, and its part of the index."""
         return self._fleet.instances.get(self.instance.id) is self.instance
 
     def _forget(self) -> None:
@@ -287,7 +287,7 @@ class _Followed:
             self.blocks.cleared()
 
     async def _catch_up(self, source: KvEventSource, due: int, number: int) -> None:
-        """This number is here, and that one was due."""
+        """This number has arrived, while that one was due."""
         if number < due:
             self._counts["restarts"] += 1
             self._forget()
@@ -297,16 +297,16 @@ class _Followed:
         self._counts["gaps"] += 1
         _, whole = await self._replay(source, due, number)
         if not whole and due:
-            # What was missed may be anything: nothing is believed any more of what was told.
+            # Missed events may be anything: nothing reported before is believed any more.
             self._counts["lost"] += 1
             self._forget()
             name = self.instance.id
-            _log.info("instance %s: KV events were lost: its part begins anew", name)
+            _log.info("instance %s: KV events were lost: its part of the index starts over", name)
 
     async def _replay(
         self, source: KvEventSource, first: int, end: int | None = None
     ) -> tuple[int, bool]:
-        """Take what was told from ``first`` on, up to ``end``.
+        """Take the events from ``first`` on, up to ``end``.
 
         Returns the number that is due then, and whether nothing is missing.
         """
@@ -319,7 +319,7 @@ class _Followed:
         due, whole, took_s = first, True, 0.0
         try:
             _set_up(socket)
-            # Where it is bound on the engine's loopback, only who is there, too, can reach it.
+            # If it is bound on the engine's loopback, it can only be reached from there.
             socket.connect(f"tcp://{host}:{source.replay_port}")
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             for seen in range(_MOST_REPLAYED):
@@ -356,7 +356,7 @@ class _Followed:
             self._apply(told)
 
     def _was_taken(self, source: KvEventSource, payload: bytes) -> bool:
-        """Whether a message was taken already, by when it was written; or is none."""
+        """Whether a message was taken already, by when it was written; or is invalid."""
         told = self._told_by(payload)
         return told is None or told.at_s <= self._latest_s.get(source.rank, -math.inf)
 
@@ -365,7 +365,7 @@ class _Followed:
             return read_kv_events(payload)
         except KvEventError as error:
             if not self._counts["rejected"]:
-                _log.warning("instance %s: a KV event is left out: %s", self.instance.id, error)
+                _log.warning("instance %s: a KV event is ignored: %s", self.instance.id, error)
             self._counts["rejected"] += 1
             return None
 
@@ -386,7 +386,7 @@ class _Followed:
 
 
 def _at_once(socket: Any) -> list[list[bytes]]:
-    """What is there without waiting."""
+    """What is available without waiting."""
     import zmq
 
     plain: Any = zmq.Socket.shadow(socket)
@@ -406,13 +406,13 @@ def _set_up(socket: Any) -> None:
     socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_PAYLOAD_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
-    # A connection that was cut in silence is found out, and made anew.
+    # A connection that was cut silently is detected, and made again.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
 
 
 def _number_in(frames: list[bytes]) -> int | None:
-    """Of a message: topic, number, payload; None: that is none, or an end."""
+    """Topic, number and payload of a message; None: invalid, or an end."""
     if len(frames) != 3 or len(frames[1]) != 8:
         return None
     number = int.from_bytes(frames[1], "big", signed=True)

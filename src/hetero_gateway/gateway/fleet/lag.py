@@ -1,18 +1,18 @@
-"""How far the event loop is behind: whether what did not come was late, or nobody looked."""
+"""How far the event loop is behind: whether a missing answer was late, or was not looked at."""
 
 from __future__ import annotations
 
 import asyncio
 
 _EVERY_S = 0.1
-# What a loop that has enough CPU time is late by now and then.
+# How late a loop with enough CPU time is now and then.
 _GRAIN_S = 0.02
 
 
 class LoopLag:
-    """Adds up by how much timers come late while anybody watches: ``with lag: ...``.
+    """Adds up how late timers fire while it is in use: ``with lag: ...``.
 
-    Whatever holds the loop counts: a long callback, other processes, a machine that was stopped.
+    Whatever blocks the loop counts: a long callback, other processes, a machine that was stopped.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Liveness from traffic: instances that fall silent are known within about a second.
+"""Liveness from traffic: instances that fall silent are detected within about a second.
 
-What silence means is the core's (``core/instances/silence.py``). Here is one timer, which runs
-while anything is outstanding and looks at counts that are there anyway: the events of streams, and
-when an instance has last answered. Nothing is done per request or per chunk. A look that comes late
-says nothing of anybody: it was the gateway that did not listen.
+The core decides what silence means (``core/instances/silence.py``). Here is one timer, which runs
+while anything is outstanding and looks at existing counts: the events of streams, and when an
+instance last answered. Nothing is done per request or per chunk. A look that comes late says
+nothing about instances: the gateway was not listening.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hetero_gateway.gateway.fleet.ejection import OutcomeWatch
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 
 INTERVAL_S = 0.25
-# A look may be late by so much.
+# How late a look may be.
 _LATE_S = 0.15
 _ASK_AGAIN_S = 1.0
-# Of streams in other processes it is known once a second how they go on.
+# The progress of streams in other processes is known once a second.
 _REPORTED_S = 1.0
 
 
@@ -35,20 +35,20 @@ class Streams(Protocol):
     reported_s: dict[InstanceId, float]
 
     def glance(self) -> tuple[set[InstanceId], set[InstanceId]]:
-        """The instances of whose streams something was heard since, and those with streams."""
+        """The instances whose streams made progress since, and those with streams."""
         ...
 
 
 class LivenessWatch:
-    """Looks at the instances while anything is outstanding. Needs a running event loop.
+    """Watches the instances while anything is outstanding. Needs a running event loop.
 
     Args:
         fleet, outcomes: of the gateway.
-        streams: that are under way.
+        streams: the open ones.
         ask: has an instance's /health asked now.
         on_silent: called when an instance has become ``silent``.
 
-    ``watches``: its timer runs; whoever sends a request calls ``watch`` unless it does.
+    ``watches``: its timer runs; sending a request requires ``watch`` unless it does.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LivenessWatch:
         self.watches = False
 
     def watch(self) -> None:
-        """Look from now on, for as long as anything is outstanding."""
+        """Watch from now on, as long as anything is outstanding."""
         self.watches = True
         self._due_s = time.monotonic() + INTERVAL_S
         self._timer = self._loop.call_later(INTERVAL_S, self._look)
@@ -93,7 +93,7 @@ class LivenessWatch:
             state = states[instance_id]
             heard_s = max(self._heard_s.get(instance_id, now_s), instance.outcomes.heard_s)
             if instance_id not in streaming:
-                # Where a proxy relays them, first tokens are all that is heard of streams.
+                # If a proxy relays them, first tokens are all that is known of streams.
                 heard_s = max(heard_s, state.heard_s)
             dead = instance.silent or instance.health.asked_s is not None
             if instance_id in heard or instance.outcomes.is_heard_again:
@@ -122,7 +122,7 @@ class LivenessWatch:
             self._on_silent()
 
     def _judge(self, instance: Instance, heard_s: float, streams: bool, now_s: float) -> bool:
-        """Whether it is silent, and was not before."""
+        """Whether it is newly silent."""
         outcomes = instance.outcomes
         if outcomes.breaker is BreakerState.HALF_OPEN:
             if not outcomes.trials:

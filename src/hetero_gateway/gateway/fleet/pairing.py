@@ -1,4 +1,4 @@
-"""Which instances can hand prompts over to which: told to the scheduler as the configuration is."""
+"""Which instances can hand prompts over to which: configures the scheduler's pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_gateway.files.pairs_file import MeasuredPairs, PairRow, read_pairs
 from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.settings import Prepared
 
-# Of a link of which nothing is told, until transfers have been seen: slow rather than fast.
+# A link without configured speed, until transfers have been seen: slow rather than fast.
 _START_S, _GBIT_PER_S = 0.01, 10.0
 
 # Of each instance: its id, its address, and how it hands over.
@@ -22,10 +22,10 @@ _Told = list[tuple[InstanceId, str, InstanceTransferConfig | None]]
 
 
 class Pairing:
-    """Keeps the scheduler's pairs as the instances are, with what was learnt of each.
+    """Keeps the scheduler's pairs up to date, with what was learnt of each.
 
     Args:
-        fleet: tells of its changes from now on.
+        fleet: reports its changes from now on.
         base_dir: what the file of ``scheduler.pairs_file`` is relative to.
     """
 
@@ -45,11 +45,11 @@ class Pairing:
 
     @property
     def by_roles(self) -> bool:
-        """Whether only as roles have it that are found (``serve/autoscaling/roles``)."""
+        """Whether only by the roles that are found (``serve/autoscaling/roles``)."""
         return self._mode == "roles"
 
     def prepare(self, fresh: GatewayConfig) -> Prepared:
-        """Take a configuration up."""
+        """Prepare a configuration."""
         mode = fresh.scheduler.split_requests if fresh.server.workers == 1 else "never"
         file = fresh.scheduler.pairs_file
         measured = MeasuredPairs() if file is None else read_pairs(self._base_dir / file)
@@ -87,7 +87,7 @@ class Pairing:
 def _links(
     told: _Told, before: Pairs | None, measured: MeasuredPairs
 ) -> dict[tuple[InstanceId, InstanceId], Link]:
-    """By pair; what was learnt stays."""
+    """Links by pair; what was learnt stays."""
     links = {}
     for one, here, mine in told:
         if mine is None:
@@ -112,7 +112,7 @@ def _link_as(row: PairRow | None) -> Link | None:
 def _link(prefill: InstanceTransferConfig, decode: InstanceTransferConfig) -> Link:
     starts = [s for s in (prefill.start_s, decode.start_s) if s is not None]
     speeds = [g for g in (prefill.gbit_per_s, decode.gbit_per_s) if g is not None]
-    # Sizes are told in an 8B model's bytes; those of another are fewer or more of them.
+    # Sizes are stated in bytes of an 8B model; other models have fewer or more.
     sizes = [b for b in (prefill.kv_bytes_per_token, decode.kv_bytes_per_token) if b is not None]
     scale = KV_BYTES_PER_TOKEN / max(sizes, default=KV_BYTES_PER_TOKEN)
     bytes_per_s = min(speeds, default=_GBIT_PER_S) * 1e9 / 8 * scale

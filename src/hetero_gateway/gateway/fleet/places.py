@@ -5,7 +5,7 @@ from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 
 
 def places_of(fleet: Fleet, instance: Instance) -> list[Instance]:
-    """All that are behind an instance's address: itself, or a place for each rank."""
+    """All places behind an instance's address: itself, or one for each rank."""
     if instance.config.data_parallel_rank is None:
         return [instance]
     url = instance.config.base_url
@@ -13,7 +13,7 @@ def places_of(fleet: Fleet, instance: Instance) -> list[Instance]:
 
 
 def places_named(fleet: Fleet, name: str) -> list[Instance]:
-    """The instance of this id, or the places of the one that is called so; none: unknown."""
+    """The instance of this id, or the places of the server with this name; none: unknown."""
     instance = fleet.instances.get(InstanceId(name))
     if instance is not None:
         return [instance]

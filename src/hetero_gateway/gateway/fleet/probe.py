@@ -1,8 +1,8 @@
-"""GETs to one instance, for its health and what it says of itself: bounded in bytes and in time.
+"""GETs to one instance, for its health and its own reports: bounded in bytes and in time.
 
-Over connections of their own, so that a full pool or a busy one hides nothing. What comes is
-untrusted: no answer is kept beyond its limit, decompressed or followed elsewhere, and the deadline
-is one for the whole exchange, however slowly its bytes drip.
+Over connections of their own, so that a full or busy pool hides nothing. Answers are untrusted:
+none is kept beyond its limit, decompressed or redirected, and there is one deadline for the whole
+exchange, however slowly its bytes drip.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hetero_gateway.http.hops import Hops
 from hetero_gateway.http.response import ResponseHead
 from hetero_gateway.http.upstream import InstancePool, UpstreamConnection
 
-# One is in use at a time; a second one where the first went stale. A GET may be sent again, so an
-# idle one is used for as long as its instance leaves it open (vLLM: 5 s).
+# One is in use at a time; a second one if the first went stale. A GET may be sent again, so an idle
+# connection is used as long as its instance leaves it open (vLLM: 5 s).
 _POOL = PoolConfig(max_connections=4, max_idle=1, idle_expiry_s=60)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """An answer. ``problem``: why its body is not here, if it is wanted and there is a reason."""
+    """An answer. ``problem``: why its body is missing, if it is wanted and there is a reason."""
 
     status: int
     body: bytes
@@ -33,16 +33,16 @@ class ProbeAnswer:
 
     @property
     def good(self) -> bool:
-        """The request succeeded; a redirection is no success."""
+        """Whether the request succeeded; a redirection is no success."""
         return 200 <= self.status < 300
 
 
-# Of a probe's time-out, the share by which the event loop may be behind while it counts.
+# The share of a probe's time-out by which the event loop may be behind while the probe counts.
 _LATE_SHARE = 0.25
 
 
 class LateProbe(InstanceError):
-    """No answer in time, and the gateway was too short of CPU time to say whose fault that is."""
+    """No answer in time, but the gateway was too short of CPU time to blame the instance."""
 
     def __init__(self, behind_s: float) -> None:
         super().__init__(
@@ -106,8 +106,8 @@ class Probe:
     Args:
         instance: at a link-local address only if its requests may go there.
         timeout_s: for one exchange from connecting to its last byte.
-        hops: of the gateway, which must not take itself for an instance.
-        lag: says whether a probe that is late is the instance's fault.
+        hops: of the gateway, which must not mistake itself for an instance.
+        lag: says whether a late probe is the instance's fault.
     """
 
     def __init__(
@@ -125,9 +125,10 @@ class Probe:
         self._fields = fields
 
     async def get(self, path: str, most_bytes: int = 0) -> ProbeAnswer:
-        """GET a path. Nothing of the body is kept or waited for where ``most_bytes`` is 0.
+        """GET a path. If ``most_bytes`` is 0, nothing of the body is kept or waited for.
 
-        Raises InstanceError; ``Failure.LOCAL`` (and so ``LateProbe``) says nothing of the instance.
+        Raises InstanceError; ``Failure.LOCAL`` (and so ``LateProbe``) says nothing about the
+        instance.
         """
         return await self.ask(b"GET", path.encode(), most_bytes)
 
@@ -139,7 +140,7 @@ class Probe:
         body: bytes = b"",
         content_type: bytes = b"",
     ) -> ProbeAnswer:
-        """The same for another method, with a body, and for a target as it stands on the wire."""
+        """The same for another method, with a body, and for a target as written on the wire."""
         fields = b"" if method == b"GET" and not body else b"content-length: %d\r\n" % len(body)
         if content_type:
             fields += b"content-type: %b\r\n" % content_type
@@ -168,9 +169,10 @@ class Probe:
 
 
 async def asked_of(pool: InstancePool, request: bytes, most_bytes: int) -> ProbeAnswer:
-    """What a whole request is answered; cancelled, its connection is closed. Raises InstanceError.
+    """The answer to a whole request; on cancellation its connection is closed. Raises
+    InstanceError.
 
-    The request may go twice, if the first time it meets an idle connection that was being closed.
+    The request may be sent twice, if it first meets an idle connection that was being closed.
     """
     connection = pool.take_idle() or await pool.connect()
     try:

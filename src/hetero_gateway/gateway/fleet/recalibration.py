@@ -1,12 +1,12 @@
 """Constants that follow the traffic while serving: ``scheduler.recalibrate``.
 
-Off by default, and then nothing here is ever called. Where it is on, an instance's constants are
-fitted anew after each minute of observed time and replaced when that changes what they predict;
+Off by default; then nothing here is ever called. If on, an instance's constants are fitted again
+after each minute of observed time and replaced when that changes what they predict;
 ``core/instances/calibration.py`` fits, and keeps every constant within bounds of the original. A
-fit runs in a thread, as it takes some 5 ms, and the first one imports scipy; what comes of it is
-applied on the event loop, unless the instance has gone or was taken back meanwhile. The original
-profile is kept, and PATCH /admin/instances/ID {"recalibrated": false} brings it back for good. An
-instance without a profile gets a learned one, once its engine has reported its KV cache's size.
+fit runs in a thread, as it takes some 5 ms, and the first one imports scipy; the result is applied
+on the event loop, unless the instance has gone or was reset meanwhile. The original profile is
+kept, and PATCH /admin/instances/ID {"recalibrated": false} restores it for good. An instance
+without a profile gets a learned one, once its engine has reported its KV cache's size.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from hetero_gateway.core.instances.observation import StepRow, seconds
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 
-# Observed seconds between two fits, and rows that one looks at: the last few minutes.
+# Observed seconds between two fits, and rows that one uses: the last few minutes.
 EVERY_S = 60.0
 _MOST_ROWS = 300
-# Constants that predict the same as before are not worth a new start of the speed factor.
+# Constants that predict the same as before are not worth restarting the speed factor.
 _WORTH = 1.1
-# A fit that misses held-out rows by more than this (median) is not believed.
+# A fit that misses held-out rows by more than this (median) is rejected.
 _MOST_ERROR = 0.3
 
 _log = logging.getLogger(__name__)
 
 
 class Recalibration:
-    """Looks at the observations of a fleet, and replaces constants."""
+    """Fits the observations of a fleet, and replaces constants."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._fitted_at_s: dict[InstanceId, float] = {}  # observed time at the last fit
 
     def look(self) -> None:
-        """Fit what has been observed for long enough; called about once a second."""
+        """Fit instances that were observed for long enough; called about once a second."""
         scheduler, instances = self._fleet.scheduler, self._fleet.instances
         if len(self._fitted_at_s) > len(instances):
             gone = self._fitted_at_s.keys() - instances.keys()
@@ -106,7 +106,7 @@ class Recalibration:
 
 
 def _same(rows: Sequence[StepRow], one: Constants, other: Constants) -> bool:
-    """Whether both predict the same of these rows, prefill and decode."""
+    """Whether both predict the same for these rows, prefill and decode."""
     for phase in (0, 1):
         a = sum(seconds(row.terms, one)[phase] for row in rows)
         b = sum(seconds(row.terms, other)[phase] for row in rows)
@@ -121,7 +121,7 @@ def _profile(instance: Instance, constants: Constants) -> Profile | None:
         return dataclasses.replace(instance.profile, constants=constants, source=source)
     capacity = instance.engine_kv_capacity_tokens
     if capacity is None:
-        return None  # as if it were endless, a backlog would go all to it
+        return None  # as if it were infinite, a backlog would all go to it
     model = min(instance.models, default="unknown")
     source = {"how": "measured", "note": "learned from traffic"}
     return Profile("learned", model, 1, constants, capacity, source=source)

@@ -1,4 +1,4 @@
-"""Who is in the fleet: takes instances in, and lets them go at once or when they are done."""
+"""Adds instances to the fleet, and removes them at once or when they are done."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hetero_gateway.files.instance_config import InstanceConfig
 from hetero_gateway.gateway.fleet.health import HealthMonitor
 from hetero_gateway.gateway.fleet.instances import ADMIN, Fleet, Instance
 
-# Between two looks whether what is to go has nothing left.
+# Between two looks whether a retiring instance has finished.
 _SEE_OFF_EVERY_S = 0.5
 
 
 class Roster:
-    """Has each instance of a fleet probed from its coming to its going.
+    """Probes each instance of a fleet from its arrival to its removal.
 
     Args:
         fleet: the instances.
-        forget: called with the id of each that has gone.
+        forget: called with the id of each removed one.
     """
 
     # Set before anything comes or goes.
@@ -32,7 +32,7 @@ class Roster:
         self._seeing_off: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Let nothing more go."""
+        """Stop removing instances."""
         if self._seeing_off is not None:
             self._seeing_off.cancel()
 
@@ -44,7 +44,7 @@ class Roster:
         return self.admit(instance)
 
     def admit(self, instance: Instance) -> Instance:
-        """Take in an instance that was built. ConfigError: the id is taken."""
+        """Add an instance that was built. ConfigError: the id is taken."""
         self.fleet.admit(instance)
         self.health.watch(instance)
         self.health.suspect(instance, "not probed yet", down=False)
@@ -59,7 +59,7 @@ class Roster:
         return open_requests
 
     def retire(self, instance_id: InstanceId) -> None:
-        """Send it no more requests, and remove it once those that it has are over."""
+        """Send it no more requests, and remove it once its present ones have ended."""
         instance = self.fleet.instances[instance_id]
         if not self.fleet.scheduler.members.table[instance_id].in_flight:
             self.remove(instance_id)
@@ -71,7 +71,7 @@ class Roster:
             self._see_off_later()
 
     def recall(self, instance: Instance) -> None:
-        """One that is about to go is wanted again."""
+        """Keep a retiring instance after all."""
         instance.draining = instance.leaving = False
         self._leaving.discard(instance.id)
         self.fleet.publish(instance)
@@ -81,7 +81,7 @@ class Roster:
         self._seeing_off = loop.call_later(_SEE_OFF_EVERY_S, self._see_off)
 
     def _see_off(self) -> None:
-        """Remove the retired that have nothing left."""
+        """Remove retired instances that have nothing left."""
         self._seeing_off = None
         for instance_id in list(self._leaving):
             if not self.fleet.scheduler.members.table[instance_id].in_flight:

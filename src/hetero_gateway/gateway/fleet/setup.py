@@ -1,8 +1,8 @@
-"""Watches for set-ups that are allowed and hardly meant, once instances have said what they serve,
-and for instances that are far from as fast as their profiles.
+"""Warns of set-ups that are allowed but hardly intended, once instances report what they serve, and
+of instances that are far from as fast as their profiles.
 
-What is odd is ``files/setup_warnings``' to say. Each warning is logged once as it begins to hold,
-and once when it is over.
+``files/setup_warnings`` decides what is odd. Each warning is logged once when it begins to apply,
+and once when it is resolved.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hetero_gateway.gateway.fleet.places import servers
 
 _log = logging.getLogger(__name__)
 
-# A change is seldom, and its warning not urgent.
+# Changes are rare, and their warnings not urgent.
 _LOOK_EVERY_S = 5.0
-# Observed over modelled time of a step, below which an instance is odd, and above which it is no
-# longer; one look may fall on a moment of it. ``core/instances/slowness.py`` says who is slow.
+# Observed over modelled time of a step, below which an instance is odd, and above which it no
+# longer is; one look may fall on a moment of it. ``core/instances/slowness.py`` detects slow ones.
 _FAST, _FAST_AGAIN, _LOOKS = 0.5, 0.6, 2
 
 
@@ -35,14 +35,14 @@ class SetupWatch:
         self._looks: dict[InstanceId, int] = {}  # in succession at which it was odd
 
     def warnings(self) -> list[SetupWarning]:
-        """What is odd now; made anew where anything has changed."""
+        """What is odd now; recomputed if anything has changed."""
         if self._made_at != self._fleet.setups:
             self._made_at = self._fleet.setups
             self._made = setup_warnings([_seen(each) for each in servers(self._fleet)])
         return self._made
 
     def look(self) -> None:
-        """Log what was not odd at the last look."""
+        """Log what is newly odd."""
         if self._looked_at == self._fleet.setups:
             return
         self._looked_at = self._fleet.setups
@@ -52,7 +52,7 @@ class SetupWatch:
                 _log.warning("%s", text)
         for text, each in self._logged.items():
             if text not in now and each.instance_id in self._fleet.instances:
-                _log.info("over: %s", text)
+                _log.info("resolved: %s", text)
         self._logged = now
         odd = {each.instance_id for each in now.values() if each.key in ("model", "profile")}
         for instance in self._fleet.instances.values():
@@ -62,7 +62,7 @@ class SetupWatch:
                 instance.problems.discard("other_model")
 
     def look_at_speeds(self) -> None:
-        """Log whose speed has left what its profile says, or has come back."""
+        """Log instances whose speed has left its profile's range, or has returned."""
         looks, self._looks = self._looks, {}
         members = self._fleet.scheduler.members
         for instance in self._fleet.instances.values():
@@ -79,13 +79,13 @@ class SetupWatch:
                 if seen >= _LOOKS:
                     instance.problems.add("speed")
                     _log.warning(
-                        "instance %s: its steps take %.2g times what its profile says: something "
-                        "else is on the machine, or the profile is another machine's", instance.id,
+                        "instance %s: its steps take %.2g times as long as its profile says: "
+                        "other work runs there, or the profile is of another machine", instance.id,
                         slowness.factor if slow else speed,
                     )  # fmt: skip
 
     async def run(self) -> None:
-        """Look again and again, until it is cancelled."""
+        """Look repeatedly, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             self.look()

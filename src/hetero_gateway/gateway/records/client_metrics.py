@@ -1,4 +1,4 @@
-"""The series of clients that have names: what they used, what they were refused, what is open.
+"""The series of named clients: their usage, refusals and open requests.
 
 Labels are names, never keys, and bounded: the first ``most`` clients of the configuration have
 their own, all others share ``other``; models are those that a request has reached, as long as
@@ -29,10 +29,10 @@ _AMOUNTS = (
 def client_families(
     admission: Admission, most: int, models: Callable[[], Collection[str]]
 ) -> Iterator[list[Family]]:
-    """In parts that are soon made, some of them empty: the event loop may have turns in between.
+    """In parts that are quickly made, some of them empty: the event loop may have turns in between.
 
-    Nothing where no client has a name; nothing of clients that are no longer there, nor of models
-    that are gone (``models``: those that have series). ``most``: clients with labels of their own.
+    Nothing if no client has a name; nothing of clients that are gone, nor of models that are gone
+    (``models``: those that have series). ``most``: clients with labels of their own.
     """
     labelled = {client.name for client in itertools.islice(admission, most)}
     names, shown = {client.name for client in admission}, models()
@@ -73,6 +73,6 @@ def client_families(
 
 
 def _batches(items: Iterable[_T], size: int = _AT_ONCE) -> Iterator[list[_T]]:
-    """Behind an empty one: families are named also where nothing is to be said."""
+    """After an empty one: families are named even if they have no series."""
     yield []
     yield from batches(items, size)

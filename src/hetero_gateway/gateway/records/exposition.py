@@ -1,8 +1,7 @@
-"""Prometheus' text format: families and their lines, written as the figures come.
+"""Prometheus' text format: families and their lines, written as the values come.
 
-prometheus-client makes an object and a dictionary of each line before it writes it, ten times the
-CPU of writing it: with 500 instances half a second a scrape. What is written here, its parser reads
-back in the tests.
+prometheus-client makes an object and a dictionary of each line before it writes it, at ten times
+the CPU: with 500 instances half a second a scrape. Tests read what is written here with its parser.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ _log = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LARGE = 1e300
-# Stands for a label's value in a template: no text has it once it is escaped.
+# Stands for a label's value in a template: no escaped text contains it.
 _PLACE = "\0"
-# Names of instances, models and outcomes that are kept escaped.
+# Escaped names of instances, models and outcomes that are cached.
 _MOST_ESCAPED = 4096
 
 
 def labels_text(names: Sequence[str], values: Sequence[str]) -> str:
-    """Labels as they stand between braces, in the order of their names, as prometheus-client has
-    them. Raises ValueError: one is no text."""
+    """Labels as they stand between braces, sorted by name, as in prometheus-client. Raises
+    ValueError: one is not text."""
     pairs = sorted(zip(names, values, strict=True))
     return ",".join([f'{name}="{_escaped(value)}"' for name, value in pairs])
 
 
 class Family:
-    """One family, and the lines that were written of it so far.
+    """One family, and its lines so far.
 
     Args:
         name: in full, without ``_total``.
@@ -54,10 +53,10 @@ class Family:
         self._start = name + ("_total" if kind == "counter" else "")
 
     def add(self, values: Sequence[str], figure: float | Histogram | None) -> None:
-        """Write what is so for these labels' values. None: it is unknown, and nothing is shown.
+        """Write a value for these labels. None: unknown, and nothing is shown.
 
-        What cannot be written (a number beyond a float, a label that is no text) is left out and
-        logged: one bad figure must not hide the others for good.
+        What cannot be written (a number beyond a float, a label that is not text) is skipped and
+        logged: one bad value must not hide the others for good.
         """
         if figure is not None:
             try:
@@ -68,7 +67,7 @@ class Family:
                 self.add_labelled(labelled, figure)
 
     def add_labelled(self, labelled: str, figure: float | Histogram | None) -> None:
-        """The same for labels that are text already (``labels_text``)."""
+        """The same for labels in text form (``labels_text``)."""
         try:
             if type(figure) is float and -_LARGE < figure < _LARGE:
                 braces = f"{{{labelled}}}" if labelled else ""
@@ -84,11 +83,11 @@ class Family:
             _log.exception("a series of %s cannot be shown", self.name)
 
     def add_zeros(self, first: str, others: tuple[str, ...]) -> None:
-        """Of a family with two labels: 0 for this value of the first, and each of the second."""
+        """For a family with two labels: 0 for this value of the first, and each of the second."""
         try:
             escaped = _escaped(first)
         except ValueError:
-            return  # what has such a name is logged where it counts something
+            return  # such a name is logged when it counts something
         self._lines.append(_zeros(self._start, self.labels, others).replace(_PLACE, escaped))
 
     def _add_histogram(self, named: str, histogram: Histogram) -> None:
@@ -100,19 +99,19 @@ class Family:
         self._lines.append(template.replace(_PLACE, named) % (*figures, counts[-1], total))
 
     def head(self) -> str:
-        """Its name in words, and what it is."""
+        """Its HELP and TYPE lines."""
         name = self._start
         text = self.documentation.replace("\\", "\\\\").replace("\n", "\\n")
         return f"# HELP {name} {text}\n# TYPE {name} {self.kind}\n"
 
     def lines(self) -> str:
-        """All that was written."""
+        """All lines so far."""
         return "".join(self._lines)
 
 
 @lru_cache(maxsize=_MOST_ESCAPED)
 def _escaped(value: str) -> str:
-    """Raises ValueError: it is no text."""
+    """Raises ValueError: not text."""
     value.encode("utf-8")
     if _PLACE in value:
         raise ValueError("a label has a zero byte")
@@ -131,7 +130,7 @@ def _number(value: float) -> str:
 
 @lru_cache(maxsize=64)
 def _zeros(start: str, labels: tuple[str, ...], others: tuple[str, ...]) -> str:
-    """Lines of 0 by a family's second label, with a place for the first one's value."""
+    """Lines of 0 by a family's second label, with a placeholder for the first one's value."""
     first = f'{labels[0]}="{_PLACE}"'
     both = (sorted((first, labels_text(labels[1:], (other,)))) for other in others)
     texts = (",".join(each) for each in both)
@@ -142,8 +141,8 @@ def _zeros(start: str, labels: tuple[str, ...], others: tuple[str, ...]) -> str:
 def _of_histogram(
     name: str, bounds: tuple[float, ...], labelled: bool
 ) -> tuple[str, tuple[int, ...]]:
-    """A histogram's lines, with a place for its labels and for its figures; which of the counts
-    they show: the last bin in each bucket.
+    """A histogram's lines, with placeholders for its labels and values; and the counts they show:
+    the last bin of each bucket.
     """
     shown = SHOWN_BOUNDS.get(bounds, bounds)
     before = f"{name}_bucket{{{_PLACE}," if labelled else f"{name}_bucket{{"

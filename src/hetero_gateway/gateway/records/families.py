@@ -1,7 +1,7 @@
-"""The metric families: a table of their names, types, labels and help texts, and what fills them.
+"""The metric families: a table of names, types, labels and help texts, and what fills them.
 
 They are made on a scrape, from rows of (family, labels, value): here those of instances and of the
-view of other gateways, from what is so at that moment; what is counted is in ``metrics``.
+view of other gateways, with present values; ``metrics`` has the counts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FAMILIES = {
     )
 }
 
-# A family's name without its prefix, the values of its labels, and what is so; None: it is unknown,
-# and no series is shown.
+# A family's name without its prefix, the values of its labels, and its value; None: unknown, and no
+# series is shown.
 Row = tuple[str, tuple[str, ...], float | Histogram | None]
 
 
@@ -51,14 +51,14 @@ class InstanceGauges:
     problems: frozenset[str] = frozenset()
 
 
-# Of an instance that is served all the same: what it says cannot be read, it serves other models
-# than it should, its steps take less than half or more than twice what they should.
+# Problems of an instance that is served all the same: its reports cannot be read, it serves other
+# models than it should, its steps take less than half or more than twice as long as they should.
 PROBLEMS = ("metrics_unreadable", "models_unreadable", "other_model", "speed")
 KV_EVENTS = ("stored", "removed", "cleared", "gaps", "lost", "restarts", "rejected")
 
 
 class PlacementsView(Protocol):
-    """What is shared of prompts that were sent, as a scrape sees it."""
+    """Shared placements of prompts, as a scrape sees them."""
 
     said_bytes: int
 
@@ -85,7 +85,7 @@ class SharedView(Protocol):
 
 
 def families_of(names: Iterable[str], rows: Iterable[Row]) -> Iterator[Family]:
-    """These families, and none of their series where no row is of them."""
+    """These families, without series if there are no rows."""
     made = {name: _empty(name) for name in names}
     add = {name: each.add for name, each in made.items()}
     for name, labels, value in rows:
@@ -110,7 +110,7 @@ def _empty(name: str) -> Family:
 
 
 def instance_families(every: Iterable[InstanceGauges], *, basic: bool = False) -> Iterator[Family]:
-    """``basic``: those alone without which an instance cannot be judged."""
+    """``basic``: only those needed to judge an instance."""
     made = {name: _empty(name) for name in _OF_INSTANCES}
     add = {name: each.add_labelled for name, each in made.items() if not basic or name in _BASIC}
     for gauges in every:
@@ -122,7 +122,7 @@ def instance_families(every: Iterable[InstanceGauges], *, basic: bool = False) -
 
 
 def backend_text(instance_id: str) -> str:
-    """The label of an instance; ids are text that the configuration has checked."""
+    """The label of an instance; the configuration has checked that ids are text."""
     return labels_text(("backend",), (instance_id,))
 
 
@@ -142,7 +142,7 @@ _BASIC = frozenset(
 
 
 def _instance_rows(gauges: InstanceGauges) -> Iterator[tuple[str, str, float | None]]:
-    """Families, further labels, figures."""
+    """Families, further labels, values."""
     seen = gauges.snapshot
     yield "instance_up", "", gauges.up
     yield "instance_ejected", "", gauges.ejected
@@ -174,7 +174,8 @@ def _instance_rows(gauges: InstanceGauges) -> Iterator[tuple[str, str, float | N
 def following_families(
     types: Iterable[tuple[tuple[str, str, str], int, int | None]], failures: int
 ) -> Iterator[Family]:
-    """Of (model, accelerator, tensor parallelism): instances that are ready, and the load needs.
+    """By (model, accelerator, tensor parallelism): instances that are ready, and that the load
+    needs.
 
     None: not known yet.
     """
@@ -192,8 +193,8 @@ def batch_families(
     out: Mapping[str, int],
     answered: Mapping[str, int],
 ) -> Iterator[Family]:
-    """Of batches: how many run and will be late; lines that wait or are out, where those are, and
-    how many were answered, by what came of it."""
+    """Batches: how many run and will be late; lines that wait or run, where they run, and how many
+    were answered, by outcome."""
     yield single("batches_running", running)
     yield single("batches_late", late)
     yield single("batches_paused", paused)

@@ -1,4 +1,4 @@
-"""The last finished requests: their lengths and times, for tools that learn from real traffic.
+"""The last finished requests: lengths and times, for tools that learn from real traffic.
 
 No prompts, ids, keys or addresses; bounded; served as a trace by /admin/requests.
 """
@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 class FinishedRequest(NamedTuple):
-    """One request that an engine answered to its end.
+    """One request that an engine answered completely.
 
     Args:
         arrival_s: on the monotonic clock.
@@ -39,7 +39,7 @@ class FinishedRequest(NamedTuple):
     sequences: int
 
 
-# Of a row's numbers.
+# Columns of a row.
 _WIDTH: Final = 5
 _ROW = struct.Struct(f"{_WIDTH}d")
 _ROW_BYTES: Final = 8 * _WIDTH
@@ -48,8 +48,8 @@ _ROW_BYTES: Final = 8 * _WIDTH
 class RequestHistory:
     """The last ``MAX_REQUESTS`` of them, oldest first.
 
-    Kept as plain numbers: of objects, each request would have to free some that are as old as all
-    of the history, and in no cache any more.
+    Kept as plain numbers: of objects, each request would have to free some that are as old as the
+    whole history, and no longer in any cache.
     """
 
     __slots__ = ("_count", "_models", "_numbers")
@@ -57,7 +57,7 @@ class RequestHistory:
     def __init__(self) -> None:
         self._numbers = array("d")
         self._models: list[str] = []
-        self._count = 0  # that ever came: each has the place of its number
+        self._count = 0  # ever added: a request's number is its place
 
     def __len__(self) -> int:
         return len(self._models)
@@ -78,10 +78,10 @@ class RequestHistory:
             )
 
     def last_lengths(self, models: Container[str], most: int, of: int) -> list[tuple[int, int]]:
-        """(prompt, output) tokens of the last ``most`` requests of some models, oldest first.
+        """(prompt, output) tokens of the last ``most`` requests for some models, oldest first.
 
         Args:
-            of: so many of the last are looked at.
+            of: how many of the last requests are examined.
         """
         numbers, found = self._numbers, []
         for i in range(self._count - 1, self._count - 1 - min(of, len(self._models)), -1):
@@ -111,8 +111,8 @@ def as_trace(history: Sequence[FinishedRequest], unix_less_monotonic_s: float) -
     """The history as a trace (``load.trace``) with further columns, in order of arrival.
 
     Args:
-        history: as it was kept, in the order in which requests finished.
-        unix_less_monotonic_s: what to add to an arrival for its Unix time.
+        history: in the order in which requests finished.
+        unix_less_monotonic_s: to be added to an arrival for its Unix time.
     """
     rows = sorted(history, key=lambda row: row.arrival_s)
     text = io.StringIO()

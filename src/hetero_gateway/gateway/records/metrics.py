@@ -1,18 +1,17 @@
-"""What /metrics shows. Recording is plain arithmetic; a scrape writes it out (``exposition``).
+"""The contents of /metrics. Recording is plain arithmetic; a scrape writes it out (``exposition``).
 
-A request touches a dozen series; through prometheus-client's own counters and histograms that
-costs as much as relaying it (a lock and a label look-up each). So the counts live here, in one
-object per (model, instance), and a scrape turns them into metric families, part by part. What the
-process takes is prometheus-client's to say.
+A request touches a dozen series; through prometheus-client's own counters and histograms that costs
+as much as relaying it (a lock and a label look-up each). So the counts live here, in one object per
+(model, instance), and a scrape turns them into metric families, part by part. The process's own
+series are prometheus-client's.
 
 ``per_backend: basic`` shows fewer series of each instance: of its requests only sums over all
 instances, under ``backend=""``.
 
 Labels are bounded: instances come from the configuration, models from what instances serve. The
 series of a removed instance go away, and those of a model that an instance no longer serves (an
-adapter that was unloaded) once nothing has come to them for ``KEPT_S``: long enough for a rate over
-its last requests to be scraped. Bucket bounds are vLLM's own (vllm/v1/metrics/loggers.py), so
-that panels overlay.
+unloaded adapter) once they are unused for ``KEPT_S``: long enough for a rate over its last requests
+to be scraped. Bucket bounds are vLLM's own (vllm/v1/metrics/loggers.py), so that panels overlay.
 """
 
 from __future__ import annotations
@@ -54,18 +53,18 @@ from hetero_gateway.http.failures import Blame, Failure
 
 _log = logging.getLogger(__name__)
 
-# Instances of which series are written at a time: a millisecond or two.
+# Instances whose series are written at a time: a millisecond or two.
 _PART = 12
 _PART_OF_COUNTERS = 64
-# Bytes that are compressed and sent at a time, and how hard: more takes twice the time for a tenth
+# Bytes compressed and sent at a time, and the level: a higher one takes twice the time for a tenth
 # less.
 _SENT_BYTES, _LEVEL = 1 << 16, 1
-# Series of a model that an instance no longer serves are kept for so long after their last request,
-# and no more of them than this: those that were used last.
+# Series of a model that an instance no longer serves are kept for this long after their last
+# request, and at most this many: the most recently used.
 KEPT_S, MOST_KEPT = 900.0, 1000
-# Counters are there, at 0, before anything is counted: of one that appears with its first event
-# Prometheus shows no rate for that event. Of an instance that serves many names (a base and its
-# adapters) the first few; the others appear as they are asked for.
+# Counters are there, at 0, before anything is counted: for one that appears with its first event,
+# Prometheus shows no rate for that event. For an instance that serves many names (a base and its
+# adapters), the first few; the others appear when they are asked for.
 _MOST_MODELS_AT_ZERO = 4
 _OUTCOMES = ("completed", "client_error", "client_disconnected", "timed_out", "upstream_error")
 _UNPLACED = (
@@ -124,7 +123,7 @@ class Metrics:
     Args:
         policy: name of the policy, a label.
         gauges: called on each scrape for the instances' present state.
-        queued: called on each scrape for how many requests wait now.
+        queued: called on each scrape for the number of waiting requests.
     """
 
     def __init__(
@@ -137,17 +136,17 @@ class Metrics:
         # (different keys, bytes of memory) of the prefix index; None: there is none.
         self.prefix_index: Callable[[], tuple[int, int]] | None = None
         self.late_probes: Callable[[], int] = lambda: 0
-        # Of engines that tell of their caches; None: nobody could hear them.
+        # Of engines that report their caches; None: none can be received.
         self.kv_events: Mapping[str, int] | None = None
-        # (name, instances, whether it cannot be asked now) of each source of instances.
+        # (name, instances, whether it cannot be read now) of each source of instances.
         self.sources: Callable[[], Iterable[tuple[str, int, bool]]] = lambda: ()
         self.reloads: Counter[str] = Counter()
-        # Of the configuration: (the last reload was taken up, Unix time of the last that was,
+        # Of the configuration: (whether the last reload succeeded, Unix time of the last that did,
         # settings that need a restart).
         self.reloaded = (True, time.time(), 0)
-        # Called ahead of whatever shows counts: some wait to be made together.
+        # Called before counts are shown: some wait to be made together.
         self.catch_up: Callable[[], None] = lambda: None
-        # The series of clients that have names.
+        # The series of named clients.
         self.clients: Callable[[], Iterable[list[Family]]] = lambda: ()
         # Those of the instances that the load needs.
         self.following: Callable[[], Iterable[Family]] = lambda: ()
@@ -158,9 +157,9 @@ class Metrics:
         self._policy = policy
         self._gauges = gauges
         self._queued = queued
-        # By (model, instance). What counts each request is no Counter, whose look-ups are Python's.
+        # By (model, instance). Per-request counts are no Counter, whose look-ups are Python code.
         self.every_series: dict[tuple[str, str], Series] = {}
-        # (requests, since when there were as many) of series whose model is not served.
+        # (requests, since when they are unchanged) of series whose model is not served.
         self._unserved: dict[tuple[str, str], tuple[int, float]] = {}
         self.decisions: defaultdict[str, int] = defaultdict(int)
         self.retries: Counter[str] = Counter()
@@ -171,13 +170,13 @@ class Metrics:
         self.upstream_errors: Counter[tuple[str, str]] = Counter()
         self.ejections: Counter[tuple[str, str]] = Counter()
         self.client_disconnects: Counter[str] = Counter()
-        # By what clients got: an HTTP status; 499: they left before an answer.
+        # By clients' HTTP status; 499: they left before an answer.
         self.statuses: defaultdict[int, int] = defaultdict(int)
         # Requests that reached an instance, by (class, outcome).
         self.classes: defaultdict[tuple[str, str], int] = defaultdict(int)
-        # Set and counted by the server, where there is one.
+        # Set and counted by the server, if there is one.
         self.client_connections: Callable[[], int] = lambda: 0
-        # The processes that serve clients, where it is not this one.
+        # The processes that serve clients, if not this one.
         self.workers: Callable[[], int] | None = None
         self.round_trip_s = Histogram(DECISION_BOUNDS_S)
         self.client_timeouts: Counter[str] = Counter()
@@ -189,7 +188,7 @@ class Metrics:
         self.overhead_s = Histogram(OVERHEAD_BOUNDS_S)
         self.output_prediction = Histogram(PREDICTION_BOUNDS)
         self.latency_prediction = Histogram(PREDICTION_BOUNDS)
-        # Those that are noted in, besides those of series.
+        # Histograms with noted values, besides those of series.
         self.noted = (
             *(self.queue_wait_s, self.decision_s, self.overhead_s),
             *(self.output_prediction, self.latency_prediction),
@@ -203,12 +202,12 @@ class Metrics:
         self._policy = policy
 
     def series(self, model: str, instance_id: str) -> Series:
-        """The counts of one model on one instance; "" where no instance was reached."""
+        """The counts of one model on one instance; "" if no instance was reached."""
         self.catch_up()
         return self.counts(model, instance_id)
 
     def counts(self, model: str, instance_id: str) -> Series:
-        """The same, to count there: what waits to be counted goes on waiting."""
+        """The same, for counting: waiting counts go on waiting."""
         key = (model, instance_id)
         series = self.every_series.get(key)
         if series is None:
@@ -216,7 +215,8 @@ class Metrics:
         return series
 
     def take_series(self) -> list[SeriesRow]:
-        """All series, which begin anew. For who counts elsewhere (``add_series``)."""
+        """Take all series and start over: for a process whose series another one adds
+        (``add_series``)."""
         self.catch_up()
         taken = [
             SeriesRow(
@@ -235,7 +235,7 @@ class Metrics:
         return taken
 
     def add_series(self, row: SeriesRow) -> None:
-        """What another process has counted."""
+        """Add another process's counts."""
         series = self.counts(row.model, row.instance_id)
         for outcome, number in row.outcomes.items():
             series.outcomes[outcome] += number
@@ -247,10 +247,10 @@ class Metrics:
         series.output_tokens += row.output_tokens
 
     def forget_unserved(self, served: Callable[[str, str], bool], now_s: float) -> None:
-        """Drop the series of models that are gone; to be called now and then.
+        """Drop the series of models that are gone; call it now and then.
 
         Args:
-            served: whether an instance serves a model, or any where it is "".
+            served: whether an instance serves a model, or any if it is "".
         """
         self.catch_up()
         known, self._unserved = self._unserved, {}
@@ -267,7 +267,7 @@ class Metrics:
                 del self.every_series[key], self._unserved[key]
 
     def models(self) -> set[str]:
-        """Those that any series is of."""
+        """The models that have series."""
         return {model for model, _ in self.every_series}
 
     def forget(self, instance_id: str) -> None:
@@ -281,7 +281,7 @@ class Metrics:
         self.client_disconnects.pop(instance_id, None)
 
     def parts(self) -> Iterator[list[Family]]:
-        """All families, and those of many series in parts that are soon made.
+        """All families; those with many series in parts that are quickly made.
 
         Between two parts the instances and their series may change.
         """
@@ -312,7 +312,7 @@ class Metrics:
         yield _made(self.batches())
 
     def _begin_at_zero(self, every: Iterable[InstanceGauges]) -> Iterator[str]:
-        """Have the series that there will be; the ids of the instances."""
+        """Create the expected series; returns the ids of the instances."""
         for gauges in every:
             instance_id = gauges.snapshot.instance_id
             for model in sorted(gauges.models)[:_MOST_MODELS_AT_ZERO]:
@@ -322,7 +322,7 @@ class Metrics:
             yield str(instance_id)
 
     def _instance_counters(self, known: Collection[str], *, others: bool) -> Iterator[Family]:
-        """Of these instances; or of what else was counted. "" is all of them together."""
+        """The counters of these instances; or other counts. "" is all of them together."""
         together = "" in known
         for name, values, reasons in (
             ("upstream_errors", self.upstream_errors, _FAILURES),
@@ -339,7 +339,7 @@ class Metrics:
                 if instance_id in failed:
                     for reason in reasons:
                         made.add((instance_id, reason), values.get((instance_id, reason), 0))
-                else:  # most of them
+                else:  # the usual case
                     made.add_zeros(instance_id, reasons)
             yield made
         for name, labels, counts in (
@@ -355,18 +355,18 @@ class Metrics:
             keys, memory_bytes = self.prefix_index()
             yield single("prefix_index_keys", keys)
             yield single("prefix_index_memory_bytes", memory_bytes)
-        # What came of requests, and of their attempts
+        # Outcomes of requests, and of their attempts
         yield family("retries", _from_zero(_RETRIED, self.retries))
         yield family("streams_continued", _from_zero(_CONTINUED, self.streams_continued))
         yield family("handovers", _from_zero(_HANDED_OVER, self.handovers))
         yield family("fallbacks", dict(self.fallbacks))
         yield family("responses", _from_zero((200,), self.statuses))
         yield family("class_requests", {(DEFAULT_CLASS, "completed"): 0} | self.classes)
-        # Connections of clients, and what ended them
+        # Connections of clients, and how they ended
         yield single("client_connections", self.client_connections())
         yield family("client_timeouts", _from_zero(_PHASES, self.client_timeouts))
         yield family("client_refusals", _from_zero((400, 503), self.client_refusals))
-        # The queue, how long placing takes, and how right predictions are
+        # The queue, the time of placements, and the accuracy of predictions
         yield single("queue_depth", self._queued())
         yield family("queue_rejections", _from_zero(_QUEUE_REJECTIONS, self.queue_rejections))
         yield single("queue_wait_seconds", self.queue_wait_s)
@@ -375,7 +375,7 @@ class Metrics:
         errors = {("output_tokens",): self.output_prediction, ("latency",): self.latency_prediction}
         yield family("prediction_error", errors)
         yield family("predictor_failures", _from_zero((), self.predictor_failures))
-        # What the process is short of, what sources name, and what became of the configuration
+        # The process's shortages, the sources, and the configuration
         yield single("event_loop_tasks", _task_count())
         yield single("probes_late", self.late_probes())
         if self.kv_events is not None:
@@ -396,10 +396,9 @@ class Metrics:
         yield family("build_info", {(__version__,): 1})
 
     async def exposition(self, *, gzipped: bool = False) -> AsyncIterator[bytes]:
-        """The body of /metrics; ``gzipped``: as a client takes it.
+        """The body of /metrics; ``gzipped``: as a client accepts it.
 
-        It is written a millisecond or two at a time: between two parts, other requests have their
-        turn.
+        It is written a millisecond or two at a time: other requests have turns in between.
         """
         self.catch_up()
         written: dict[str, list[str]] = {}
@@ -423,7 +422,7 @@ class Metrics:
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[bytes]:
-    """Joined to pieces of about ``_SENT_BYTES``."""
+    """Join to pieces of about ``_SENT_BYTES``."""
     some: list[str] = []
     size = 0
     for text in texts:
@@ -438,7 +437,7 @@ def _pieces(texts: Iterable[str]) -> Iterator[bytes]:
 def _add_up(
     sums: dict[tuple[str, str], Series], entries: Iterable[tuple[tuple[str, str], Series]]
 ) -> None:
-    """Add series up over instances, by model. What was refused before any was chosen is there."""
+    """Add series up over instances, by model, including refusals before any was chosen."""
     for (model, _), series in entries:
         total = sums.get((model, ""))
         if total is None:
@@ -455,7 +454,7 @@ def _together(values: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]
 
 
 def _batches(make: Callable[[], Iterable[_T]], size: int = _PART) -> Iterator[list[_T]]:
-    """An empty one first: families are named also where nothing is to be said of them."""
+    """An empty one first: families are named even if they have no series."""
     yield []
     try:
         yield from batches(make(), size)
@@ -483,7 +482,7 @@ def _request_families(entries: Iterable[tuple[tuple[str, str], Series]]) -> list
         for outcome, count in series.outcomes.items():
             requests(f'{labelled},outcome="{outcome}"', count)
         if not key[1] and not any(series.duration.counts):
-            continue  # refused before any instance was chosen: there is nothing else
+            continue  # refused before any instance was chosen: nothing else
         duration(labelled, series.duration)
         ttft(labelled, series.ttft)
         tpot(labelled, series.tpot)
@@ -494,7 +493,7 @@ def _request_families(entries: Iterable[tuple[tuple[str, str], Series]]) -> list
 
 
 def _from_zero(keys: Iterable[Any], values: dict[Any, int]) -> dict[tuple[str], int]:
-    """By one label: what was counted, and 0 of what is always there."""
+    """By one label: counts, and 0 for what is always there."""
     return {(str(key),): number for key, number in (dict.fromkeys(keys, 0) | values).items()}
 
 

@@ -1,9 +1,8 @@
-"""What came of the last requests: to explain one of them, and what all of them wait for.
+"""The outcomes of the last requests: to explain one of them, and where all of them wait.
 
-A row is made by C code alone, of what is there when a request is counted. It is joined with the
-decisions (``core/scheduling/decision_log.py``) when somebody asks. Attempts that failed are noted
-one by one: a request that is served at once pays nothing for them. No prompts, keys or addresses;
-bounded.
+A row is made by C code alone, from what is there when a request is counted. It is joined with the
+decisions (``core/scheduling/decision_log.py``) on demand. Failed attempts are noted one by one: a
+request that is served at once pays nothing for them. No prompts, keys or addresses; bounded.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ ROW_OF: Final = attrgetter(
 
 
 class Tokens(Protocol):
-    """Of an answer; ``prompt``: None, its engine did not say."""
+    """Tokens of an answer; ``prompt``: None, its engine did not report it."""
 
     prompt: int | None
     output: int
 
 
 class EndedRequest(NamedTuple):
-    """One request that an instance had, and that is over.
+    """One ended request that an instance had.
 
     Args:
-        request_id: as the gateway names it.
+        request_id: the gateway's.
         received_s, placed_s, first_body_at_s, ended_s: monotonic, of its last byte in, its last
             attempt, and the answer; None: nothing of it came.
-        waited_s: in the queue, ahead of the last attempt.
+        waited_s: in the queue, before the last attempt.
         status: of the instance's answer; 0: none came.
         outcome: of the last attempt.
         instance_id: that had it last.
@@ -73,9 +72,9 @@ class EndedRequest(NamedTuple):
 
 
 class FailedAttempt(NamedTuple):
-    """An attempt that failed, whatever followed it: what of, and when (monotonic).
+    """A failed attempt, whatever followed it: its reason and time (monotonic).
 
-    ``instance_id``: "": the request was turned away, and ``reason`` is what that counts as.
+    ``instance_id``: "": the request was turned away, and ``reason`` is how that counts.
     """
 
     request_id: bytes
@@ -85,11 +84,11 @@ class FailedAttempt(NamedTuple):
 
 
 class WaitParts(NamedTuple):
-    """What a request's client waited for until its first token, s: they add up to the TTFT.
+    """What a request's client waited for until its first token, s: the parts add up to the TTFT.
 
     Args:
         queue_s: in the gateway, for a place on an instance and for its own work.
-        retry_s: for attempts that failed.
+        retry_s: for failed attempts.
         network_s: to the instance and back, with HTTP; as its last probe took.
         prefill_s: for the engine: its own queue, and its prefill.
     """
@@ -105,21 +104,21 @@ class RequestLog:
 
     def __init__(self) -> None:
         self._ended: deque[tuple[Any, ...]] = deque(maxlen=MOST_ENDED)
-        self.add = self._ended.extend  # bound once: it costs no call of a Python function
+        self.add = self._ended.extend  # bound once: saves a Python call per request
         self._failed: deque[FailedAttempt] = deque(maxlen=_MOST_FAILED)
 
     def add_failed(self, attempt: FailedAttempt) -> None:
         self._failed.append(attempt)
 
     def newest_first(self, since_s: float = 0.0) -> Iterator[EndedRequest]:
-        """Those that ended since then (monotonic)."""
+        """Those that have ended since then (monotonic)."""
         for row in reversed(self._ended):
             if row[5] < since_s:
                 return
             yield EndedRequest(*row)
 
     def by_placement(self) -> Callable[[bytes, float], EndedRequest | None]:
-        """Finds them by id and ``placed_s``: ids are the clients', and may come again."""
+        """Finds them by id and ``placed_s``: clients may repeat ids."""
         rows = {(row[0], row[3]): row for row in self._ended}
 
         def find(request_id: bytes, placed_s: float) -> EndedRequest | None:
@@ -133,11 +132,11 @@ class RequestLog:
         return [EndedRequest(*row) for row in self._ended if row[0] == request_id]
 
     def failed(self, request_id: bytes) -> list[FailedAttempt]:
-        """A request's attempts that failed, oldest first."""
+        """A request's failed attempts, oldest first."""
         return [each for each in self._failed if each.request_id == request_id]
 
     def failed_ids(self) -> dict[bytes, int]:
-        """How many attempts of each request failed."""
+        """The number of failed attempts of each request."""
         counts: dict[bytes, int] = {}
         for each in self._failed:
             if not each.instance_id:
@@ -150,7 +149,7 @@ def parts_of(ended: EndedRequest, failed: int, round_trip_s: float | None) -> Wa
     """What its client waited for; None: nothing came of it.
 
     Args:
-        failed: attempts of it that failed.
+        failed: its failed attempts.
         round_trip_s: of its instance's last probe; None: not known.
     """
     if ended.first_body_at_s is None:

@@ -1,4 +1,4 @@
-"""What is counted per model and instance."""
+"""Counts per model and instance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TPOT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0,
 )  # fmt: skip
-# Of these, what /metrics shows per model and instance: half of the lines, and panels still overlay
+# Buckets that /metrics shows per model and instance: half of the lines, and panels still overlay
 # vLLM's.
 SHOWN_BOUNDS: dict[tuple[float, ...], tuple[float, ...]] = {
     LATENCY_BOUNDS_S: (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 240.0, 960.0),
@@ -28,7 +28,7 @@ SHOWN_BOUNDS: dict[tuple[float, ...], tuple[float, ...]] = {
 
 
 class Series:
-    """What is counted per model and instance.
+    """The counts of a model on an instance.
 
     ``outcomes``: requests by how they ended.
     """
@@ -53,7 +53,7 @@ class Series:
         self.output_tokens = 0
 
     def add(self, more: Series) -> None:
-        """What another one has counted, which stays as it is."""
+        """Add another one's counts; it stays unchanged."""
         for outcome, number in more.outcomes.items():
             self.outcomes[outcome] += number
         for own, other in (

@@ -1,1 +1,1 @@
-"""What a request's body says: the few fields that placing it needs, and how long its prompt is."""
+"""Reads a request's body: the few fields that placing it needs, and the length of its prompt."""

@@ -1,6 +1,6 @@
-"""Where the bytes of an object are: what tells the place of a field in the text that it is read of.
+"""The address of an object's bytes, which gives the position of a field within its text.
 
-``ctypes`` comes with it, which only long bodies need.
+It imports ``ctypes``, which only long bodies need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _release.argtypes, _release.restype = (ctypes.POINTER(_Buffer),), None
 
 
 def address(data: Any) -> int:
-    """Of the first of its bytes, for as long as it is neither resized nor gone."""
+    """The address of the first byte, valid as long as the object is neither resized nor freed."""
     found = _Buffer()
     _get(data, found, 0)
     start = int(found.buf or 0)

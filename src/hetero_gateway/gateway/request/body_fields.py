@@ -1,13 +1,12 @@
-"""The fields of a body that scheduling looks at, as the engine reads them, and their places.
+"""The body fields that scheduling uses, read as the engine reads them, and their positions.
 
-Two ways lead to them. A short body in plain JSON is decoded at once, and what is not looked at is
-skipped. Of everything else the top level is read as raw JSON (``top_level``), and its fields are
-looked at one by one: long bodies, those in which a field is not of its type, and those that are
-JSON to Python alone. No value within a field becomes an object, whatever it is made of.
+There are two ways. A short body in plain JSON is decoded at once, and unused fields are skipped.
+For everything else the top level is read as raw JSON (``top_level``), and its fields are examined
+one by one: long bodies, bodies with a field of a wrong type, and those that are JSON only for
+Python. No value within a field becomes an object, whatever it consists of.
 
-Fields that are not for clients (``engines/vllm/fields``) may say nothing: by the first way they
-have the type null, which costs nothing where they are missing, and what fails there is told by name
-on the second.
+Guarded fields (``engines/vllm/fields``) may only be null: by the first way they have the type null,
+which costs nothing if they are missing, and the second way names a violation.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from hetero_gateway.gateway.turns import Steps
 
 # Shorter bodies are read at once: it takes less than 0.1 ms.
 LEAST_BYTES = 1 << 16
-# A longer name is not of any model, and an error message would repeat it.
+# No model has a longer name, and an error message would repeat it.
 MOST_MODEL_BYTES = 4096
-# A body's own fields are a few dozen. So many take 3 ms; a short body has no more.
+# A body's own fields are a few dozen. This many take 3 ms; a short body has no more.
 _MOST_FIELDS = 12_000
 
-# Where a field stands: between the two places of the bytes.
+# The position of a field, as two offsets into the bytes.
 Extent = tuple[bytes | bytearray, int, int]
 _Scalar = int | float | str | bool | None
 NOTHING = msgspec.Raw(b"")
 
 
 class BodyFields(msgspec.Struct):
-    """The fields that scheduling looks at; everything else is skipped.
+    """The fields that scheduling uses; everything else is skipped.
 
-    Where a plain value belongs, an array or an object is an error at its first byte.
+    An array or an object in place of a plain value is an error at its first byte.
     """
 
     model: str | None = None
@@ -57,7 +56,7 @@ class BodyFields(msgspec.Struct):
     system: msgspec.Raw = NOTHING
     instructions: msgspec.Raw = NOTHING
     tools: msgspec.Raw = NOTHING
-    # For the keys of the prompt alone:
+    # Only for the keys of the prompt:
     add_special_tokens: msgspec.Raw = NOTHING
     cache_salt: msgspec.Raw = NOTHING
     chat_template: msgspec.Raw = NOTHING
@@ -67,13 +66,13 @@ class BodyFields(msgspec.Struct):
     previous_response_id: msgspec.Raw = NOTHING
     reasoning: msgspec.Raw = NOTHING
     reasoning_effort: msgspec.Raw = NOTHING
-    # What is a reference to something stored, or the name to store something under:
+    # References to something stored, or a name to store something under:
     conversation: msgspec.Raw = NOTHING
     request_id: msgspec.Raw = NOTHING
-    # Which session it belongs to:
+    # The session it belongs to:
     prompt_cache_key: msgspec.Raw = NOTHING
     user: msgspec.Raw = NOTHING
-    # With which an answer is longer than its text:
+    # Fields that make an answer longer than its text:
     logprobs: msgspec.Raw = NOTHING
     prompt_logprobs: msgspec.Raw = NOTHING
 
@@ -87,7 +86,7 @@ class Sampling(msgspec.Struct):
 
 _PLAIN = BodyFields.__struct_fields__[:7]
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# Of fields that clients may not set, what says nothing: such bodies are read as fast as others.
+# The empty values of guarded fields: such bodies are read as fast as others.
 _HARMLESS: dict[str, Any] = {"priority": Literal[0] | None}
 SAMPLING = "sampling_params"
 
@@ -97,10 +96,10 @@ class BodyReader(NamedTuple):
 
     Args:
         shape: where its prompts are.
-        make, decode: an object with the fields; one of a body, or an error of ``DECODE_ERRORS``.
-            Where a chat may be, ``messages`` of a body are a list.
-        nested: names of those that stay raw.
-        guarded: names of those that must say nothing; of some, within ``sampling_params``.
+        make, decode: make an object with the fields; decode a body into one, or raise
+            ``DECODE_ERRORS``. Where a chat is possible, ``messages`` of a body are a list.
+        nested: names of fields that stay raw.
+        guarded: names of guarded fields; some within ``sampling_params``.
     """
 
     shape: Prompts
@@ -111,9 +110,9 @@ class BodyReader(NamedTuple):
 
 
 class BodyReaders(dict[str, BodyReader]):
-    """How bodies are read, by their path: of the few that there are.
+    """How bodies are read, by their path: one of a few.
 
-    ``allowed``: of the fields that are not for clients, those that they may set.
+    ``allowed``: guarded fields that clients may set.
     """
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
@@ -154,9 +153,9 @@ Found = tuple[Any, Callable[[msgspec.Raw], Extent]]
 
 
 def read_fields(body: bytes | bytearray, reader: BodyReader) -> Steps[Found]:
-    """A body's fields, and a function that knows where in the body one of them stands.
+    """A body's fields, and a function that gives the position of one of them in the body.
 
-    Raises Refusal, as ``top_level`` does, and for fields that are not for clients.
+    Raises Refusal, as ``top_level`` does, and for guarded fields.
     """
     raw, extent = yield from top_level(body)
     fields = reader.make()
@@ -173,7 +172,7 @@ def read_fields(body: bytes | bytearray, reader: BodyReader) -> Steps[Found]:
         check_guarded(name, _plain(*extent(raw[name])))
     if reader.shape is Prompts.TOKENS and SAMPLING in raw:
         data, start, end = extent(raw[SAMPLING])
-        if data[start : start + 1] == b"{":  # else the engine refuses it
+        if data[start : start + 1] == b"{":  # otherwise the engine refuses it
             fields.sampling_params = yield from _sampling(reader, bytes(data[start:end]))
     return _with_a_model(fields), extent
 
@@ -183,7 +182,7 @@ def _plain(data: bytes | bytearray, start: int, end: int) -> Any:
 
 
 def check_guarded(name: str, value: Any) -> None:
-    """Raises Refusal: 400 for a field that is not for clients, unless it says nothing."""
+    """Raises Refusal: 400 for a guarded field, unless it is empty."""
     if value is None:
         return
     if name == "priority":
@@ -196,7 +195,7 @@ def check_guarded(name: str, value: Any) -> None:
 
 
 def _sampling(reader: BodyReader, body: bytes) -> Steps[Sampling]:
-    """``sampling_params``, which is read as the body is. Raises Refusal."""
+    """``sampling_params``, read like the body. Raises Refusal."""
     raw, extent = yield from top_level(body)
     result = Sampling()
     for name, value in raw.items():
@@ -218,7 +217,7 @@ def itself(field: msgspec.Raw) -> Extent:
 
 
 class _Name(str):
-    """A field's; of one that is longer than all that are looked for, its number."""
+    """A field's name; or, if longer than any relevant one, its number."""
 
     __slots__ = ()
 
@@ -229,13 +228,13 @@ _MOST_NAME = 1 << 8
 def top_level(
     body: bytes | bytearray,
 ) -> Steps[tuple[dict[str, msgspec.Raw], Callable[[msgspec.Raw], Extent]]]:
-    """An object's fields, of equal names the last, and where one of them stands in it.
+    """An object's fields, the last of equal names, and their positions in it.
 
-    Read is what Python's json reads: a text as long that a stricter parser takes, in which all is
-    in its place. What a field is has to be read where it stands.
+    It accepts what Python's json accepts: a text of equal length that a stricter parser accepts is
+    substituted, with everything in its place. A field's value must be read from the original.
 
     Raises:
-        Refusal: 400: it is no JSON to Python either, or has thousands of fields.
+        Refusal: 400: it is no JSON for Python either, or has thousands of fields.
     """
     encoding = json.detect_encoding(bytes(body[:4]))
     if encoding != "utf-8":
@@ -286,10 +285,10 @@ def _extent(body: bytes | bytearray, text: bytes | bytearray, field: msgspec.Raw
     return body, start, start + size
 
 
-# What Python's json takes for a number; and in a string what is no character: half of a pair,
-# escaped or not, and bytes that are no UTF-8, which are the engine's to judge. What takes their
-# place is in no name that is looked for, nor makes one.
-# (bytes.replace takes five times as long for what has six bytes: Infinity goes in two halves.)
+# What Python's json accepts as a number; and in a string what is no character: half of a pair,
+# escaped or not, and invalid UTF-8, which the engine judges. The replacements are in no name that
+# is looked for, nor make one. (bytes.replace takes five times as long for six bytes: Infinity is
+# replaced in two halves.)
 _STRICTER = (
     (b"NaN", b"0  "), (b"Infin", b"0    "), (b"  ity", b"     "),
     (b"\\ud", b"\\ue"), (b"\\uD", b"\\uE"),
@@ -298,14 +297,14 @@ _IN_ASCII = bytes(range(128)) + b"?" * 128
 
 
 def _stricter(text: bytes | bytearray) -> Steps[bytes | bytearray]:
-    """A text as long in which all is in its place, and no JSON to Python alone."""
+    """A text of equal length with everything in its place, without Python's extensions."""
     for found, instead in _STRICTER:
         text = text.replace(found, instead)
         yield
     return text.translate(_IN_ASCII)
 
 
-# A parser has the interpreter's stack, which is 1000 calls deep.
+# A parser uses the interpreter's stack, which is 1000 calls deep.
 _MOST_DEPTH = 1 << 8
 _BLOCK_BYTES = 1 << 16
 _QUOTE, _OPENING, _CLOSING, _SPACE, _ZERO = b'"{} 0'
@@ -314,12 +313,12 @@ _CASE_BIT = 0x20
 
 
 def _flatter(text: bytes | bytearray) -> Steps[bytes | bytearray]:
-    """A text as long in which all is in its place, and 0 in place of what is nested too deeply."""
+    """A text of equal length with everything in its place, and 0 for what is nested too deeply."""
     plain = text.replace(b"\\\\", b"  ")
     yield
     plain = plain.replace(b'\\"', b"  ")
     yield
-    # Nobody but to break a parser sends such bodies, and it is 13 MB of memory.
+    # Only attacks on a parser have such bodies, and it is 13 MB of memory.
     import numpy as np
 
     result = bytearray(text)
@@ -344,7 +343,7 @@ def _no_json(error: Exception) -> Refusal:
 
 
 def not_allowed(name: str) -> Refusal:
-    """A client set a field that is not for clients."""
+    """The refusal of a guarded field."""
     detail = (
         f"`{name}` is not for clients to set: {GUARDED_FIELDS[name]}. Leave it out; an operator "
         "can allow it (server.allow_engine_fields)."

@@ -1,6 +1,6 @@
-"""How often bytes are in what may be megabytes, and where a text is.
+"""Counts bytes in what may be megabytes, and finds texts.
 
-By ``bytes``' own methods; of a long body by numpy's (``byte_scans``).
+By ``bytes``' own methods; for a long body by numpy's (``byte_scans``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 import msgspec
 
 Buffer = bytes | bytearray | memoryview | msgspec.Raw
-# numpy is 13 MB of memory. Of this many bytes it saves a third of a millisecond.
+# numpy is 13 MB of memory. From this many bytes on it saves a third of a millisecond.
 LEAST_SCANNED_BYTES = 1 << 18
 _SCANS = "hetero_gateway.gateway.request.byte_scans"
 # A copy of a whole view would not stay in the cache.
@@ -25,21 +25,21 @@ def lacks_scans(size_bytes: int) -> bool:
 
 
 def load_scans() -> ModuleType:
-    """Takes a tenth of a second the first time: ``LongBodies`` has a thread do it."""
+    """Takes a tenth of a second the first time: ``LongBodies`` does it in a thread."""
     from hetero_gateway.gateway.request import byte_scans
 
     return byte_scans
 
 
 def count(data: Buffer, pair: bytes) -> int:
-    """How often two bytes stand side by side; of equal ones, whether they do (0: nowhere)."""
+    """How often two bytes are adjacent; of equal ones, whether they are (0: nowhere)."""
     if _is_scanned(data):
         return int(load_scans().count(data, pair))
     return sum(block.count(pair) for block in _blocks(data, overlap=1))
 
 
 def count_byte(data: Buffer, byte: int) -> int:
-    """How often a byte is there."""
+    """How often a byte occurs."""
     if _is_scanned(data):
         return int(load_scans().count_byte(data, byte))
     return sum(block.count(byte) for block in _blocks(data))
@@ -54,7 +54,7 @@ def count_below(data: Buffer, byte: int) -> int:
 
 
 def places(data: bytes | bytearray, start: int, end: int, text: bytes, most: int) -> list[int]:
-    """Where a text of two bytes at least stands, the first so many; none overlaps another."""
+    """The first positions of a text of at least two bytes; none overlaps another."""
     if end - start >= LEAST_SCANNED_BYTES:
         return list(load_scans().places(data, start, end, text, most))
     found: list[int] = []

@@ -1,9 +1,9 @@
-"""The fields of a form (multipart/form-data), as engines find them, and of no other form.
+"""The fields of a form (multipart/form-data), in the one spelling that is accepted.
 
-Engines read forms with python-multipart, which knows several spellings of a name: quoted, escaped,
-in another character set, continued. Whoever reads a form in one way more or less than the engine
-can be shown another field than the engine sees. So one way is taken: what browsers, curl and the
-clients' libraries write. Anything else is 400, however an engine would read it.
+Engines read forms with python-multipart, which accepts several spellings of a name: quoted,
+escaped, in another character set, continued. A reader that differs from the engine in any of them
+can be shown another field than the engine sees. So only one is accepted: what browsers, curl and
+client libraries write. Anything else is 400, however an engine would read it.
 
 A recording may have 64 MB: it is searched for the boundary in steps, and not copied.
 """
@@ -21,7 +21,7 @@ _TYPE = re.compile(rb'multipart/form-data((?:[ \t]*;[ \t]*[\w-]+=(?:"[^"\\]*"|[^
 _PARAMETER = re.compile(rb';[ \t]*([\w-]+)=(?:"([^"\\]*)"|([^ \t;"]+))')
 # RFC 2046, 5.1.1.
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
-# A name in another one would be another name.
+# A name in another character set would be another name.
 _CHARSETS = (b"utf-8", b"utf8", b"us-ascii")
 _HEAD = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r\n){1,16}\r\n")
 _FIELD = re.compile(rb"([^:\r\n]+):[ \t]*([^\r\n]*?)[ \t]*\r\n")
@@ -35,29 +35,29 @@ _MOST_PARTS = 1000
 _MOST_HEAD_BYTES = 4096
 _STEP_BYTES = 1 << 20
 
-# Where a value stands in the body.
+# The position of a value in the body.
 Span = tuple[int, int]
 
 
-# The values of a form: of equal names the last one, as engines take it.
+# The values of a form: the last of equal names, as engines take it.
 Form = dict[str, Span]
 
 
 def is_form(path: str, content_type: bytes) -> bool:
-    """Whether a body is to be read as a form: only where the engine reads one, too."""
+    """Whether a body is to be read as a form: only where the engine does, too."""
     return prompts_at(path) is Prompts.SPEECH and content_type[:10].lower() == b"multipart/"
 
 
 def check_one_type(headers: Headers) -> None:
     """Raises Refusal: 400 for a request with several Content-Type fields: engines take the first,
-    and others the last.
+    others the last.
     """
     if sum(name == b"content-type" for name, _ in headers) > 1:
-        raise Refusal(400, "invalid_header", "A request has one Content-Type.")
+        raise Refusal(400, "invalid_header", "A request must have exactly one Content-Type.")
 
 
 def read_form(body: bytes | bytearray, content_type: bytes) -> Steps[Form]:
-    """Raises Refusal: 400."""
+    """Read a form. Raises Refusal: 400."""
     line = b"--" + _boundary_of(content_type)
     if not body.startswith(line):
         raise _unusable("it does not begin with its boundary")
@@ -95,7 +95,7 @@ def _boundary_of(content_type: bytes) -> bytes:
 
 
 def _part(body: bytes | bytearray, at: int) -> tuple[str, int]:
-    """(name, where its value begins) of the part whose head is there."""
+    """(name, position of its value) of the part with this head."""
     head = _HEAD.match(body, at, at + _MOST_HEAD_BYTES)
     if head is None:
         raise _unusable("a part has no head that can be read")

@@ -1,4 +1,4 @@
-"""The items of a JSON array as it is written, with no object for each of millions."""
+"""The items of a JSON array as written, without an object for each of millions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from hetero_gateway.gateway.request.body_fields import NOTHING
 from hetero_gateway.gateway.request.byte_counts import count_byte
 
-# Of so many commas there may be as many items; of more, these many are made and no more.
+# With this many commas there may be as many items; of more, only this many are made.
 MOST_ITEMS = 1 << 12
 _COMMA = b","[0]
 _GAP = re.compile(rb"[ \t\r\n,]*+")
@@ -23,12 +23,12 @@ _decode_all = msgspec.json.Decoder(list[msgspec.Raw]).decode
 def _first_decoder() -> Callable[[msgspec.Raw], Any]:
     """Made when the first long array comes: it is 2 MB of memory."""
     names = [(f"item_{i}", msgspec.Raw, NOTHING) for i in range(MOST_ITEMS)]
-    # What comes behind the fields of an array-like struct is skipped.
+    # Anything after the fields of an array-like struct is skipped.
     return msgspec.json.Decoder(msgspec.defstruct("FirstItems", names, array_like=True)).decode
 
 
 def items_of(array: msgspec.Raw) -> Sequence[msgspec.Raw]:
-    """The first ``MOST_ITEMS`` items; of an array that has been read as JSON already."""
+    """The first ``MOST_ITEMS`` items of an array that has been read as JSON already."""
     if memoryview(array).nbytes <= MOST_ITEMS or count_byte(array, _COMMA) < MOST_ITEMS:
         return _decode_all(array)
     first = msgspec.structs.astuple(_first_decoder()(array))
@@ -36,7 +36,7 @@ def items_of(array: msgspec.Raw) -> Sequence[msgspec.Raw]:
 
 
 def places_of(array: msgspec.Raw, items: Sequence[msgspec.Raw]) -> list[tuple[int, int]]:
-    """(start, end) in an array of its first items."""
+    """(start, end) of an array's first items within it."""
     result, end = [], 1
     for item in items:
         gap = _GAP.match(array, end)

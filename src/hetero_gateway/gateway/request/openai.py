@@ -1,13 +1,13 @@
-"""What the gateway reads of a request's body.
+"""Reads the fields of a request's body that scheduling needs.
 
-A request's body is passed on byte for byte; only the few fields that scheduling needs are looked
-at, with the prompt left as raw JSON. What an engine's paths and answers mean is in engines/vllm.
+A request's body is passed on byte for byte; only a few fields are examined, with the prompt left as
+raw JSON. engines/vllm knows what an engine's paths and answers mean.
 
-What is read is what the engine reads: the last one of equal keys, numbers as pydantic takes them
-(``whole_numbers``), and what Python's ``json`` takes beyond JSON (NaN, lone surrogates, UTF-16).
-Numbers that no engine accepts are refused, and fields that are not for clients to set
-(``engines/vllm/fields``); what is not read is the engine's to judge. How long a prompt is,
-``prompts`` and ``prompt_shapes`` say; of a form, ``forms`` finds the fields.
+The fields are read as the engine reads them: the last of equal keys, numbers as pydantic accepts
+them (``whole_numbers``), and what Python's ``json`` accepts beyond JSON (NaN, lone surrogates,
+UTF-16). Numbers that no engine accepts are refused, and so are guarded fields
+(``engines/vllm/fields``); everything unread is left to the engine. ``prompts`` and
+``prompt_shapes`` measure prompts; ``forms`` finds the fields of a form.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from hetero_gateway.gateway.turns import Steps, finish
 
 # OpenAI's own limit is 64 characters.
 _MOST_SESSION_BYTES = 512
-# Fields that refer to what an engine has stored, or name what it is to store.
+# Fields that refer to something stored in an engine, or name what it should store.
 _REFERENCES = ("previous_response_id", "conversation", "request_id")
-# Where a body may refer to what an engine has stored.
+# Where a body may refer to something stored in an engine.
 _STORING = frozenset((RESPONSES, RESPONSES + "/render"))
 # vLLM's own have 21 characters; a client may choose longer ones.
 _MOST_RESPONSE_ID_BYTES = 256
@@ -74,19 +74,18 @@ _TEXT = Prompts.TEXT
 
 
 class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
-    """What a body says. ``text_bytes``: of the prompt beside ``exact_prompt_tokens``, if any.
+    """The contents of a body. ``text_bytes``: of the prompt beside ``exact_prompt_tokens``, if any.
 
-    ``truncates``: the engine cuts the prompt down to a length that the client gives. ``prefix``:
-    the keys of its prompt; None where nobody asked, or its beginning is not in the body.
-    ``cache_salt``: its JSON, with which the client keeps caches apart; b"" without one.
-    ``session``: JSON that names a conversation, or else a user: its beginning; b"" without one.
-    On /v1/responses alone: ``previous``: which response it continues, b"" for none; then ``prefix``
-    is of what it adds. ``head``: what ``prompts.head_of`` says. ``stored``: a field that names
-    what is stored, or refers to it otherwise; "" for none. ``asked``: the name that the client
-    asked for, where that stands for ``model``. ``most_prompt_tokens``: to which each prompt is
-    cut; 0: it is not. ``speech_s``: how long a recording plays, in seconds. ``wordy``:
-    probabilities are asked for, which make an answer longer than its tokens. ``form``: the body is
-    a form.
+    ``truncates``: the engine cuts the prompt to a length that the client gives. ``prefix``: the
+    keys of its prompt; None if not wanted, or if its beginning is not in the body. ``cache_salt``:
+    its JSON, by which the client keeps caches apart; b"" without one. ``session``: the beginning of
+    JSON that names a conversation, or else a user; b"" without one. Only on /v1/responses:
+    ``previous``: the response it continues, b"" for none; then ``prefix`` covers what it adds.
+    ``head``: from ``prompts.head_of``. ``stored``: a field that names what is stored, or refers to
+    it otherwise; "" for none. ``asked``: the name that the client asked for, if that is an alias of
+    ``model``. ``most_prompt_tokens``: to which each prompt is cut; 0: not cut. ``speech_s``: the
+    playing time of a recording, in seconds. ``wordy``: probabilities are requested, which make an
+    answer longer than its tokens. ``form``: the body is a form.
     """
 
     model: str | None
@@ -111,7 +110,7 @@ class ParsedRequest(msgspec.Struct, array_like=True, gc=False):
     form: bool = False
 
 
-# Where clients may set nothing that is not for them; and to read what has been read before.
+# For clients that may set no guarded fields; and to read what has been read before.
 _NOTHING_ALLOWED = BodyReaders()
 _ALL_ALLOWED = BodyReaders(GUARDED_FIELDS)
 
@@ -123,23 +122,23 @@ def parse_body(
     seed: int | None = None,
     readers: BodyReaders = _NOTHING_ALLOWED,
 ) -> ParsedRequest:
-    """Read what scheduling needs from a request's body.
+    """Read the fields that scheduling needs from a request's body.
 
     Args:
-        seed: what the keys of its prompt begin with; None: none are wanted.
+        seed: the start of its prompt's keys; None: no keys are wanted.
         readers: how bodies are read, and what clients may set.
 
     Raises:
-        Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is no
-            string, a number that no engine accepts, a field that is not for clients; 404 for a
-            name that is no model's. Everything else is the engine's to judge.
+        Refusal: 400 for broken JSON, a body that is not an object, a ``model`` that is not a
+            string, a number that no engine accepts, a guarded field; 404 for a name that is no
+            model's. Everything else is left to the engine.
     """
     if len(body) < LEAST_BYTES:
         reader = readers[path]
         try:
             fields = reader.decode(body)
         except DECODE_ERRORS:
-            pass  # what the engine would read may be there all the same
+            pass  # the engine may still find what it reads
         else:
             measured = None
             if reader.shape is not _TEXT:
@@ -163,7 +162,7 @@ def parse_in_steps(
     seed: int | None = None,
     readers: BodyReaders = _NOTHING_ALLOWED,
 ) -> Steps[ParsedRequest]:
-    """``parse_body`` for a long one, for who has something else to do meanwhile."""
+    """``parse_body`` for a long body, so that the caller can do other work in between."""
     if is_form(path, content_type):
         form = yield from read_form(body, content_type)
         return _describe_form(body, form, guarded_at(path) - readers.allowed)
@@ -188,7 +187,7 @@ def _continue(
     extent: Callable[[msgspec.Raw], Extent],
     seed: int | None,
 ) -> None:
-    """Which response one continues, and whether it begins as that does."""
+    """The response it continues, and whether it begins as that does."""
     if seed is not None:
         parsed.head = head_of(fields, extent, seed)
     if (previous := _given(fields.previous_response_id, extent)) is not None:
@@ -200,7 +199,7 @@ def _continue(
 
 
 def _given(raw: msgspec.Raw, extent: Callable[[msgspec.Raw], Extent]) -> bytes | None:
-    """A field's JSON, of a long one its beginning; None: it is not there, or null."""
+    """A field's JSON, or the beginning of a long one; None: it is missing, or null."""
     if not raw:
         return None
     data, start, end = extent(raw)
@@ -209,14 +208,14 @@ def _given(raw: msgspec.Raw, extent: Callable[[msgspec.Raw], Extent]) -> bytes |
 
 
 def _response_id(value: bytes) -> bytes:
-    """The id that a JSON text stands for, whatever is escaped in it; or what else it is."""
+    """The id that a JSON text stands for, with escapes resolved; or the text itself."""
     try:
         return msgspec.json.decode(value, type=str).encode() or value
     except (msgspec.MsgspecError, ValueError):
         return value
 
 
-# Transcribing servers cut a recording into pieces of so many seconds, each a sequence of its own.
+# Transcribing servers cut a recording into pieces of this many seconds, each a sequence of its own.
 _SPEECH_PIECE_S = 30.0
 
 
@@ -233,8 +232,8 @@ def _describe(
     measured: PromptSize | None,
     body: bytes | bytearray = b"",
 ) -> ParsedRequest:
-    """``measured``: its prompts; None: they are one text, or ``prompt``. ``body``: of which the
-    messages are a list, unless they have to be looked at as they are written.
+    """``measured``: its prompts; None: they are one text, or ``prompt``. ``body``: its messages are
+    a list, unless they must be examined as written.
     """
     model = fields.model
     if model is not None and len(model) > MOST_MODEL_BYTES:
@@ -257,7 +256,7 @@ def _describe(
         for field in texts:
             if field is NOTHING:
                 continue
-            # As for most: without a call.
+            # The usual case: without a call.
             if extent is itself:
                 data = bytes(field)
                 start, end = 0, len(data)
@@ -279,7 +278,7 @@ def _describe(
         tokens,
         prompts,
     )
-    # What few requests have costs the others a look.
+    # Rare fields, which cost all other requests one look.
     if fields.cache_salt is not NOTHING:
         data, start, end = extent(fields.cache_salt)
         parsed.cache_salt = bytes(data[start:end])
@@ -297,9 +296,9 @@ def _describe(
 
 
 def _describe_form(body: bytes | bytearray, form: Form, guarded: frozenset[str]) -> ParsedRequest:
-    """A recording and what is to be done with it."""
+    """A recording and its parameters."""
     for name, (start, end) in form.items():
-        # No engine is known to look into a name, which says nothing of the next one.
+        # No engine is known to look at a name's contents, which say nothing about the next one.
         own = name.replace("[", ".").partition(".")[0].strip()
         if own in guarded and body[start : min(end, start + 8)].strip() not in (b"", b"null", b"0"):
             raise not_allowed(own)
@@ -338,7 +337,7 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
     Of equal keys the last one is replaced, which is the one that is read.
 
     Raises:
-        Refusal: 400 for one in which there is no name to replace.
+        Refusal: 400 for a body without a name to replace.
     """
     if body.startswith(b"--"):  # no JSON does
         start, end = finish(read_form(body, content_type)).get("model", (0, 0))
@@ -350,7 +349,7 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
         return b"".join((body[:start], name.encode(), body[end:]))
     raw, extent = finish(top_level(body))
     body, start, end = extent(raw.get("model", NOTHING))
-    if start == end:  # it has none: the only one that is served was meant
+    if start == end:  # it has none: the only served model is meant
         start = end = body.index(b"{") + 1
         comma = b"" if body[start:].lstrip(_SPACE).startswith(b"}") else b","
         field = b'"model":' + msgspec.json.encode(name) + comma
@@ -359,14 +358,14 @@ def with_model(body: bytes | bytearray, content_type: bytes, name: str) -> bytes
 
 
 def prompt_field(body: bytes | bytearray) -> bytes:
-    """The raw JSON of ``messages``, or of ``prompt`` where there are none, in a usable body."""
+    """The raw JSON of ``messages``, or of ``prompt`` if there are none, in a usable body."""
     fields, extent = finish(read_fields(body, _ALL_ALLOWED[INVOCATIONS]))
     data, start, end = extent(fields.messages or fields.prompt)
     return bytes(data[start:end])
 
 
 def _counts(fields: Any, path: str) -> tuple[int, int | None]:
-    """(``n``, the most output tokens that the client wants) as a path's engine reads them."""
+    """(``n``, the client's maximum of output tokens) as a path's engine reads them."""
     chats = fields.messages is not NOTHING
     takes_n, limits = limits_of(path, chats=chats)
     within = ""
@@ -375,7 +374,7 @@ def _counts(fields: Any, path: str) -> tuple[int, int | None]:
         if fields is None:
             return 1, None
     elif path == INVOCATIONS and not (chats or fields.prompt):
-        return 1, 1  # of a pooling model, as which it is a prefill
+        return 1, 1  # for a pooling model, treated as a prefill
     n = limit = None
     if takes_n and fields.n is not None:
         n = whole_numbers.read(fields.n, within + "n")
@@ -388,7 +387,7 @@ def _counts(fields: Any, path: str) -> tuple[int, int | None]:
         if type(value) is not int:
             value = whole_numbers.read(value, within + name)
         if limit is None and value is not None:
-            # Of two limits the engine minds the first one.
+            # Of two limits the engine obeys the first one.
             if not least <= value <= whole_numbers.MOST_TOKENS:
                 whole_numbers.check(value, within + name, least, whole_numbers.MOST_TOKENS)
             limit = value or None
@@ -396,19 +395,19 @@ def _counts(fields: Any, path: str) -> tuple[int, int | None]:
 
 
 def _true(value: Any) -> bool:
-    """Whether pydantic takes a value for true."""
+    """Whether pydantic accepts a value as true."""
     if isinstance(value, str):
         return value.lower() in ("1", "true", "t", "yes", "y", "on")
     return isinstance(value, (int, float)) and value == 1
 
 
-# The text of a prompt, for those who ask
+# The text of a prompt, on demand
 
 
 def prompt_text(body: bytes | bytearray) -> str:
-    """All text of a request's prompt, a line per message or part; "" where it has none.
+    """All text of a request's prompt, a line per message or part; "" if it has none.
 
-    For predictors that ask: it decodes the body once more. Token ids, media and tools are no text.
+    For predictors that ask: it decodes the body again. Token ids, media and tools are not text.
     """
     try:
         fields = msgspec.json.decode(body)

@@ -1,8 +1,8 @@
 """How much an engine computes for a request, by the fields of its body: tokens, prompts, media.
 
-``engines/vllm/paths`` says where the prompts are on each path; ``prompts`` how long a
-field's raw JSON is. Here the two meet: what is computed several times counts as often (a query
-with each of its documents, a state with each of its questions), and lists are so many prompts.
+``engines/vllm/paths`` knows where the prompts are on each path; ``prompts`` measures a field's raw
+JSON. This module combines them: what is computed several times counts as often (a query with each
+of its documents, a state with each of its questions), and a list is that many prompts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Where = Callable[[msgspec.Raw], Extent]
 
 
 class PromptSize(NamedTuple):
-    """What the prompts of a body consist of.
+    """The contents of a body's prompts.
 
     Args:
-        tokens: those that are given as ids; None: none is.
+        tokens: given as ids; None: none.
         prompts: how many there are.
         text_bytes: of raw JSON text beside them.
         media: images, recordings and videos.
@@ -59,11 +59,11 @@ def measure_texts(fields: Iterable[msgspec.Raw], extent: Where) -> tuple[int, in
 
 
 def measure_body(shape: Prompts, fields: Any, extent: Where) -> PromptSize:
-    """The prompts of a body of this shape; of chats and completions, its reader knows itself.
+    """The prompts of a body of this shape; chats and completions are measured by their reader.
 
     Args:
-        fields: an object with the fields that the shape has; those that are missing are empty.
-        extent: where in the body one of them stands.
+        fields: an object with the fields of the shape; missing ones are empty.
+        extent: the position of one of them in the body.
     """
     if shape is Prompts.CHATS:
         media, text_bytes = measure_texts((fields.messages,), extent)
@@ -84,12 +84,12 @@ def measure_body(shape: Prompts, fields: Any, extent: Where) -> PromptSize:
 
 
 def _one(field: msgspec.Raw, extent: Where) -> PromptSize:
-    """Of texts, token ids, or lists of them."""
+    """Texts, token ids, or lists of them."""
     return PromptSize(*measure_prompt(*extent(field))) if field else PromptSize()
 
 
 def _inputs(fields: Any, names: Iterable[str], extent: Where) -> PromptSize:
-    """Of fields that each have several inputs; of none, one prompt without anything in it."""
+    """Fields that each have several inputs; without any, one empty prompt."""
     parts: list[PromptSize] = []
     for name in names:
         field = getattr(fields, name)
@@ -97,7 +97,7 @@ def _inputs(fields: Any, names: Iterable[str], extent: Where) -> PromptSize:
             continue
         data, start, end = extent(field)
         messages = _MESSAGES.match(data, start, end) is not None
-        if name == "images":  # each is one, whatever its URL or data
+        if name == "images":  # each counts as one, whatever its URL or data
             number = _count(field, extent)
             parts.append(PromptSize(None, number, 0, number))
         elif _CONVERSATIONS.match(data, start, end) or (messages and name == "inputs"):
@@ -174,7 +174,7 @@ def _questions(fields: Any, extent: Where) -> PromptSize:
 
 
 def _any(fields: Any, extent: Where) -> PromptSize:
-    """All that there is, since what an engine reads depends on whether it is right."""
+    """Everything there is, since what an engine reads depends on whether it is valid."""
     pairs = any(getattr(fields, name) for name in QUERIES)
     chat = (fields.messages, fields.system, fields.instructions, fields.tools)
     media, text_bytes = measure_texts(chat if pairs else (*chat, fields.documents), extent)
@@ -189,7 +189,7 @@ def _any(fields: Any, extent: Where) -> PromptSize:
 
 
 def _count(field: msgspec.Raw, extent: Where) -> int:
-    """How many items an array has, or an object; 1 for anything else, and for none."""
+    """The number of items of an array, or of an object; 1 for anything else, and for none."""
     if not field:
         return 1
     data, start, end = extent(field)
@@ -204,5 +204,5 @@ def _count(field: msgspec.Raw, extent: Where) -> int:
         items = MOST_ITEMS
     if items < MOST_ITEMS:
         return max(1, items)
-    # More are not made. An object has a pair of braces, and mostly two pairs of quotation marks.
+    # More are not made. An object has a pair of braces, and usually two pairs of quotation marks.
     return max(items, count_byte(field, _OPENING), count_byte(field, _QUOTE) // 4)

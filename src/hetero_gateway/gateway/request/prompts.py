@@ -1,26 +1,26 @@
-"""A request's prompt by the raw JSON of its fields: how long it is, and its keys.
+"""A request's prompt by the raw JSON of its fields: its length, and its keys.
 
-How long (docs/design/scheduling.md, "Prompt length"):
+Length (docs/design/scheduling.md, "Prompt length"):
 
 - Token-id prompts are exact: the numbers are counted.
 - Otherwise the raw JSON bytes of messages (or prompt, input, system) and tools are counted, a
   ``\\uXXXX`` escape as three bytes, and divided by the model's learnt bytes-per-token ratio.
 - Each image, audio clip or video counts ``image_tokens``, and the base64 data none.
 
-Its keys (``core/request``):
+Keys (``core/request``):
 
 Nothing is decoded: a part of the text is the JSON of a message, a tool or a content block as the
-client wrote it, byte for byte. A client writes what it has said before in the same way again, and
-an answer that it echoes is one message of its own making in this turn and in all that follow; so
-raw spans are stable where it matters. What stands between them (commas, white space) and beside
-them (``max_tokens``, the order of the body's fields) is in no key.
+client wrote it, byte for byte. A client repeats its earlier messages in the same form, and an
+answer that it echoes is one message in its own form in this turn and all later ones; so raw spans
+are stable where it matters. What stands between them (commas, white space) and beside them
+(``max_tokens``, the order of the body's fields) is in no key.
 
-In the order of chat templates: tools come first, and with other tools nothing matches. What makes
-an engine read or cache equal text differently begins the keys: the model's name (a LoRA adapter
-has its own), ``cache_salt``, template arguments. Images count as the text of their data.
+In the order of chat templates: tools come first, and with other tools nothing matches. Whatever
+makes an engine read or cache equal text differently begins the keys: the model's name (a LoRA
+adapter has its own), ``cache_salt``, template arguments. Images count as the text of their data.
 
-Cost: benchmarks/dataplane/prefix_keys.py. Of a hostile body this many messages are parts of their
-own and no more.
+Cost: benchmarks/dataplane/prefix_keys.py. Of a hostile body, at most this many messages are parts
+of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hetero_gateway.gateway.request.byte_counts import (
 from hetero_gateway.gateway.request.items import items_of, places_of
 from hetero_gateway.gateway.turns import Steps
 
-# Its length
+# Length
 
 _SPACE = rb"[ \t\r\n]*+"
 _TYPE = b'"type"'
@@ -59,9 +59,9 @@ _JSON_STRINGS = re.compile(rb'\[%b"' % _SPACE)
 _ABOVE_NUMBERS = b":"[0]
 _ABOVE_SPACES = b"!"[0]
 _QUOTE, _COMMA, _OPENING = b'",['
-# What a part of the text begins with where each item of an array is one.
+# The start of a part of the text if each item of an array is one.
 _KEYED = b"[{"
-# Of this many parts the types are looked at, and what follows is taken to be alike.
+# The types of this many parts are examined; the rest is assumed to be alike.
 _MOST_PARTS = 4096
 
 
@@ -91,7 +91,7 @@ def _commas(data: bytes | bytearray, start: int, end: int) -> int:
 
 
 def _measure_lists(data: bytes | bytearray, start: int, end: int) -> tuple[int, int] | None:
-    """(tokens, prompts) of lists of numbers; None: there is something else in them."""
+    """(tokens, prompts) of lists of numbers; None: they contain something else."""
     view = memoryview(data)[start:end]
     spaces = count_below(view, _ABOVE_SPACES)
     if spaces and any(count(view, pair) for pair in (b"[ ", b"[\n", b"[\r", b"[\t")):
@@ -105,12 +105,12 @@ def _measure_lists(data: bytes | bytearray, start: int, end: int) -> tuple[int, 
         or len(view) - count_below(view, _ABOVE_NUMBERS) != 2 * lists
     ):
         return None
-    # A list has one number more than it has commas, if any; one comma stands between two lists.
+    # A list has one more number than commas, if any; one comma stands between two lists.
     return count_byte(view, _COMMA) + 1 - count(view, b"[]"), max(1, lists - 1)
 
 
 def count_strings(data: bytes | bytearray, start: int, end: int) -> int:
-    """How many strings there are in a list of strings."""
+    """The number of strings in a list of strings."""
     view: Buffer = memoryview(data)[start:end]
     if data.find(b"\\", start, end) >= 0 and count(view, b"\\\\"):
         view = bytes(view).replace(b"\\\\", b"")
@@ -136,7 +136,7 @@ class _Messages(msgspec.Struct):
     messages: msgspec.Raw
 
 
-# Of a body, as they are written.
+# Of a body, as written.
 messages_of = msgspec.json.Decoder(_Messages).decode
 # Enough of a message to find where it begins or ends: its role, and some of its text.
 _FOUND_BY_BYTES = 64
@@ -145,23 +145,23 @@ _FOUND_BY_BYTES = 64
 def measure_items(data: bytes | bytearray, items: Sequence[msgspec.Raw]) -> tuple[int, int] | None:
     """``measure`` for the messages of a short body, by its items, which are keyed as they are.
 
-    None where the array has to be looked at: it is empty, has thousands of items, begins with
-    something else than a message, or has more white space in it than writers of JSON leave.
+    None if the array must be examined: it is empty, has thousands of items, begins with something
+    other than a message, or has more white space than writers of JSON leave.
     """
     place = _place_of(data, items) if 0 < len(items) <= _MOST_KEYED_PARTS else None
     if place is None or data[place[0] + 1] not in _KEYED:
         return None
     start, end = place
-    if data.find(b"[", start + 1, end) < 0:  # as all have it whose messages have parts
+    if data.find(b"[", start + 1, end) < 0:  # present if messages have parts
         return 0, _text_bytes(data, start, end)
     return measure(data, start, end)
 
 
 def _place_of(data: bytes | bytearray, items: Sequence[msgspec.Raw]) -> tuple[int, int] | None:
-    """Where an array stands in what it was read from. None: it is not to be seen at once."""
+    """The position of an array in its source. None: not obvious."""
     gaps = len(items) - 1
     size = sum(map(len, items)) + len("[]") + gaps
-    # Brackets or items may stand elsewhere, too, but not as far from each other.
+    # Brackets or items may stand elsewhere, too, but not as far apart.
     start, end = data.find(b"["), data.rfind(b"]") + 1
     if end - start not in (size, size + gaps):
         first, last = (memoryview(items[i]) for i in (0, -1))
@@ -185,7 +185,7 @@ def _text_bytes(data: bytes | bytearray, start: int, end: int) -> int:
 
 
 def _base64_bytes(data: bytes | bytearray, start: int, end: int) -> int:
-    """Bytes of base64 data in data URLs; of no more than ``_MOST_PARTS``."""
+    """Bytes of base64 data in data URLs; of at most ``_MOST_PARTS``."""
     size = 0
     for _ in range(_MOST_PARTS):
         start = data.find(_BASE64_MARK, start, end)
@@ -198,11 +198,11 @@ def _base64_bytes(data: bytes | bytearray, start: int, end: int) -> int:
     return size
 
 
-# Its keys
+# Keys
 
-# Of one field; what follows is one part.
+# Of one field; the rest is one part.
 _MOST_KEYED_PARTS = 1024
-# A parser makes an object of each item: this many at most without a look at how many there are.
+# A parser makes an object of each item: at most this many without a look at their number.
 _MOST_COMMAS = 2048
 # Of each end of what begins the keys.
 _LOOKED_AT = 2048
@@ -214,7 +214,7 @@ _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class PromptFields(Protocol):
-    """The fields of a body that are here of interest; empty where they are missing."""
+    """The relevant fields of a body; empty if they are missing."""
 
     model: str | None
     previous_response_id: msgspec.Raw
@@ -244,12 +244,12 @@ _text = attrgetter(
 
 
 def _head(fields: PromptFields) -> tuple[msgspec.Raw, ...]:
-    """What of a response's prompt comes in front of the ones that it continues."""
+    """The part of a response's prompt that precedes the responses it continues."""
     return (fields.tools, fields.documents, fields.system, fields.instructions)
 
 
 def head_of(fields: PromptFields, extent: Callable[[msgspec.Raw], Extent], seed: int) -> int:
-    """Two responses of which one continues the other begin alike where this is the same."""
+    """Two responses of which one continues the other begin alike if this is the same."""
     start = namespace(seed, (fields.model or "").encode())
     for place, raw in enumerate((*_identity(fields), *_head(fields))):
         if raw:
@@ -258,13 +258,13 @@ def head_of(fields: PromptFields, extent: Callable[[msgspec.Raw], Extent], seed:
 
 
 def keys_after(fields: PromptFields, head: int, previous: bytes) -> PrefixKeys:
-    """Of a short body: the keys of what it adds to the response that it continues."""
+    """For a short body: the keys of what it adds to the response that it continues."""
     parts = _short_parts(fields.input) if fields.input else ()
     return keys_of(parts, namespace(head, previous))
 
 
 def keys_of_fields(fields: PromptFields, seed: int) -> PrefixKeys:
-    """Of a short body; ``seed``: of whoever's namespace it is.
+    """For a short body; ``seed``: of its namespace's owner.
 
     ``messages`` may be a list of them.
     """
@@ -284,9 +284,9 @@ def keys_of_fields(fields: PromptFields, seed: int) -> PrefixKeys:
 def keys_of_long(
     fields: PromptFields, extent: Callable[[msgspec.Raw], Extent], seed: int, previous: bytes = b""
 ) -> Steps[PrefixKeys]:
-    """Of a long body, in steps. ``extent``: where a field stands in it.
+    """For a long body, in steps. ``extent``: the position of a field in it.
 
-    ``previous``: the response that it continues; then of what it adds alone.
+    ``previous``: the response that it continues; then only for what it adds.
     """
     if previous:
         text: tuple[msgspec.Raw, ...] = (fields.input,)
@@ -309,7 +309,7 @@ def keys_of_long(
 
 
 def _excerpt(place: int, data: bytes | bytearray, start: int, end: int) -> tuple[bytes, bytes]:
-    """Which field it is and how long, and its ends: what is longer differs in one of these."""
+    """The field, its length, and its ends: longer ones differ in one of these."""
     ends = bytes(data[start : min(end, start + _LOOKED_AT)])
     if end - start > _LOOKED_AT:
         ends += data[max(start + _LOOKED_AT, end - _LOOKED_AT) : end]
@@ -324,13 +324,13 @@ def _short_parts(raw: msgspec.Raw) -> Sequence[Buffer]:
         if len(data) <= _MOST_COMMAS or data.count(b",") <= _MOST_COMMAS:
             items = _decode_items(data)
             if len(items) <= _MOST_KEYED_PARTS:
-                return cast(Sequence[Buffer], items)  # they are buffers: no copies are made
+                return cast(Sequence[Buffer], items)  # buffers: no copies are made
         return _long_parts(raw, data)
     return [data[1:-1] if first in (_QUOTE, _OPENING) else data]
 
 
 def _long_parts(raw: msgspec.Raw, data: bytes | memoryview) -> Sequence[Buffer]:
-    """The parts of one field; ``data``: what is written in its place."""
+    """The parts of one field; ``data``: written in its place."""
     first = data[0]
     if first == _OPENING and _ITEMS.match(data):
         places = places_of(raw, items_of(raw)[: _MOST_KEYED_PARTS + 1])

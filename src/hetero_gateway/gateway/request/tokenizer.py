@@ -1,7 +1,7 @@
-"""Exact token counts from a local tokenizer.json, for those who want them (extra ``tokenizers``).
+"""Exact token counts from a local tokenizer.json (extra ``tokenizers``).
 
-Long prompts are counted in a thread: the library releases the interpreter lock while it works.
-A chat prompt's template is not applied; what it adds is a few tokens per message.
+Long prompts are counted in a thread: the library releases the interpreter lock while it works. A
+chat prompt's template is not applied; what it adds is a few tokens per message.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
 
 
-# Anything else is an error at its first byte: nobody's arrays of arrays are built, while the
-# interpreter's lock is held.
+# Anything else is an error at its first byte: no arrays of arrays are built while the interpreter's
+# lock is held.
 _decode = msgspec.json.Decoder(str | list[str | _Message] | None).decode
 
 
@@ -59,7 +59,7 @@ class Tokenizer:
         self._thread_above_bytes = thread_above_bytes
 
     async def count(self, raw: bytes) -> int | None:
-        """Tokens of all texts in the field; None when there is no text in it."""
+        """Tokens of all texts in the field; None if it has no text."""
         if len(raw) > self._thread_above_bytes:
             return await asyncio.to_thread(self._count, raw)
         return self._count(raw)
@@ -90,7 +90,7 @@ class Tokenizer:
 
 
 def tokenizer_of(config: TokensConfig, base_dir: Path) -> Tokenizer | None:
-    """The configuration's; None: it names none. Raises ConfigError: it cannot be used.
+    """The configured tokenizer; None: not configured. Raises ConfigError: it cannot be used.
 
     ``base_dir``: what its file is relative to.
     """

@@ -1,7 +1,7 @@
 """The emulated server as a plain ASGI application: vLLM's paths, refusals and life cycle.
 
-A request's own task reads the body, hands a ``Reply`` to the engine loop and then only waits for
-the client to go away: every byte of the answer is written by the loop.
+A request's own task reads the body, gives a ``Reply`` to the engine loop and then only waits for
+the client to disconnect: every byte of the answer is written by the loop.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ from hetero_gateway.lab.emulator.text import (
 )
 
 VERSION = "0.32.0+emulated"  # the vLLM whose behaviour is emulated
-# A response by its id, and what cancels it.
+# A response by its id, and the function that cancels it.
 _RESPONSE = re.compile(rf"{paths.RESPONSES}/([^/]+)(/cancel)?")
 _PROMETHEUS = b"text/plain; version=1.0.0; charset=utf-8"
 
@@ -222,7 +222,7 @@ class EmulatedVLLM:
         else:
             self.loop.submit(reply)
         try:
-            # ASGI: a disconnect message comes when the client is gone, or the response complete.
+            # ASGI: a disconnect message comes when the client is gone, or the response is complete.
             while (await receive())["type"] != "http.disconnect":
                 pass
         except asyncio.CancelledError:
@@ -233,7 +233,7 @@ class EmulatedVLLM:
             self.loop.cancel(reply)
 
     def _accepted(self, path: str, body: Json, head: ReplyHead, raw: bytes) -> EmulatedReply:
-        """What answers it. Raises RefusedRequest."""
+        """The reply. Raises RefusedRequest."""
         if self.is_dead:
             raise refused("dead")
         reply = self._replies[path](body, head)
@@ -245,14 +245,14 @@ class EmulatedVLLM:
         return reply
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what is cached; returns whether nothing was in use."""
+        """Clear the prefix cache; returns whether nothing was in use."""
         success = self.loop.engine.reset_prefix_cache()
         if success and self.events is not None:
             self.events.cleared()
         return success
 
     def die(self) -> None:
-        """End as a real engine does of what it did not expect, with all that it was at."""
+        """End with all open requests, as a real engine does on an unexpected error."""
         self.is_dead = True
         self.loop.fail_all()
         self.on_death()
@@ -277,13 +277,13 @@ class EmulatedVLLM:
                 reply.add(len(prompt) // BYTES_PER_TOKEN, answer, keys)
 
     def _limit(self, ask: Ask, prompt_tokens: int) -> int:
-        """Most output tokens that max_tokens and the window leave. Raises RefusedRequest."""
+        """Most output tokens within max_tokens and the window. Raises RefusedRequest."""
         context = self.settings.context_tokens
         name, most = ask.max_tokens_name, ask.max_tokens
         if most is not None and most > context:
             raise refused("beyond_context", name=name, value=most, context=context)
         if prompt_tokens > context:
-            # vLLM stops tokenizing a text at the limit, and so cannot say how long it is.
+            # vLLM stops tokenizing a text at the limit, so it does not state its length.
             counted = prompt_tokens if ask.prompts_are_ids else context + 1
             least = "" if ask.prompts_are_ids else "at least "
             raise refused("too_long", context=context, least=least, counted=counted)
@@ -294,7 +294,7 @@ class EmulatedVLLM:
     # -- the others
 
     def _model(self, body: Json) -> str:
-        """The name that the request asks for; without one the first. Raises RefusedRequest."""
+        """The model that the request asks for; by default the first. Raises RefusedRequest."""
         names = self._names()
         asked = body.get("model")
         if not asked or not isinstance(asked, str):
@@ -309,7 +309,7 @@ class EmulatedVLLM:
         return None
 
     def _names(self) -> tuple[str, ...]:
-        """Every name that is served; the base model's first."""
+        """Every served name; the base model's first."""
         return (*self.settings.base_names, *self._adapters)
 
     def _load_adapter(self, body: Json) -> str:
@@ -359,7 +359,7 @@ class EmulatedVLLM:
         else:
             messages = bodies.role_texts(request.messages, model)
             tokens = tokenize("".join(text for _, text in messages))
-            # The template's tokens are only counted; any id stands for them.
+            # The template's tokens are only counted; any id represents them.
             tokens += [0] * (len(chat_tokens(messages)) // BYTES_PER_TOKEN - len(tokens))
         texts_of = [token_text(t).decode("utf-8", "replace") for t in tokens]
         return {
@@ -375,14 +375,14 @@ class EmulatedVLLM:
         return {"prompt": b"".join(map(token_text, tokens)).decode("utf-8", "replace")}
 
     def _slow_down(self, body: Json) -> Json:
-        """Ours, not vLLM's: the next steps take ``factor`` times what the profile says."""
+        """Ours, not vLLM's: the next steps take ``factor`` times the profile's time."""
         factor = validate(bodies.SlowdownBody, body).factor
         self.loop.engine.slowdown = factor
         return {"factor": factor}
 
 
 def _content(raw: bytes, body: Json) -> bytes:
-    """The body but for what a gateway adds, as its last fields: that changes no answer."""
+    """The body without the last fields that a gateway adds, which change no answer."""
     for name in ("session_id", "kv_transfer_params"):
         if name in body:
             before, mark, _ = raw.rpartition(b',"%b":' % name.encode())
@@ -391,7 +391,7 @@ def _content(raw: bytes, body: Json) -> bytes:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body. Raises ConnectionError when the client leaves before its end."""
+    """The whole body. Raises ConnectionError if the client leaves before its end."""
     parts = []
     while True:
         message = await receive()
@@ -420,7 +420,7 @@ def _decode(raw: bytes, scope: Scope) -> Json:
 
 
 def _decode_slowly(raw: bytes) -> Json:
-    """What the standard library accepts beyond msgspec (NaN), or says is wrong, and where."""
+    """Cases beyond msgspec: NaN is accepted, and errors have their position."""
     try:
         return json.loads(raw.decode())
     except UnicodeDecodeError:
@@ -433,7 +433,7 @@ def _decode_slowly(raw: bytes) -> Json:
 
 
 def header_of(scope: Scope, name: bytes) -> bytes | None:
-    """A request's header, by its name in lower case; None: it has none."""
+    """A request's header, by its name in lower case; None: absent."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value)

@@ -1,4 +1,4 @@
-"""Request bodies, endpoint by endpoint, turned into one ``Ask``: what is wanted of the engine.
+"""Request bodies of each endpoint, converted into one ``Ask``: the work for the engine.
 
 Field names and refusals are vLLM's; unknown fields are ignored, as vLLM does.
 """
@@ -29,11 +29,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, which vLLM keeps for /v1/completions
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request wants of the engine, whatever its endpoint.
+    """A request's work for the engine, whatever its endpoint.
 
     ``prompts`` are their tokens (``text``). ``max_tokens`` None means to the end of the context
-    window. ``forced_text`` is what must come out (a tool's arguments, a JSON document); ``tool`` is
-    the called function's name. Requests with different ``cache_salt`` share no cached prefix.
+    window. ``forced_text`` is the required output (a tool's arguments, a JSON document); ``tool``
+    is the called function's name. Requests with different ``cache_salt`` share no cached prefix.
     ``top_logprobs`` is how many likely tokens to name at each place; None: no probabilities.
     """
 
@@ -62,7 +62,7 @@ class Ask:
 
 
 class EngineBody(BaseModel):
-    """What every body may have; unknown fields are ignored."""
+    """Fields of every body; unknown fields are ignored."""
 
     model: str | None = None
     cache_salt: str | None = None
@@ -234,9 +234,9 @@ def completion_ask(body: Json) -> Ask:
 def responses_ask(
     body: Json, model: str, before: Callable[[str], Messages]
 ) -> tuple[Ask, Messages]:
-    """/v1/responses, text in and text out: what is asked, and all messages that it answers.
+    """/v1/responses, text in and text out: the request, and all messages that it answers.
 
-    ``before``: the messages in front of what continues a response. Raises RefusedRequest.
+    ``before``: the messages of the continued response. Raises RefusedRequest.
     """
     request = validate(_ResponsesBody, body)
     if isinstance(request.input, str):
@@ -291,7 +291,7 @@ def _messages_prompt(request: _CountBody, model: str) -> bytes:
 
 
 def _top_logprobs(wanted: int | None) -> int | None:
-    """How many are named. Raises RefusedRequest: more than vLLM lets."""
+    """How many are named. Raises RefusedRequest: more than vLLM allows."""
     if wanted is not None and wanted > MOST_LOGPROBS:
         raise refused("too_many_logprobs", value=wanted, most=MOST_LOGPROBS)
     return wanted

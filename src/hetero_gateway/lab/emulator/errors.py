@@ -15,10 +15,10 @@ with Path(__file__).with_name("refusals.csv").open(encoding="utf-8", newline="")
 
 
 class RefusedRequest(Exception):
-    """An error in place of an answer; ``allow``: the method that the path takes.
+    """An error instead of an answer; ``allow``: the method that the path accepts.
 
-    Two types of the engine's are alike on purpose: ``BadRequestError`` is its refusal of a value,
-    ``Bad Request`` (with a space) the web framework's refusal of a shape.
+    Two of the engine's types are deliberately alike: ``BadRequestError`` is its refusal of a
+    value, ``Bad Request`` (with a space) the web framework's refusal of a type.
     """
 
     def __init__(self, status: int, document: dict[str, Any], allow: str = "") -> None:
@@ -28,7 +28,7 @@ class RefusedRequest(Exception):
         self.headers = [(b"allow", allow.encode())] if allow else []
 
     def document_at(self, path: str) -> dict[str, Any]:
-        """As it is told on this path: in OpenAI's shape, or in that of /v1/messages."""
+        """The error on this path: in OpenAI's format, or in that of /v1/messages."""
         error = self.document.get("error")
         if isinstance(error, dict) and path.startswith(paths.MESSAGES):
             error = {key: error[key] for key in ("type", "message")}
@@ -42,7 +42,7 @@ def _api_error(message: str, *, status: int, kind: str, param: str | None) -> Re
 
 
 def refused(reason: str, **values: Any) -> RefusedRequest:
-    """A refusal of ``refusals.csv``, with these values in its words."""
+    """A refusal of ``refusals.csv``, with these values inserted."""
     row = _REFUSALS[reason]
     param = row["param"].format(**values) or None
     message = row["message"].format(**values)
@@ -50,7 +50,7 @@ def refused(reason: str, **values: Any) -> RefusedRequest:
 
 
 def bad_shape(*details: dict[str, Any]) -> RefusedRequest:
-    """What FastAPI's validation found, in vLLM's rendering."""
+    """FastAPI's validation errors, in vLLM's rendering."""
     count = "1 validation error" if len(details) == 1 else f"{len(details)} validation errors"
     lines = "".join(f"\n  {detail}" for detail in details)
     param = details[0]["loc"]
@@ -60,12 +60,12 @@ def bad_shape(*details: dict[str, Any]) -> RefusedRequest:
 def bad_body(
     kind: str, message: str, given: str, loc: str = "body", **context: dict[str, str]
 ) -> RefusedRequest:
-    """A body that is no object at all, as FastAPI's validation says it."""
+    """A body that is not an object, in the words of FastAPI's validation."""
     return bad_shape({"type": kind, "loc": loc, "msg": message, "input": given, **context})
 
 
 def validate(model: type[ModelT], body: Any) -> ModelT:
-    """``body`` as a pydantic model. Raises RefusedRequest: what is wrong with its shape."""
+    """``body`` as a pydantic model. Raises RefusedRequest: its structure is wrong."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Where an emulated instance tells of its prefix cache: ``--kv-events-config``."""
+"""Where an emulated instance publishes its cache events: ``--kv-events-config``."""
 
 from typing import Literal
 
@@ -21,7 +21,7 @@ class KVEventsConfig(BaseModel):
 
 
 def read_config(text: str) -> KVEventsConfig:
-    """What ``--kv-events-config`` says. Raises ConfigError: in one line."""
+    """Parse ``--kv-events-config``. Raises ConfigError: in one line."""
     try:
         return KVEventsConfig.model_validate_json(text)
     except ValidationError as error:

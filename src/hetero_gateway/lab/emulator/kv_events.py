@@ -1,8 +1,8 @@
-"""An emulated instance tells of its prefix cache as vLLM does: ``--kv-events-config``.
+"""An emulated instance publishes events of its prefix cache as vLLM does: ``--kv-events-config``.
 
-After each step what has come to the cache and what has gone is published over ZMQ, in one message
-(``engines/vllm/kv_events`` has the format), as maps; who was not listening can have the latest
-messages again. What is not real: token ids are zeros. Needs pyzmq.
+After each step the changes of the cache are published over ZMQ, in one message
+(``engines/vllm/kv_events`` has the format), as maps; late listeners can request the latest messages
+again. One difference: token ids are zeros. Needs pyzmq.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from hetero_gateway.sim import block_cache
 from hetero_gateway.sim.engine import Engine
 
 _END = (-1).to_bytes(8, "big", signed=True)
-# Blocks that were asked for and are not cached (yet), of as many as there are.
+# Limit of requested blocks that are not cached (yet), per block of the cache.
 _MOST_KNOWN_SHARE = 8
 
 
 class WatchedKeys(list[int]):
-    """The keys of an engine's blocks, that says which have come and gone since it was asked."""
+    """The keys of an engine's blocks, with the changes since the last look."""
 
     def __init__(self, keys: Sequence[int]) -> None:
         super().__init__(keys)
@@ -46,11 +46,11 @@ class WatchedKeys(list[int]):
 
 
 class KVEventPublisher:
-    """Tells what one engine caches. ``open`` needs a running event loop.
+    """Publishes one engine's cache events. ``open`` needs a running event loop.
 
     Args:
         config: with the addresses of rank 0; those of the others follow.
-        engine, rank: which tells.
+        engine, rank: the source.
     """
 
     def __init__(self, config: KVEventsConfig, engine: Engine[Any], rank: int = 0) -> None:
@@ -58,14 +58,14 @@ class KVEventPublisher:
         self._rank = rank
         self._keys = watch(engine)
         self._most_known = _MOST_KNOWN_SHARE * engine.total_blocks
-        # Of each key that somebody asked for: the one in front of it, and the request's session.
+        # For each requested key: the one before it, and the request's session.
         self._known: dict[int, tuple[int | None, str | None]] = {}
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._number = 0
         self._sockets: list[Any] = []
         self._replaying: asyncio.Task[None] | None = None
         self._ports: list[int] = []
-        # Of tests: messages that are published to nobody.
+        # For tests: messages that are published to nobody.
         self.drops = False
 
     def asked(self, keys: Sequence[int], session: str | None) -> None:
@@ -101,7 +101,7 @@ class KVEventPublisher:
         self._context.destroy(linger=0)
 
     def sources(self) -> dict[str, Any]:
-        """What /kv_event_sources answers."""
+        """The answer of /kv_event_sources."""
         told = self._config.model_dump()
         for name, port in zip(("endpoint", "replay_endpoint"), self._ports, strict=False):
             told[name] = f"{told[name].rpartition(':')[0]}:{port}"
@@ -113,7 +113,7 @@ class KVEventPublisher:
         self._publish([{"type": "AllBlocksCleared"}])
 
     def after_step(self) -> None:
-        """Tell what the step has changed."""
+        """Publish the step's changes."""
         changes, self._keys.changes = self._keys.changes, []
         if not changes:
             return
@@ -174,7 +174,7 @@ class KVEventPublisher:
 
 
 def watch(engine: Engine[Any]) -> WatchedKeys:
-    """Have an engine with a prefix cache say what comes and goes there."""
+    """Record the changes of an engine's prefix cache."""
     assert engine._c is not None
     rows = engine._c[0]
     keys = WatchedKeys(rows[block_cache.KEY])

@@ -1,18 +1,17 @@
 """One emulated instance computes a prompt, another one fetches its blocks: NIXL's pull and push.
 
-As vLLM 0.32 does it with nixl 1.5.1: what the requests and answers carry
-(``engines.vllm.kv_transfer``), blocks pinned until they are fetched or their lease ends, what is
-cached fetched no more, the refusal of another model, dtype, backend or version, and what goes
-wrong. The blocks go over a socket between the two, as their keys, so that a dead instance is a dead
-one; what they hold takes ``start_s`` and its bytes over the bandwidth, one transfer at a time in
-each direction.
+As in vLLM 0.32 with nixl 1.5.1: the fields of requests and answers (``engines.vllm.kv_transfer``),
+blocks pinned until they are fetched or their lease ends, cached blocks not fetched again, the
+refusal of another model, dtype, backend or version, and the failures. The blocks go over a socket
+between the two, as their keys, so that a dead instance really is dead; a transfer takes ``start_s``
+and its bytes over the bandwidth, one at a time in each direction.
 
-Two lines of JSON each way. The fetching side says what it wants and who it is, and gets the keys
-of what these blocks hold now; when their time is over it says that it has them.
+Two lines of JSON each way. The fetching side sends its request and identity, and gets the keys of
+the blocks' current contents; after the transfer time it confirms that it has them.
 
-Not as in vLLM: a transfer moves whole blocks and the rest of the prompt is computed (15 tokens at
-most), for several prompts or choices the first one's blocks are fetched, and a decode instance
-takes its blocks as soon as they are free, ahead of those that wait for their prefill.
+Different from vLLM: a transfer moves whole blocks and the rest of the prompt is computed (15 tokens
+at most), for several prompts or choices the first one's blocks are fetched, and a decode instance
+takes its blocks as soon as they are free, ahead of requests that wait for their prefill.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from hetero_gateway.sim import kernel
 from hetero_gateway.sim.pinned_blocks import PinnedBlocks, keys_in, pin
 
 _MOST_LINE_BYTES = 1 << 24
-# Until a peer that does not answer counts as dead.
+# After this time a peer that does not answer counts as dead.
 _HANDSHAKE_TIMEOUT_S = 5.0
 _MOST_EXPIRED = 4096
 _NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 class _Pin:
-    """What a prefill has left for another instance."""
+    """A prefill's blocks for another instance."""
 
     __slots__ = ("blocks", "timer")
 
@@ -54,16 +53,16 @@ class _Pin:
 
 
 class _Failed(Exception):
-    """A transfer that did not come about."""
+    """A transfer that failed."""
 
 
 class KVTransfer(Collector):
     """The transfers of one instance, in both directions.
 
     Args:
-        version: of the engine; others refuse another one.
-        spawn: starts what runs beside the requests.
-        die: called where a real engine ends, of a request that nobody should send.
+        version: of the engine; others refuse a different one.
+        spawn: starts tasks beside the requests.
+        die: called where a real engine crashes, on a request that nobody should send.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class KVTransfer(Collector):
         self._blocks = Histogram((10.0, 30.0, 50.0, 100.0, 250.0, 500.0, 1000.0))
 
     async def open(self, spawn: Callable[..., asyncio.Task[None]]) -> None:
-        """Listen for those that fetch."""
+        """Listen for fetching instances."""
         self._spawn = spawn
         self._server = await asyncio.start_server(
             self._serve, self._wanted.host, self._wanted.port, limit=_MOST_LINE_BYTES
@@ -115,7 +114,7 @@ class KVTransfer(Collector):
         self.port = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        """Let go of everybody who fetches, and of what is fetched."""
+        """End all transfers in both directions."""
         if self._server is not None:
             self._server.close()
         for writer in list(self._connections):
@@ -145,7 +144,7 @@ class KVTransfer(Collector):
         groups = parameters.get("remote_block_ids")
         groups = [g for g in groups if isinstance(g, list)] if isinstance(groups, list) else []
         if groups and not all(name in parameters for name in _NEEDED):
-            # vLLM waits for blocks that it has asked nobody for.
+            # vLLM waits for blocks that it has requested from nobody.
             reply.on_leave = self._die
             return
         if max(map(len, groups), default=0) * BLOCK_TOKENS < reply.choices[0].prompt_tokens:
@@ -173,10 +172,10 @@ class KVTransfer(Collector):
     # -- the prefill instance
 
     def _pin(self, choice: ReplyChoice) -> None:
-        """A prefill has ended: its blocks have just become free, and stay."""
+        """A prefill has ended: its blocks have just become free, and are pinned."""
         reply = choice.reply
         if choice.index:
-            return  # the answer has room for one
+            return  # the answer can name only one
         blocks = pin(self._engine, choice.prompt_keys, choice.prompt_tokens)
         if blocks is None:
             return
@@ -232,7 +231,7 @@ class KVTransfer(Collector):
         try:
             await self._hand_over(reader, writer)
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # it died, or is none of ours
+            pass  # it died, or is a stranger
         finally:
             self._connections.discard(writer)
             writer.close()
@@ -248,7 +247,7 @@ class KVTransfer(Collector):
         request_id = str(asked["request_id"])
         pinned = self._pins.get(request_id)
         if pinned is not None and pinned.timer is not None:
-            pinned.timer.cancel()  # who fetches renews the lease
+            pinned.timer.cancel()  # the fetching side renews the lease
         try:
             if not asked["freed"]:
                 keys = keys_in(self._engine, [int(block) for block in asked["block_ids"]])
@@ -288,7 +287,7 @@ class KVTransfer(Collector):
             self._tasks.pop(reply, None)
 
     def _take_blocks(self, keys: list[int], choice: ReplyChoice) -> PinnedBlocks | None:
-        """Room for the prompt; beside it, some for those that were fetched and will be admitted."""
+        """Room for the prompt, and for fetched ones that will be admitted."""
         spare = int(0.01 * self._engine.total_blocks) + len(self._fetched)
         if not (self._engine.num_running or self._fetched):
             spare = 0
@@ -297,7 +296,8 @@ class KVTransfer(Collector):
     async def _pull(
         self, parameters: dict[str, Any], block_ids: list[int], keys: list[int]
     ) -> bool:
-        """Fetch these blocks; whether they hold what is wanted. Raises _Failed and the like."""
+        """Fetch these blocks; returns whether they have the right contents. Raises _Failed and
+        others."""
         async with self._receiving:
             reader, writer = await _connect(parameters)
             try:
@@ -318,11 +318,11 @@ class KVTransfer(Collector):
             finally:
                 writer.close()
         told = answer["keys"]
-        # A block that is not full has no key; nobody can tell what is in it.
+        # A block that is not full has no key; its contents are unknown.
         return bool(told[: len(keys)] == keys)
 
     async def _carry(self, reader: asyncio.StreamReader, time_s: float) -> None:
-        """Let the time of a transfer go by. Raises _Failed: the other one died meanwhile."""
+        """Wait for the time of a transfer. Raises _Failed: the other side died meanwhile."""
         try:
             async with asyncio.timeout(time_s):
                 await reader.read(1)
@@ -344,7 +344,7 @@ class KVTransfer(Collector):
             writer.write(self._asking(parameters, freed=True))
             writer.close()
         except (OSError, ValueError, TypeError, TimeoutError):
-            pass  # whoever is not there pins nothing
+            pass  # an absent instance pins nothing
 
     def _give_up(self, reply: EmulatedReply, blocks: PinnedBlocks | None) -> None:
         self.failed += 1
@@ -365,7 +365,7 @@ class KVTransfer(Collector):
         parameters: dict[str, Any],
         right: bool,
     ) -> None:
-        """All of the prompt is there: the engine goes on from it, with what was told of it."""
+        """The whole prompt is there: the engine continues, with the prefill's figures."""
         self._count_waiting(-1)
         choice, there = reply.choices[0], blocks.hits
         blocks.keep(keys)
@@ -374,12 +374,12 @@ class KVTransfer(Collector):
         if isinstance(cached, int):
             reply.remote_cached_tokens = cached
         if not right:
-            reply.garble()  # as an engine that attends to another prompt
+            reply.garble()  # like an engine with another prompt's cache
         self._fetched[choice] = blocks, there * BLOCK_TOKENS
         self._loop.enqueue(reply)
 
     def _after_step(self) -> None:
-        """What was admitted has its blocks itself; and some may have become free."""
+        """Admitted sequences have their blocks themselves; and some may have become free."""
         for choice in [c for c in self._fetched if c.state != kernel.WAITING]:
             blocks, there = self._fetched.pop(choice)
             blocks.free()
@@ -391,7 +391,7 @@ class KVTransfer(Collector):
     # -- metrics
 
     def by_source(self) -> dict[str, int]:
-        """Prompt tokens by where they came from."""
+        """Prompt tokens by their source."""
         engine = self._engine
         local = engine.prefix_hits_total - self._loop.metrics.found_tokens
         computed = engine.prompt_tokens_total - local - self.external_tokens

@@ -2,8 +2,8 @@
 
 A step's end is planned from the last step's planned end, so that late wake-ups (timers have a
 resolution of about 1 ms) do not add up. When the process falls behind by more than ``MAX_LAG_S``
-the schedule is moved to now, and what was lost is counted, so that a measurement on an overloaded
-machine can be distinguished from a good one.
+the schedule is moved to now, and the lost time is counted, so that a measurement on an overloaded
+machine can be recognised.
 """
 
 import asyncio
@@ -55,12 +55,12 @@ class EngineLoop:
         self._work = asyncio.Event()
         self._submitted_s = 0.0
         self._open: set[EmulatedReply] = set()
-        self.on_steps: list[Callable[[], None]] = []  # after each
+        self.on_steps: list[Callable[[], None]] = []  # called after each step
 
     def submit(self, reply: EmulatedReply) -> None:
         """Queue every sequence of a reply whose response is open.
 
-        What a server does before a first token, and occupies nothing, comes before that.
+        First comes the server's time before a first token, which occupies nothing.
         """
         self.open(reply)
         if self._first_token_s:
@@ -74,7 +74,7 @@ class EngineLoop:
             self.enqueue(reply)
 
     def open(self, reply: EmulatedReply) -> None:
-        """A reply is under way, whether its sequences are queued yet or not."""
+        """A reply is in progress, whether its sequences are queued yet or not."""
         self._open.add(reply)
 
     def enqueue(self, reply: EmulatedReply) -> None:
@@ -90,14 +90,14 @@ class EngineLoop:
             self._work.set()
 
     def cancel(self, reply: EmulatedReply) -> None:
-        """Drop what is left of a reply: its client has gone. Frees its KV at once."""
+        """Drop the rest of a reply: its client has left. Frees its KV at once."""
         self._open.discard(reply)
         for choice in reply.choices:
             self.engine.abort(choice)
         reply.left()
 
     def fail(self, reply: EmulatedReply) -> None:
-        """End a reply as an engine does that cannot go on with it."""
+        """End a reply like an engine that cannot continue it."""
         self._open.discard(reply)
         for choice in reply.choices:
             self.engine.abort(choice)
@@ -105,7 +105,7 @@ class EngineLoop:
         reply.fail()
 
     def fail_all(self) -> None:
-        """The engine has died, and what it was at with it."""
+        """The engine has died, with everything in progress."""
         for reply in list(self._open):
             if reply.unfinished:
                 self.fail(reply)
@@ -160,7 +160,7 @@ class EngineLoop:
 
 
 async def _sleep_until(when_s: float) -> None:
-    """Return at ``when_s``, having let other tasks run at least once."""
+    """Return at ``when_s``, after other tasks ran at least once."""
     while True:
         delay_s = when_s - time.perf_counter()
         await asyncio.sleep(max(0.0, delay_s))

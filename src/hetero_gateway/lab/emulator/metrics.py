@@ -1,8 +1,8 @@
 """vLLM's own series in /metrics, with vLLM's names, labels and bucket bounds.
 
 ``series.csv`` has their names, help texts and bounds, in order, as vLLM 0.32 exports them
-(vllm/v1/metrics/loggers.py); where a histogram has no bounds there, they go up to the context
-window. Times are wall-clock seconds, as whoever scrapes this instance would measure them: at
+(vllm/v1/metrics/loggers.py); if a histogram has no bounds there, they go up to the context window.
+Times are wall-clock seconds, as a scraper of this instance would measure them: at
 ``--time-scale 10`` a tenth of the emulated hardware's.
 """
 
@@ -44,7 +44,7 @@ def _token_bounds(largest: int) -> tuple[float, ...]:
 
 
 class EmulatedMetrics(Collector):
-    """Counts of what has finished; gauges are read off the engine at each scrape."""
+    """Counts of finished requests; gauges are read from the engine at each scrape."""
 
     def __init__(self, settings: EmulatorSettings, engine: Engine[ReplyChoice]) -> None:
         self._settings = settings
@@ -63,11 +63,11 @@ class EmulatedMetrics(Collector):
             self._prompt_tokens,
             self._output_tokens,
         ) = self._histograms.values()
-        # vLLM counts no client's disconnect under "abort" (seen on 0.32).
+        # vLLM does not count client disconnects under "abort" (seen on 0.32).
         self._finished = {"stop": 0, "length": 0, ABORT: 0, "error": 0}
         self._started_s = time.time()
         self.rejections = 0
-        # Requests that wait for a transfer of KV cache, and tokens that were cached by one.
+        # Requests waiting for a transfer of KV cache, and tokens cached by one.
         self.fetching = self.found_tokens = 0
         self.lost_s = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -84,7 +84,7 @@ class EmulatedMetrics(Collector):
             self._per_token_s.observe((now_s - choice.first_token_s) / (choice.output_tokens - 1))
 
     def failed(self, reply: EmulatedReply) -> None:
-        """A reply ended in an error of the engine's."""
+        """A reply ended in an error of the engine."""
         self._finished["error"] += reply.unfinished
 
     def add(self, collector: Collector) -> None:
@@ -97,7 +97,7 @@ class EmulatedMetrics(Collector):
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of every series of the engine's."""
+        """Of every series of the engine."""
         return {"engine": str(self._settings.rank), "model_name": self._settings.model_names[0]}
 
     def collect(self) -> Iterator[Metric]:
@@ -113,7 +113,7 @@ class EmulatedMetrics(Collector):
             yield family
 
     def _values(self, labels: dict[str, str]) -> dict[str, Any]:
-        """Of each series by its name; a list of (labels, value) where it has labels of its own."""
+        """Each series' value by name; a list of (labels, value) if it has labels of its own."""
         engine = self._engine
         blocks = engine.total_blocks
         cache = {

@@ -21,7 +21,7 @@ quoted = msgspec.json.encode  # a JSON string, or null
 
 
 class _OpenAIReply(EmulatedReply):
-    """What both endpoints share: ids, usage, the closing chunks."""
+    """The common parts of both endpoints: ids, usage, the closing chunks."""
 
     kind = b""  # a body's "object"
     chunk_kind = b""
@@ -63,17 +63,17 @@ class _OpenAIReply(EmulatedReply):
         )
 
     def continuous(self, completion_tokens: int) -> bytes:
-        """The usage in a chunk, where every chunk is to have it."""
+        """The usage in a chunk, if every chunk should have it."""
         if not self.ask.continuous_usage:
             return b""
         return b',%b,"completion_tokens_details":null}' % self._usage(completion_tokens)
 
     def _probable(self, choices: bytes, choice: ReplyChoice, first: int, end: int) -> bytes:
-        """A choice with its probabilities in their place, where they are asked for."""
+        """A choice with its probabilities inserted, if requested."""
         if self.ask.top_logprobs is None:
             return choices
         told = msgspec.json.encode(self.logprobs(choice, first, end))
-        # The mark cannot stand in a text, whose quotes are escaped.
+        # The mark cannot occur in a text, whose quotes are escaped.
         return choices.replace(b'"logprobs":null', b'"logprobs":' + told, 1)
 
     def delta(self, choice: ReplyChoice) -> bytes:
@@ -97,7 +97,7 @@ class _OpenAIReply(EmulatedReply):
         part = self.part(choice, choice.pieces[-1], _end(choice))
         data = self.chunk(self._probable(part, choice, count - 1, count))
         data += self.continuous(choice.emitted)
-        # It stands on the stream's last chunk, which is the usage where there is one.
+        # It is in the stream's last chunk, which is the usage if there is one.
         if self.unfinished == 1 and not self.ask.include_usage:
             data += _FINGERPRINT
         return data + b"}\n\n"
@@ -232,8 +232,8 @@ class ChatReply(_OpenAIReply):
         )
 
 
-# Log probabilities. There is no model behind them: a token's own is drawn from its text, and those
-# that it was chosen among are other words, each less probable than the one before.
+# Log probabilities. There is no model behind them: a token's own is drawn from its text, and the
+# alternatives are other words, each less probable than the one before.
 
 _LEAST = -4.0
 _APART = 0.25
@@ -243,7 +243,7 @@ def chat_logprobs(pieces: Sequence[bytes], top: int) -> dict[str, Any]:
     """Of a chat's choice or chunk.
 
     Args:
-        pieces: tokens, as they stand within a JSON string.
+        pieces: tokens, as escaped in a JSON string.
         top: how many tokens to name at each place.
     """
     content = []
@@ -260,7 +260,7 @@ def completion_logprobs(pieces: Sequence[bytes], top: int, offset: int) -> dict[
         offsets.append(offset)
         logprobs.append(logprob)
         tokens.append(token)
-        # The sampled one is named in any case.
+        # The sampled one is always named.
         tops.append(dict([(token, logprob), *others][: max(top, 1)]))
         offset += len(token)
     return {
@@ -272,7 +272,7 @@ def completion_logprobs(pieces: Sequence[bytes], top: int, offset: int) -> dict[
 
 
 def _sampled(piece: bytes) -> tuple[str, float, list[tuple[str, float]]]:
-    """A token, its log probability, and what else it might have been, the likeliest first."""
+    """A token, its log probability, and the alternatives, the likeliest first."""
     token = unescape(piece)
     drawn = int.from_bytes(hashlib.blake2b(piece, digest_size=4).digest(), "big")
     logprob = _LEAST * drawn / 2**32 / 4

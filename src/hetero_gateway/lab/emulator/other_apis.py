@@ -1,4 +1,4 @@
-"""/v1/responses and /v1/messages: small, and right in shape."""
+"""/v1/responses and /v1/messages: small, and correct in structure."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ class ResponsesReply(EmulatedReply):
         return unescape(self.choices[0].text)
 
     def response(self, *, complete: bool) -> dict[str, Any]:
-        """The document, as it is at the beginning or at the end."""
+        """The document, at the beginning or at the end."""
         document = {
             **DOCUMENTS["response"],
             "id": self.id,
@@ -92,7 +92,7 @@ class ResponsesReply(EmulatedReply):
         return [self._item("completed", [self._part(self.text)])]
 
     def fail_stream(self) -> None:
-        """vLLM breaks it off, behind what it tells before there is anything to tell."""
+        """vLLM breaks it off, after the events that precede any text."""
         if self._sequence_number < 0:
             self.outlet.write(self._created())
         self.on_break()
@@ -135,10 +135,10 @@ class ResponsesReply(EmulatedReply):
 
 
 class ResponseStore:
-    """What /v1/responses keeps, by its id, so that others continue it or ask for it.
+    """The stored responses of /v1/responses, by id, for continuing or retrieving them.
 
-    As in vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1, in the server's memory; not as there, the
-    oldest go when there are many. ``keeps``: False: it forgets all at once, as vLLM by default.
+    As in vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1, in the server's memory; unlike there, the
+    oldest are dropped when there are many. ``keeps``: False: nothing is kept, as vLLM by default.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -146,16 +146,16 @@ class ResponseStore:
         self._kept: dict[str, ResponsesReply] = {}
 
     def keep(self, reply: ResponsesReply) -> None:
-        """A response begins, its sequences in it."""
+        """A response begins, with its sequences."""
         if self._keeps:
             self._kept[reply.id] = reply
             if len(self._kept) > _MOST_RESPONSES:
                 del self._kept[next(iter(self._kept))]
 
     def before(self, previous_id: str) -> Messages:
-        """What is in front of a response that continues this one, its answer included.
+        """The conversation before a response that continues this one, including its answer.
 
-        Instructions are not: each response has its own. Raises RefusedRequest: 404.
+        Without instructions: each response has its own. Raises RefusedRequest: 404.
         """
         reply = self._found(previous_id)
         said = [message for message in reply.messages if message[0] != "system"]
@@ -203,7 +203,7 @@ class MessagesReply(EmulatedReply):
         return {**DOCUMENTS["message"], **named, **rest}
 
     def fail_stream(self) -> None:
-        """vLLM stumbles over its own error here, and says so."""
+        """vLLM fails on its own error here, and says so."""
         error = {"type": "internal_error", "message": "2 validation errors"}
         begun = b"" if self._opened else self._begun()
         told = _event({"type": "error", "error": error})

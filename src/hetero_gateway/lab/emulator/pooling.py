@@ -1,6 +1,6 @@
 """/v1/embeddings, /score and /rerank: a prefill for each text, or each pair of texts.
 
-An embedding depends on its input alone. A score is the share of three-letter sequences that two
+An embedding depends only on its input. A score is the share of three-letter sequences that two
 texts have in common: 1 for equal ones.
 """
 
@@ -22,7 +22,7 @@ _FORMAT = f"<{EMBEDDING_DIMENSIONS}"
 
 
 class _PoolingBody(EngineBody):
-    """``truncate_prompt_tokens``: each prompt is cut to so many; -1: to the context."""
+    """``truncate_prompt_tokens``: each prompt is cut to this many; -1: to the context."""
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
 
@@ -59,7 +59,7 @@ class _RerankBody(_PoolingBody):
 
 
 class _PoolingReply(EmulatedReply):
-    """vLLM's list of what was made of prompts alone."""
+    """vLLM's list of results of prompts alone."""
 
     def listed(self, kind: str, values: list[Any]) -> bytes:
         """The body with these values, each an object of its kind."""

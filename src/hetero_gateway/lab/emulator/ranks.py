@@ -1,8 +1,8 @@
-"""Several data-parallel ranks behind one address, as ``--data-parallel-size`` of vLLM has them.
+"""Several data-parallel ranks behind one address, as with vLLM's ``--data-parallel-size``.
 
-Each has an engine, a cache and series of its own (label ``engine``), and tells of its cache for
-itself. A request goes to the rank that its ``X-data-parallel-rank`` names, or else to the one that
-has the fewest. What is asked of the server concerns them all.
+Each has its own engine, cache and series (label ``engine``), and publishes its own cache events. A
+request goes to the rank named in its ``X-data-parallel-rank``, or else to the least loaded one.
+Questions to the server concern them all.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class EmulatedRanks(EmulatedVLLM):
 
     Args:
         settings: of each.
-        size: how many there are.
+        size: number of ranks.
 
     Raises:
         ConfigError: they cannot be emulated together.
@@ -104,7 +104,7 @@ class EmulatedRanks(EmulatedVLLM):
 
 
 class _Merged(Collector):
-    """The series of all ranks; what is of the server is the first one's."""
+    """The series of all ranks; those of the server are the first one's."""
 
     def __init__(self, ranks: list[EmulatedVLLM]) -> None:
         self._ranks = ranks

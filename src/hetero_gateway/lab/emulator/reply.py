@@ -1,4 +1,4 @@
-"""One HTTP answer in the making: its sequences in the engine, and the bytes that go out.
+"""One HTTP answer in progress: its sequences in the engine, and the bytes that go out.
 
 The step loop calls ``on_token`` for every token of a streamed reply and ``on_finished`` for every
 sequence that ends; ``openai``, ``other_apis`` and ``pooling`` have a subclass for each endpoint.
@@ -34,7 +34,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """``pieces`` has one entry per token: text as it stands within a JSON string."""
+    """``pieces`` has one entry per token: text as escaped in a JSON string."""
 
     pieces: list[bytes]
     finish_reason: str
@@ -60,7 +60,7 @@ class ReplyChoice(Sequence):
         self.stop_reason = answer.stop_reason
         self.emitted = 0
         self.first_token_s = 0.0  # wall clock
-        self.head = b""  # of every chunk but the last, made once
+        self.head = b""  # of every chunk except the last, made once
         self.tail = b""
 
     @property
@@ -70,14 +70,14 @@ class ReplyChoice(Sequence):
 
     @property
     def text(self) -> bytes:
-        """The whole text, as it stands within a JSON string."""
+        """The whole text, as escaped in a JSON string."""
         return b"".join(self.pieces)
 
 
 class Outlet:
     """Writes a response from outside the request's own task, without a task switch per chunk.
 
-    An ASGI ``send`` completes at once unless the client reads too slowly; then what follows is
+    An ASGI ``send`` completes at once unless the client reads too slowly; then later data is
     queued here, as in a real vLLM, whose engine does not wait for its readers either.
     """
 
@@ -116,13 +116,13 @@ class Outlet:
 
 @coroutine
 def _resume(sending: Generator[Any, Any, None], waiting_for: Any) -> Generator[Any, Any, None]:
-    """Go on with an awaitable that was already advanced to its first suspension."""
+    """Continue with an awaitable that was already advanced to its first suspension."""
     yield waiting_for
     yield from sending
 
 
 class ReplyHead(NamedTuple):
-    """What an answer tells of its request beside the body.
+    """Properties of the request that the answer contains.
 
     Args:
         suffix: of the answer's id.
@@ -138,14 +138,14 @@ class ReplyHead(NamedTuple):
 
 
 class EmulatedReply:
-    """What every endpoint's reply shares."""
+    """The common parts of every endpoint's reply."""
 
     id_prefix = ""
     is_anthropic = False
     outlet: Outlet
-    # With transfers of KV caches: what happens at a choice's end, where the client leaves, and to
-    # break the connection; the answer's kv_transfer_params; and what the instance that computed the
-    # prompt had cached of it.
+    # With transfers of KV caches: callbacks at a choice's end, when the client leaves, and to break
+    # the connection; the answer's kv_transfer_params; and the prompt tokens that the prefill
+    # instance had cached.
     on_end: Callable[[ReplyChoice], None] | None = None
     on_leave: Callable[[], None] | None = None
     on_break: Callable[[], object] = staticmethod(lambda: None)
@@ -165,7 +165,7 @@ class EmulatedReply:
         self._opened = False
 
     def add(self, prompt_tokens: int, answer: Script, keys: list[int]) -> None:
-        """One more sequence; ``keys`` of its blocks, none where there is no prefix cache."""
+        """One more sequence; ``keys`` of its blocks, none without a prefix cache."""
         self.choices.append(ReplyChoice(self, len(self.choices), prompt_tokens, answer, keys))
         self.unfinished += 1
 
@@ -175,7 +175,7 @@ class EmulatedReply:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were cached, over every prompt, as its first sequence found them."""
+        """Cached prompt tokens, over every prompt, as its first sequence found them."""
         if self.remote_cached_tokens is not None:
             return self.remote_cached_tokens
         return sum(choice.cached_tokens for choice in self.choices[:: self.ask.n])
@@ -219,8 +219,8 @@ class EmulatedReply:
             self.outlet.write(body, more=False)
 
     def abort(self) -> None:
-        """End every unfinished choice here, as a vLLM that is asked to stop does: finish_reason
-        "abort" and a ``[DONE]`` that proves nothing."""
+        """End every unfinished choice here, like a stopped vLLM: finish_reason "abort" and a
+        ``[DONE]`` that proves nothing."""
         unfinished = [c for c in self.choices if c.emitted < c.output_tokens]
         data = self._opening()
         for choice in unfinished:
@@ -236,7 +236,7 @@ class EmulatedReply:
             self.on_finished()
 
     def fail(self) -> None:
-        """End in an error of the engine's, which a stream tells under status 200."""
+        """End in an error of the engine, which a stream reports under status 200."""
         self.unfinished = 0
         if self.streamed:
             self.fail_stream()
@@ -251,7 +251,7 @@ class EmulatedReply:
         self.outlet.write(body, more=False)
 
     def fail_stream(self) -> None:
-        """Tell it as chats and completions do: behind what precedes the first token."""
+        """Report it as chats and completions do: after what precedes the first token."""
         body = msgspec.json.encode(DOCUMENTS["failure"])
         self.outlet.write(self._opening() + b"data: %b\n\n%b" % (body, DONE), more=False)
 
@@ -261,12 +261,12 @@ class EmulatedReply:
             self.on_leave()
 
     def garble(self) -> None:
-        """Answer something else, as an engine whose KV cache is another prompt's."""
+        """Answer something else, like an engine with another prompt's KV cache."""
         for choice in self.choices:
             other = words(hash(choice.text) & 0xFFFF | 1, len(choice.pieces))
             choice.pieces = other if other != choice.pieces else other[::-1]
 
-    # -- shapes
+    # -- formats
 
     def opening(self) -> bytes:
         """What precedes the first token of a stream."""
@@ -281,7 +281,7 @@ class EmulatedReply:
         return self.text_delta(choice.pieces[-1])
 
     def text_delta(self, piece: bytes) -> bytes:
-        """The chunk of any token, where they are all alike."""
+        """The chunk of any token, if they are all alike."""
         raise NotImplementedError
 
     def closing(self) -> bytes:
@@ -293,10 +293,9 @@ class EmulatedReply:
         raise NotImplementedError
 
 
-# What a sequence will say is decided before it runs. Only forced lengths are real properties of a
-# request; the rest stands in for a model:
-#
-# - ``ignore_eos`` runs to max_tokens, and without one to the end of the context window;
+# The text of a sequence is decided before it runs. Only forced lengths are real properties of a
+# request; the rest replaces a model:
+# - ``ignore_eos`` runs to max_tokens, or by default to the end of the context window;
 # - otherwise the length is drawn, at least min_tokens, and cut to max_tokens ("length");
 # - a ``stop`` string ends it where it appears after min_tokens, ignore_eos or not, and is cut off;
 # - a forced text (JSON) comes in tokens of 4 characters, whatever length was asked for.
@@ -312,7 +311,7 @@ def make_answer(ask: Ask, limit_tokens: int, lengths: OutputLengths, rng: Random
         whole = len(pieces) <= limit_tokens
         finish = ask.tool_finish if ask.tool else "stop"
         return Script(pieces[:limit_tokens], finish if whole else "length")
-    # Drawn in any case, so that ignore_eos changes the length and not the words.
+    # Always drawn, so that ignore_eos changes the length and not the words.
     drawn = max(lengths.draw(max(rng.random(), 1e-12)), ask.min_tokens)
     ends_itself = not ask.ignore_eos and drawn <= limit_tokens
     pieces = words(rng.getrandbits(32), drawn if ends_itself else limit_tokens)
@@ -322,9 +321,9 @@ def make_answer(ask: Ask, limit_tokens: int, lengths: OutputLengths, rng: Random
 
 
 def _stopped(ask: Ask, pieces: list[bytes]) -> Script | None:
-    """The answer cut where a stop string first appears; None when none does.
+    """The answer cut where a stop string first appears; None if none does.
 
-    Like vLLM, text that came before min_tokens is not searched.
+    Like vLLM, text before min_tokens is not searched.
     """
     text = b"".join(pieces).decode()
     start = sum(map(len, pieces[: ask.min_tokens]))

@@ -14,12 +14,13 @@ _BACKLOG = 4096  # a burst of clients must not see refused connections
 
 
 class EmulatedServer(uvicorn.Server):
-    """uvicorn, with an address of its own, and saying when it is ready.
+    """uvicorn with an address of its own, and a callback when it is ready.
 
     Args:
         emulated: the instance.
         listener: a bound socket.
-        shutdown_timeout_s: how long open streams may go on after a signal; 0 aborts them, as vLLM.
+        shutdown_timeout_s: how long open streams may continue after a signal; 0 aborts them, as
+            vLLM.
         on_ready: called once, when requests are answered.
     """
 
@@ -41,7 +42,7 @@ class EmulatedServer(uvicorn.Server):
                 lifespan="on",
                 access_log=False,
                 log_level="error",
-                # A second, for what was aborted to reach its client.
+                # A second, so that aborted answers reach their clients.
                 timeout_graceful_shutdown=max(1, shutdown_timeout_s),
             )
         )
@@ -51,7 +52,7 @@ class EmulatedServer(uvicorn.Server):
         emulated.on_death = self._end
 
     def _end(self) -> None:
-        """A vLLM whose engine has died ends."""
+        """Exit, like a vLLM whose engine has died."""
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -66,7 +67,7 @@ class EmulatedServer(uvicorn.Server):
 
     def serve_until_signal(self) -> None:
         """Blocks; returns after SIGINT or SIGTERM, when everything is closed."""
-        # uvicorn raises the signal again once it has shut down: to whoever listened before.
+        # uvicorn raises the signal again once it has shut down, for the earlier handler.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         self.run(sockets=[self._listener])

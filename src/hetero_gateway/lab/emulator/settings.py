@@ -1,4 +1,4 @@
-"""What an emulated instance is started with; checked once, immutable after."""
+"""The settings of an emulated instance; checked once, immutable afterwards."""
 
 import csv
 import math
@@ -19,17 +19,17 @@ DEFAULT_MAX_MODEL_LEN = 8192
 _NORMAL = NormalDist()
 
 
-# How many tokens an answer has when nothing but the model would end it: drawn from one uniform
-# number, which the caller derives from the request's content, so that the same body gets the same
-# length on every instance of one seed, in whatever order requests come.
+# How many tokens an answer has if only the model would end it: computed from one uniform number,
+# which the caller derives from the request's content, so that the same body gets the same length on
+# every instance of one seed, in whatever order requests come.
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormalOutputs:
     """Log-normal with this mean and coefficient of variation (0: always the mean).
 
-    The defaults are of the size of public chat traces (a few hundred tokens, spread about as wide
-    as the mean), and nothing more exact than that.
+    The defaults are of the size of public chat traces (a few hundred tokens, spread about as
+    wide as the mean), and no more exact than that.
 
     Raises:
         ConfigError: a mean below 1 or a negative coefficient.
@@ -61,7 +61,7 @@ class TraceOutputs:
     def read(cls, path: Path) -> Self:
         """The ``output_tokens`` column of a trace.
 
-        Raises ConfigError: the file, and the line, that cannot be used.
+        Raises ConfigError: the unusable file and line.
         """
         try:
             with path.open(encoding="utf-8", newline="") as file:
@@ -92,22 +92,24 @@ def _length(text: str | None, path: Path, line: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EmulatorSettings:
-    """Everything but the address it listens on; ``emulate --help`` says what each option does.
+    """Everything except the address it listens on; ``emulate --help`` explains each option.
 
     Args:
-        profile: whose p1..p9 and KV capacity are emulated.
-        models: names in /v1/models, the first being the real one; empty means the profile's model.
-        max_model_len: tokens of the context window; None means 8 192, or the KV capacity if less.
+        profile: its p1..p9 and KV capacity are emulated.
+        models: names in /v1/models, the first being the real one; empty means the profile's
+            model.
+        max_model_len: tokens of the context window; None means 8 192, or the KV capacity if
+            less.
         max_num_batched_tokens: None means vLLM's default, raised to max_num_seqs.
         num_gpu_blocks: a KV cache of this many blocks of 16 tokens instead of the profile's.
         lora_modules: further names, each an adapter that shares no cached prefix with others.
         kv_transfer: how it hands KV caches over; None: it does not.
-        kv_events: where it tells of its prefix cache; None: it does not.
-        dtype, attention_backend: what others compare, before one takes the other's KV cache.
-        rank: which one it is of several behind one address (``ranks``).
+        kv_events: where it publishes its cache events; None: it does not.
+        dtype, attention_backend: compared by peers before they fetch its KV cache.
+        rank: its rank among several behind one address (``ranks``).
 
     Raises:
-        ConfigError: naming the option that cannot be.
+        ConfigError: naming the impossible option.
     """
 
     profile: Profile
@@ -165,7 +167,7 @@ class EmulatorSettings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every name that is served; the base model's first."""
+        """Every served name; the base model's first."""
         return self.base_names + self.lora_modules
 
     @property

@@ -2,13 +2,13 @@
 
 The rule: a token is 4 bytes of UTF-8, the last one shorter. A chat adds 4 tokens per message and 3
 for the answer's header (the usual cost of a chat template), and the JSON text of its tools. Prompts
-given as token ids are counted exactly. /tokenize and /detokenize follow the same rule: an id is
-its 4 bytes read as a big-endian number behind a leading 1, so that texts survive the round trip.
+given as token ids are counted exactly. /tokenize and /detokenize follow the same rule: an id is its
+4 bytes read as a big-endian number after a leading 1, so that texts survive the round trip.
 
 The prefix cache distinguishes prompts by the same tokens as bytes, the last of a text filled up
-with a byte that UTF-8 does not have. A chat's template is 3 tokens in front of each message and 1
-behind it, and 3 that begin the answer; so the next turn, which sends the answer back, begins with
-the very tokens that are cached. A block's key is a hash of its tokens and of the key before it.
+with a byte that UTF-8 does not have. A chat's template is 3 tokens before each message and 1 after
+it, and 3 that begin the answer; so the next turn, which sends the answer back, begins with exactly
+the cached tokens. A block's key is a hash of its tokens and of the key before it.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from hetero_gateway.lab.emulator.settings import BLOCK_TOKENS
 BYTES_PER_TOKEN = 4
 TEMPLATE_HEADER_TOKENS = 3
 
-# Of 3 letters, so that with its space a word is a token by the rule: an answer that comes back in
-# the next turn's prompt is the same tokens again.
+# Of 3 letters, so that with its space a word is a token by the rule: an answer that returns in the
+# next turn's prompt has the same tokens again.
 _WORDS = (
     "the and for are not one all can was has but may two new way too old any boy set put end big "
     "why ask men try off day get him his how man now see who did its let say she use out her our "
     "far few run own yet sea sun car dog air eat red hot low top led cut job law act age ago add"
 ).split()
 _TABLE_SIZE = 4096
-# Fixed, so that a text depends on the request's own seed alone.
+# Fixed, so that a text depends only on the request's own seed.
 _TABLE = [f" {word}".encode() for word in Random(0).choices(_WORDS, k=_TABLE_SIZE)]
 
 _FILL = b"\xff"
@@ -54,12 +54,12 @@ def words(offset: int, count: int) -> list[bytes]:
 
 
 def escape(text: str) -> bytes:
-    """``text`` as it stands between the quotes of a JSON string."""
+    """``text`` as escaped between the quotes of a JSON string."""
     return msgspec.json.encode(text)[1:-1]
 
 
 def unescape(piece: bytes) -> str:
-    """The text of what stands between the quotes of a JSON string."""
+    """The text between the quotes of a JSON string, unescaped."""
     text: str = msgspec.json.decode(b'"%b"' % piece)
     return text
 
@@ -88,7 +88,7 @@ def text_tokens(text: str) -> bytes:
 
 
 def id_tokens(ids: Iterable[int]) -> bytes:
-    """The tokens of a prompt of ids: as the same text's where they are ``text.tokenize``'s."""
+    """The tokens of a prompt of ids: equal to the text's if they are from ``text.tokenize``."""
     parts = []
     for token in ids:
         of_text = 1 << 8 <= token < 1 << 33
@@ -98,7 +98,7 @@ def id_tokens(ids: Iterable[int]) -> bytes:
 
 
 def chat_tokens(messages: Messages, tools: Json = None, *, continues: bool = False) -> bytes:
-    """The tokens of a chat, as its template puts them; ``continues``: its last message goes on."""
+    """The tokens of a chat with its template; ``continues``: its last message goes on."""
     parts = [text_tokens(msgspec.json.encode(tools).decode())] if tools else []
     for role, text in messages:
         parts += (_header(role), text_tokens(text), _END)
@@ -115,7 +115,7 @@ def _header(role: str) -> bytes:
 
 
 def answer_tokens(pieces: Iterable[bytes]) -> bytes:
-    """The tokens of an answer whose pieces stand as within a JSON string."""
+    """The tokens of an answer whose pieces are escaped as in a JSON string."""
     parts = []
     for piece in pieces:
         if len(piece) != BYTES_PER_TOKEN or b"\\" in piece:
@@ -129,7 +129,7 @@ def block_keys(tokens: bytes, namespace: Hashable) -> list[int]:
     """The keys of the full blocks of these tokens.
 
     Args:
-        namespace: what makes equal tokens different (LoRA, salt).
+        namespace: distinguishes equal tokens (LoRA, salt).
     """
     key = hash(namespace)
     keys = []
@@ -140,7 +140,7 @@ def block_keys(tokens: bytes, namespace: Hashable) -> list[int]:
 
 
 def common_block_keys(tokens: bytes, namespace: Hashable) -> list[int]:
-    """As ``block_keys``, the same in every process: several times the work."""
+    """As ``block_keys``, but the same in every process: several times the work."""
     key = repr(namespace).encode()
     keys = []
     for at in range(0, len(tokens) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
@@ -150,7 +150,7 @@ def common_block_keys(tokens: bytes, namespace: Hashable) -> list[int]:
 
 
 class SchemaError(ValueError):
-    """A JSON schema that no grammar can be made of."""
+    """A JSON schema that cannot be turned into a grammar."""
 
 
 def sample_json(schema: Json, root: Json = None, depth: int = 0) -> Json:

@@ -40,7 +40,7 @@ class KVTransferSettings:
     """How an instance hands over.
 
     Args:
-        config: what ``--kv-transfer-config`` says.
+        config: of ``--kv-transfer-config``.
         host, port: where others fetch; port 0: a free one.
         gbit_per_s: of its link, each way.
         start_s: of a transfer, before its bytes.
@@ -65,7 +65,7 @@ class KVTransferSettings:
 
 
 def read_config(text: str) -> KVTransferConfig:
-    """What ``--kv-transfer-config`` says. Raises ConfigError: in one line."""
+    """Parse ``--kv-transfer-config``. Raises ConfigError: in one line."""
     try:
         return KVTransferConfig.model_validate_json(text)
     except ValidationError as error:

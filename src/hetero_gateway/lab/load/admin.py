@@ -1,4 +1,4 @@
-"""What a running gateway answers at its /admin."""
+"""Requests to a running gateway's /admin."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TIMEOUT_S = 10.0
 def fetch_document(
     url: str, admin_key_env: str | None, path: str, params: dict[str, Any]
 ) -> dict[str, Any]:
-    """What GET ``path`` answers.
+    """The answer to GET ``path``.
 
     Raises:
-        ConfigError: the URL cannot be one, or the key's variable is not set.
+        ConfigError: the URL is invalid, or the key's variable is not set.
         HeteroGatewayError: not reachable, refused, or not a gateway.
     """
     return _dict_in(url, _ask(url, admin_key_env, path, params=params))
@@ -31,12 +31,12 @@ def fetch_document(
 def change_document(
     url: str, admin_key_env: str | None, path: str, change: dict[str, Any]
 ) -> dict[str, Any]:
-    """What PATCH ``path`` answers. Raises as ``fetch_document`` does."""
+    """The answer to PATCH ``path``. Raises as ``fetch_document`` does."""
     return _dict_in(url, _ask(url, admin_key_env, path, "PATCH", json=change))
 
 
 def fetch_csv(url: str, admin_key_env: str | None, path: str) -> str:
-    """The table that GET ``path`` answers. Raises as ``fetch_document`` does."""
+    """The table at ``path``. Raises as ``fetch_document`` does."""
     response = _ask(url, admin_key_env, path)
     if response.is_success and response.headers.get("content-type", "").startswith("text/csv"):
         return response.text
@@ -60,7 +60,7 @@ def _ask(
 
     if not _is_address(url):
         raise ConfigError("URL: must be http://HOST:PORT or https://HOST:PORT, and hold no key")
-    url = url.rstrip("/").removesuffix("/v1")  # as clients know it
+    url = url.rstrip("/").removesuffix("/v1")  # as given to clients
     address, headers = url, {}
     if (key := secret(admin_key_env, "--admin-key-env")) is not None:
         headers = bearer(key)
@@ -78,8 +78,8 @@ def _ask(
 
 
 def _trusted() -> ssl.SSLContext | bool:
-    """Whose certificates are believed: those of SSL_CERT_FILE or SSL_CERT_DIR, which
-    ``--ca-file`` sets; else httpx's own."""
+    """The trusted certificates: those of SSL_CERT_FILE or SSL_CERT_DIR, which ``--ca-file`` sets;
+    else httpx's own."""
     named = os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")
     return ssl.create_default_context() if named else True  # OpenSSL looks there itself
 

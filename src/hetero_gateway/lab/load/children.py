@@ -1,8 +1,8 @@
-"""Server processes that a load run is made against: started, awaited, and never left behind.
+"""Server processes for a load run: started, awaited, and never left behind.
 
-``Children`` is a context manager; leaving it, however it is left, ends every process group that it
-started: SIGTERM first, SIGKILL for what is still there. Each child leads a group of its own, so a
-Ctrl-C at the terminal reaches the parent only, which then ends them in order.
+``Children`` is a context manager; leaving it, for whatever reason, ends every process group that it
+started: SIGTERM first, SIGKILL for those that remain. Each child leads a group of its own, so a
+Ctrl-C at the terminal reaches only the parent, which then ends them in order.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ class Child:
             )
 
     async def url(self) -> str:
-        """The address that it says it serves on, as soon as it says so.
+        """The address that it reports serving on, as soon as it does.
 
-        Raises HeteroGatewayError: it ended, or said nothing within ``START_TIMEOUT_S``.
+        Raises HeteroGatewayError: it ended, or reported nothing within ``START_TIMEOUT_S``.
         """
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while (match := _URL.search(self._output())) is None:
@@ -56,13 +56,13 @@ class Child:
         return match.group()
 
     def check(self) -> None:
-        """Raises HeteroGatewayError with its last line when it has ended."""
+        """Raises HeteroGatewayError with its last line if it has ended."""
         code = self.process.poll()
         if code is not None:
             raise HeteroGatewayError(f"{self.name} ended with code {code}: {self._last_line()}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to its whole process group, where there still is one."""
+        """Send a signal to its whole process group, if that still exists."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
@@ -90,14 +90,14 @@ class Children:
         return child
 
     def check(self) -> None:
-        """Raises HeteroGatewayError when any of them has ended by itself."""
+        """Raises HeteroGatewayError if any of them has ended by itself."""
         for child in self._running:
             child.check()
 
     def stop(self, *which: Child) -> None:
-        """End these (all, when none is named) and wait; blocks for at most a few seconds.
+        """End these (by default all) and wait; blocks for at most a few seconds.
 
-        Blocking is meant: nothing, a second Ctrl-C included, may come between.
+        It blocks on purpose: nothing, not even a second Ctrl-C, may come between.
         """
         children = which or tuple(self._running)
         for child in children:

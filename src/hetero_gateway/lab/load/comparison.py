@@ -1,6 +1,6 @@
-"""Policies side by side: what the demo's table and its last line say. Pure.
+"""Policies side by side: the demo's table and its last line. Pure.
 
-Everything said here is computed from the figures; a policy that lost is said to have lost.
+Everything here is computed from the figures; a policy that lost is reported as such.
 """
 
 import math
@@ -11,8 +11,9 @@ from hetero_gateway.lab.load.result import InstanceShare, Summary
 
 # Differences below this are noise between repetitions of one run (docs/evidence/scheduling.md).
 NOISE = 0.02
-# Shorter runs are ruled by their few longest answers: with 29 requests, four seeds put min-max's
-# throughput from 20 % below capacity-weighted's to level with it; with 864, three were within 2 %.
+# Shorter runs are dominated by their few longest answers: with 29 requests, four seeds put
+# min-max's throughput from 20 % below capacity-weighted's to level with it; with 864, three were
+# within 2 %.
 _FEW_REQUESTS = 300
 
 
@@ -24,7 +25,7 @@ class PolicyResult:
     summary: Summary
 
     def instance(self, instance_id: str) -> InstanceShare:
-        """What the instance did; nothing, where it got no request."""
+        """The instance's part; empty if it got no request."""
         shares = (share for share in self.summary.instances if share.instance_id == instance_id)
         return next(shares, InstanceShare(instance_id, 0, 0.0))
 
@@ -32,7 +33,7 @@ class PolicyResult:
 def table_rows(
     results: Sequence[PolicyResult], instance_ids: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
-    """Rows of (what, one cell per policy); times in seconds."""
+    """Rows of (label, one cell per policy); times in seconds."""
     summaries = [r.summary for r in results]
     rows = [
         ("throughput, tokens/s", [f"{s.throughput_tokens_per_s:.0f}" for s in summaries]),
@@ -61,7 +62,7 @@ def completion_gap_s(result: PolicyResult, instance_ids: Sequence[str]) -> float
 
 
 def conclusion(results: Sequence[PolicyResult], policy: str) -> str:
-    """What the run shows of ``policy`` against each of the others, in plain words."""
+    """How ``policy`` compares with each of the others in this run, in plain words."""
     (mine,) = (r for r in results if r.policy == policy)
     said = [_against(mine.summary, r) for r in results if r.policy != policy]
     text = f"In this run {policy} {' and '.join(said)}; differences under {NOISE:.0%} are noise."

@@ -1,10 +1,10 @@
-"""Chats with the text that a trace with prefixes stands for (``files/prefix_trace``).
+"""Chats with the text of a trace with prefixes (``files/prefix_trace``).
 
-Each block of the trace becomes words that depend on its id alone, ``bytes_per_token`` bytes a
-token, so that prompts begin alike where their ids do. What is behind the last known block is the
-request's own. A turn that goes on from the session's last one sends that one's messages, the answer
-that really came, and new text up to the trace's length: so it has to wait for the answer. Any other
-turn is a system message, as far as the first place where texts of the trace part, and a user's.
+Each block of the trace becomes words that depend only on its id, ``bytes_per_token`` bytes a token,
+so that prompts begin alike if their ids do. Text after the last known block is unique to the
+request. A turn that continues the session's last one sends that one's messages, the actual answer,
+and new text up to the trace's length: so it has to wait for the answer. Any other turn is a system
+message, up to the first place where texts of the trace differ, and a user's.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from hetero_gateway.files.prefix_trace import TracedText
 from hetero_gateway.files.trace import LoadRequest
 from hetero_gateway.lab.load.client import Reply, stream_documents
 
-# What a chat template takes of a message, about.
+# Tokens of a message's template, about.
 _MESSAGE_TOKENS = 4
 
 Message = dict[str, str]
@@ -27,7 +27,7 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class _Turn:
-    """One request, and what the next turn of its session needs of it."""
+    """One request, and the data that the next turn of its session needs."""
 
     request: LoadRequest
     text: TracedText
@@ -66,11 +66,11 @@ class Conversations:
             self._part_ends.update(first + count - 1 for first, count in text.runs)
 
     def wants_text(self, index: int) -> bool:
-        """Whether a later turn goes on from this one's answer."""
+        """Whether a later turn continues this one's answer."""
         return self._turns[index].is_continued
 
     async def messages(self, index: int) -> list[Message]:
-        """A turn's messages, once the turn in front of it is over."""
+        """A turn's messages, once the previous turn is over."""
         turn = self._turns[index]
         previous = turn.continues
         if previous is None:
@@ -79,7 +79,7 @@ class Conversations:
         await previous.over.wait()
         before = previous.request
         answer = previous.answer
-        if answer is None:  # it failed: the trace's words in its place
+        if answer is None:  # it failed: use the trace's words instead
             answer = self._words(f"answer {index} ", before.output_tokens)
         new = turn.request.input_tokens - before.input_tokens - before.output_tokens
         turn.messages = [
@@ -95,7 +95,7 @@ class Conversations:
         if reply is not None and turn.is_continued:
             turn.answer = answer_text(reply, stream=stream)
         turn.over.set()
-        turn.continues = None  # so that what is over can go
+        turn.continues = None  # so that finished turns can be freed
 
     def _opening(self, turn: _Turn, index: int) -> list[Message]:
         request, text = turn.request, turn.text
@@ -134,7 +134,7 @@ def _blocks_of(text: TracedText) -> list[int]:
 
 
 def answer_text(reply: Reply, *, stream: bool) -> str | None:
-    """The text of a chat's first choice; None where there is none."""
+    """The text of a chat's first choice; None if there is none."""
     if reply.failure is not None or reply.status != 200:
         return None
     body = b"".join(part for _, part in reply.parts) if reply.parts else reply.tail

@@ -1,8 +1,8 @@
 """Emulated instances and a gateway in front of them, each in a process of its own.
 
-The instances run ``time_scale`` times faster than their profiles say, and the gateway is given the
-profiles in the same time. Its own constants in seconds (time-outs, and those of ``finish-time``)
-stay as they are: at a scale of 6 a patience of 1 s lasts 6 s of the hardware.
+The instances run ``time_scale`` times faster than their profiles say, and the gateway gets the
+profiles on the same time scale. Its own constants in seconds (timeouts, and those of
+``finish-time``) are unchanged: at a scale of 6 a patience of 1 s is 6 s of the hardware.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ _LOST = "hetero_gateway_emulator_lost_seconds"
 
 @dataclass(frozen=True, slots=True)
 class EmulatedInstance:
-    """``profile``: built-in name or file of what is emulated; ``believed``: what the gateway takes
-    it for, where that is something else."""
+    """``profile``: built-in name or file of the emulated one; ``believed``: the gateway's profile
+    of it, if that is different."""
 
     instance_id: str
     profile: str
@@ -39,7 +39,7 @@ class EmulatedInstance:
 
 @dataclass
 class EmulatedCluster:
-    """Starts the processes; whoever made ``children`` ends them.
+    """Starts the processes; the owner of ``children`` ends them.
 
     Args:
         model: the name that all instances serve.
@@ -47,10 +47,10 @@ class EmulatedCluster:
         port: the gateway's; 0: a free one for each that is started.
         folder: for configuration files.
         instance_options: further options of ``emulate``, the same for all.
-        gateway_config: what the gateway's configuration has beside its instances.
-        described: the gateway is given profiles and the model's name; or else addresses alone.
-        prefix_caching: of the instances. Without: who sends the same requests again, to compare
-            what serves them, finds nothing cached.
+        gateway_config: the gateway's configuration besides its instances.
+        described: the gateway is given profiles and the model's name; else only addresses.
+        prefix_caching: of the instances. Without it, repeated requests, sent to compare
+            servers, find nothing cached.
     """
 
     members: Sequence[EmulatedInstance]
@@ -98,9 +98,9 @@ class EmulatedCluster:
         self._write_config()
 
     async def start_gateway(self, policy: str, scheduler: Mapping[str, Any] | None = None) -> None:
-        """A fresh gateway with this policy in place of the last; it sees every instance up.
+        """A fresh gateway with this policy replaces the last one; it sees every instance up.
 
-        ``scheduler``: of this one's configuration, in place of what all have.
+        ``scheduler``: of this one's configuration, replacing the common one.
         """
         if self._gateway is not None:
             self.children.stop(self._gateway)
@@ -130,7 +130,7 @@ class EmulatedCluster:
         return found.key
 
     async def instances(self) -> list[dict[str, Any]]:
-        """What the gateway's /admin/instances says now."""
+        """The gateway's current /admin/instances."""
         async with httpx.AsyncClient(headers=bearer(self.admin_key)) as client:
             answer = await client.get(f"{self.url}/admin/instances")
         listed: list[dict[str, Any]] = answer.raise_for_status().json()["instances"]
@@ -143,7 +143,7 @@ class EmulatedCluster:
             (await client.post(url, json={"factor": factor})).raise_for_status()
 
     async def lost_s(self) -> float:
-        """Wall seconds by which the emulated clocks gave way to an overloaded machine, summed."""
+        """Wall seconds that the emulated clocks lost on an overloaded machine, summed."""
         total_s = 0.0
         async with httpx.AsyncClient() as client:
             for url in self.instance_urls.values():
@@ -154,7 +154,7 @@ class EmulatedCluster:
         return total_s
 
     def _write_config(self, scheduler: Mapping[str, Any] | None = None) -> None:
-        """Write the gateway's configuration, its profiles on the emulators' clock."""
+        """Write the gateway's configuration, with profiles on the emulators' clock."""
         instances = []
         for instance in self.members:
             url = self.instance_urls[instance.instance_id]
@@ -166,7 +166,7 @@ class EmulatedCluster:
                 entry |= {"model": self.model, "profile": name}
             instances.append(entry)
         config = {
-            # An emulated instance that takes long to answer is on a busy machine, and not down.
+            # An emulated instance that is slow to answer is on a busy machine, and not down.
             "health": {"probe_timeout_s": _PROBE_TIMEOUT_S},
             **(self.gateway_config or {}),
             **({} if scheduler is None else {"scheduler": dict(scheduler)}),

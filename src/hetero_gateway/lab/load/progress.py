@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hetero_gateway.lab.load.result import RequestRecord
 
-# The load generator shares its core with what it measures, so the bar is drawn rarely.
+# The load generator shares its core with the measured servers, so the bar is drawn rarely.
 _REFRESH_S = 0.25
 
 
@@ -26,7 +26,7 @@ class Counter:
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar whose tasks ``watch`` keeps up to date; draws nothing where there is no terminal."""
+    """A bar whose tasks ``watch`` keeps up to date; draws nothing without a terminal."""
     return Progress(
         TextColumn("{task.description:<18}"),
         BarColumn(),
@@ -41,7 +41,7 @@ def progress_bar(console: Console) -> Progress:
 
 @contextlib.asynccontextmanager
 async def watch(progress: Progress, description: str, total: int) -> AsyncIterator[Counter]:
-    """Show a run of ``total`` requests while the body runs; yields what counts them."""
+    """Show a run of ``total`` requests while the body runs; yields the counter."""
     counter = Counter()
     task_id = progress.add_task(description, total=total, note="")
 

@@ -1,10 +1,10 @@
-"""Request bodies of a wanted length.
+"""Request bodies of a given length.
 
 A text prompt is ``input_tokens × bytes_per_token`` bytes of common short English words, which most
 tokenizers turn into about that many tokens (4.0 bytes per token is also the gateway's prior). It is
-exact only against an engine that counts bytes; what was really counted comes back in ``usage``.
-Token-id prompts, on /v1/completions only, are exact everywhere. A chat template adds a few tokens
-to a chat prompt. Prompts differ from their first bytes on, so that no prefix cache helps.
+exact only against an engine that counts bytes; the actual count comes back in ``usage``. Token-id
+prompts, on /v1/completions only, are exact everywhere. A chat template adds a few tokens to a chat
+prompt. Prompts differ from their first bytes on, so that no prefix cache helps.
 """
 
 import enum
@@ -49,11 +49,11 @@ class BodyMaker:
         bytes_per_token: length of filler text per wanted token.
         pool: the filler text; ``filler_pool`` makes it.
         max_tokens: None: each request's is its output length, so that any engine gives exactly
-            that, and whoever reads the request knows it. A number: all have this one, and the
-            output length is asked for as ``min_tokens``, which no gateway looks at. An emulated
-            instance whose own lengths are 1 token then gives exactly that.
-        cache_salt: vLLM shares no cached prefix between requests with different ones; None: none
-            is sent. For runs that send the same prompts again.
+            that, and any reader of the request knows it. A number: all have this one, and the
+            output length is requested as ``min_tokens``, which gateways do not read. An
+            emulated instance whose own lengths are 1 token then gives exactly that.
+        cache_salt: vLLM shares no cached prefix between requests with different ones; None:
+            none is sent. For runs that send the same prompts again.
     """
 
     model: str
@@ -73,7 +73,7 @@ class BodyMaker:
     ) -> bytes:
         """The body of request number ``index``; ``ignore_eos`` makes the output length exact.
 
-        ``messages``: of a chat, in place of filler text.
+        ``messages``: of a chat, instead of filler text.
         """
         document: dict[str, Any] = {"model": self.model}
         if self.max_tokens is None:
@@ -86,7 +86,7 @@ class BodyMaker:
         if self.cache_salt is not None:
             document["cache_salt"] = self.cache_salt
         if self.kind is PromptKind.TOKEN_IDS:
-            # The first two say which request it is.
+            # The first two identify the request.
             number = [index % _TOKEN_IDS, index // _TOKEN_IDS % _TOKEN_IDS]
             ids = number + [(index * 31 + k) % _TOKEN_IDS for k in range(2, input_tokens)]
             document["prompt"] = [_FIRST_TOKEN_ID + k for k in ids[:input_tokens]]
@@ -100,7 +100,7 @@ class BodyMaker:
 
     def _text(self, index: int, input_tokens: int) -> str:
         length = max(1, round(input_tokens * self.bytes_per_token))
-        # A step that shares no factor with the pool's length: neighbours start far apart.
+        # A step coprime to the pool's length: neighbours start far apart.
         start = (index * 7919) % len(self.pool)
         text = f"{index} "[:length]
         while len(text) < length:

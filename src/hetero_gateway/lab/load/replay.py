@@ -25,14 +25,14 @@ async def replay(
 ) -> list[RequestRecord]:
     """Send every request when it is due and return the records in order of sending.
 
-    Where all of them have texts, and chats are wanted, they are the trace's conversations: a turn
-    that goes on from another is sent after that one's answer, or when it is due if that is later.
+    If all of them have texts, and chats are wanted, they are the trace's conversations: a turn
+    that continues another is sent after that one's answer, or when it is due if that is later.
 
     Open loop: a slow server does not slow the sending, unless ``concurrency`` is reached; then
     requests are sent late, which the records show (``sent_s`` after ``due_s``).
 
-    ``requests`` are sorted by ``due_s``; ``on_record`` is called with each record as it is made.
-    ``concurrency``: most requests in flight, None for no bound; ``timeout_s``: per request.
+    ``requests`` are sorted by ``due_s``; ``on_record`` is called with each record as it is
+    made. ``concurrency``: most open requests, None for no bound; ``timeout_s``: per request.
     """
     raise_file_limit()
     client = LoadClient(target, maker.kind.path, stream=maker.stream, timeout_s=timeout_s)
@@ -74,7 +74,7 @@ async def replay(
 def _record(
     index: int, request: LoadRequest, reply: Reply, due_s: float, start_s: float, maker: BodyMaker
 ) -> RequestRecord:
-    """What came of one request; ``start_s``: what a record's times count from."""
+    """A request's record; ``start_s``: the time that its times count from."""
     judged = judge(reply, stream=maker.stream)
     counted = tokens_of_events(maker.kind.path, reply.events)  # where there is no usage
     return RequestRecord(
@@ -94,9 +94,9 @@ def _record(
 
 
 def raise_file_limit() -> None:
-    """Every request in flight is a connection; the usual soft limit of 1 024 files is too low."""
+    """Every open request is a connection; the usual soft limit of 1 024 files is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # then it stays as it is
+        with contextlib.suppress(OSError, ValueError):  # then it stays unchanged
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

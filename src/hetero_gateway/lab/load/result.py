@@ -1,4 +1,4 @@
-"""What came out of a run: records of single requests, and their summary. Pure.
+"""A run's results: records of single requests, and their summary. Pure.
 
 TTFT        s        first byte of the answer's body, from the moment of sending
 TPOT        s/token  (last byte − first byte) / (output tokens − 1), streams only
@@ -24,19 +24,19 @@ class RequestRecord:
 
     Args:
         index: its place in the order of sending.
-        due_s: when the trace wanted it sent.
-        sent_s: when it was sent (before the connection was made, where one had to be).
-        first_s: first byte of the body, None where none came.
+        due_s: its sending time in the trace.
+        sent_s: when it was sent (before the connection was made, if one had to be).
+        first_s: first byte of the body, None if none came.
         end_s: last byte, or the failure.
         input_tokens: prompt tokens by ``usage``, else as asked for.
         output_tokens: output tokens by ``usage``, else the number of events of the stream.
-        instance: what ``x-hetero-gateway-instance`` said, None without that header.
+        instance: from ``x-hetero-gateway-instance``, None without that header.
         error: None, or a kind: ``connect``, ``timeout``, ``reset`` (closed before the end),
             ``protocol`` (not HTTP), ``http_NNN``, ``stream_error`` (an error event),
-            ``aborted`` (the engine gave it up), ``incomplete`` (a stream without ``[DONE]``).
-        cached_tokens: of the prompt, what the engine had in its prefix cache; None: ``usage`` does
+            ``aborted`` (by the engine), ``incomplete`` (a stream without ``[DONE]``).
+        cached_tokens: of the prompt, those in the engine's prefix cache; None: ``usage`` does
             not say.
-        said: the server's own words for its error.
+        said: the server's error message.
     """
 
     index: int
@@ -69,7 +69,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class InstanceShare:
-    """What one instance answered; ``completion_s`` is its last answer since the run's start."""
+    """One instance's answers; ``completion_s`` is its last answer since the run's start."""
 
     instance_id: str
     requests: int
@@ -80,9 +80,9 @@ class InstanceShare:
 class Summary:
     """A run in figures. Failed requests count in ``errors`` and in nothing else.
 
-    ``cached_share``: of the prompts' tokens, what engines had in their prefix caches; of those
-    whose answers say so, None where none does. ``slo_share``: of all requests, those within the
-    limits; None: there are none.
+    ``cached_share``: of the prompts' tokens, those in the engines' prefix caches; of those
+    whose answers say so, None if none does. ``slo_share``: of all requests, those within the
+    limits; None: there are no limits.
     """
 
     requests: int
@@ -101,7 +101,7 @@ class Summary:
 
     @property
     def throughput_tokens_per_s(self) -> float:
-        """Prompt and output tokens over the duration; 0 where nothing was answered."""
+        """Prompt and output tokens over the duration; 0 if nothing was answered."""
         tokens = self.input_tokens + self.output_tokens
         return tokens / self.duration_s if self.duration_s > 0 else 0.0
 
@@ -142,7 +142,7 @@ class Summary:
 
 
 def within(record: RequestRecord, slo: Slo) -> bool:
-    """Whether a request was answered within the limits. What does not stream has no TPOT."""
+    """Whether a request was answered within the limits. Unstreamed answers have no TPOT."""
     if record.error is not None:
         return False
     first_s, token_s = record.ttft_s or 0.0, record.tpot_s or 0.0
@@ -150,7 +150,7 @@ def within(record: RequestRecord, slo: Slo) -> bool:
 
 
 def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
-    """Sum up a run; an empty or wholly failed one has figures of 0 and None."""
+    """Summarise a run; an empty or wholly failed one has figures of 0 and None."""
     good = [r for r in records if r.error is None]
     start_s = min((r.sent_s for r in records), default=0.0)
     says = [r for r in good if r.cached_tokens is not None]

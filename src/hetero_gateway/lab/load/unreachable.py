@@ -1,11 +1,11 @@
-"""Why a URL does not answer, in words that say what to do."""
+"""Why a URL does not answer, and what to do about it."""
 
 import errno
 import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-# What OpenSSL calls bytes that are no TLS.
+# OpenSSL's errors for bytes that are not TLS.
 _PLAIN = ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
 
 
@@ -14,7 +14,7 @@ def why_unreachable(url: str, error: BaseException) -> str:
 
     Args:
         url: as it was given.
-        error: of httpx, or of the system; what it came of is looked at, too.
+        error: of httpx, or of the system; its causes are examined too.
     """
     causes = list(_causes(error))
     tls = urlsplit(url).scheme == "https"

@@ -1,6 +1,6 @@
 """Sends one batch to a live engine behind a *gate*, so that all of it starts in one step.
 
-docs/design/profiling.md says why. A gate that was too short is seen (the batch did not start
+docs/design/profiling.md explains it. A gate that was too short is noticed (the batch did not start
 together), and the next one is longer.
 """
 
@@ -19,16 +19,16 @@ from hetero_gateway.lab.profiler.grid import GridCell
 from hetero_gateway.lab.profiler.tracks import Reading, Track, read_batch, track
 
 # Ids that vocabularies have, clear of the special tokens at the low end: from the widest to what
-# even a byte-level toy has. A wider range makes equal prefixes rarer, nothing else.
+# even a byte-level toy has. A wider range only makes equal prefixes rarer.
 _TOKEN_RANGES = ((300, 1300), (3, 250), (1, 30))
-# How long after the gate's headers it is surely in its step.
+# The gate is surely in its step this long after its headers.
 _SETTLE_S = 0.005
 _HEADERS_WITHIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Which optional fields this engine takes; found out once, by ``agree``."""
+    """Which optional fields this engine accepts; found out once, by ``agree``."""
 
     token_range: int = 0
     salt: bool = True
@@ -38,14 +38,15 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One batch as it went.
+    """One batch's measurement.
 
     Args:
-        failure: what the first request that failed said; None: all ended well.
+        failure: the error of the first request that failed; None: all ended well.
         reading: None with a failure.
         gate_margin_s: from the last sending to the gate's token; at most 0: it came too late.
         client_cpu: this process's CPU seconds per second while the batch ran.
-        prompt_tokens, output_tokens: of all its requests and the gate, as the engine counts them.
+        prompt_tokens, output_tokens: of all its requests and the gate, as the engine counts
+            them.
     """
 
     failure: str | None = None
@@ -62,11 +63,11 @@ class BatchSender:
     def __init__(self, client: LoadClient, model: str) -> None:
         self._client = client
         self._model = model
-        self._rng = np.random.default_rng()  # fresh prompts in every run, also of the same seed
+        self._rng = np.random.default_rng()  # new prompts in every run, even with the same seed
         self.dialect = Dialect()
 
     async def agree(self, prompt_tokens: int, output_tokens: int) -> Reading:
-        """One small request; what the engine refuses of the optional fields is left out from now.
+        """Send one small request; optional fields that the engine refuses are left out from now on.
 
         Raises:
             ConfigError: the engine refuses the request for another reason.
@@ -151,7 +152,7 @@ class BatchSender:
         return msgspec.json.encode(document)
 
     def _without(self, text: str) -> Dialect:
-        """The dialect without what the 400 names. Raises ConfigError when that is nothing."""
+        """The dialect without the field named in the 400. Raises ConfigError if none is."""
         d, lower = self.dialect, text.lower()
         if d.salt and "cache_salt" in lower:
             return replace(d, salt=False)
@@ -170,16 +171,16 @@ def _traced() -> Reply:
 
 
 async def _in_its_step(gate: Reply) -> None:
-    """Wait until the gate is in the engine: its headers are there, and a moment has passed."""
+    """Wait until the gate is in the engine: its headers have come, and a moment has passed."""
     give_up_s = time.perf_counter() + _HEADERS_WITHIN_S
-    # Polled: headers are noted by the client's protocol, which signals only the end.
+    # Polled: the client's protocol notes headers, but signals only the end.
     while not gate.status and gate.failure is None and time.perf_counter() < give_up_s:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await asyncio.sleep(_SETTLE_S)
 
 
 def _refused(reply: Reply) -> str | None:
-    """What a reply that is not 200 says; None when it is."""
+    """The error of a reply that is not 200; None if it is."""
     if reply.failure is not None:
         return reply.failure
     if reply.status != 200:
@@ -188,7 +189,7 @@ def _refused(reply: Reply) -> str | None:
 
 
 def _message(text: str) -> str:
-    """The message in an error body, or the start of whatever it is, in one line."""
+    """The message in an error body, or the start of its text, in one line."""
     try:
         error = msgspec.json.decode(text)["error"]
         text = error if isinstance(error, str) else str(error["message"])

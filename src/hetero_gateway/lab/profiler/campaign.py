@@ -1,12 +1,12 @@
 """A whole measurement: which batch next, whether it counts, when to stop.
 
-Every batch leaves its record in a JSON-lines file as it ends, accepted or not, so that a run that
-is interrupted, in whatever way, has lost at most the batch under way; a resumed run reads the file
-and goes on with the cells that have no sample yet.
+Every batch leaves its record in a JSON-lines file as it ends, accepted or not, so that an
+interrupted run has lost at most the current batch; a resumed run reads the file and continues with
+the cells that have no sample yet.
 
 A batch counts only if the engine's own counters say that it was alone (no foreign tokens, nothing
 else running, no preemption, no prefix-cache hit) and this process was not too busy to see the
-tokens in time. What does not count is tried again later.
+tokens in time. Other batches are tried again later.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from hetero_gateway.lab.profiler.verdicts import BatchVerdict, disturbance, one_
 
 # Above this share of a core this process may see tokens late.
 MAX_CLIENT_CPU = 0.7
-# A batch whose estimate is above this share of the whole budget is not worth its time. A first
-# look at a long single prompt is worth twice as much: nothing else shows attention (p9).
+# A batch whose estimate is above this share of the whole budget is not worth its time. A first look
+# at a long single prompt is worth twice as much: nothing else shows attention (p9).
 MAX_SHARE, MAX_SINGLE_SHARE = 0.08, 0.16
 TRIES = 3
 _IDLE_WITHIN_S = 10.0
 _COUNTERS_WITHIN_S = 1.0
 _POLL_S = 0.1
-# How many in a row end it, and what is said then; a single failure or visitor is only a batch to
-# repeat.
+# This many in a row end the run, with these messages; a single failure or visitor is only a batch
+# to repeat.
 _HOPELESS = {
     verdicts.ENGINE_ERROR: (3, "{} batches in a row failed: {}"),
     verdicts.FOREIGN: (
@@ -58,16 +58,16 @@ _HOPELESS = {
         "batches cannot be measured",
     ),
 }
-# Until something has been measured; every engine does this in a second or two.
+# Assumed until something has been measured; every engine does this in a second or two.
 _WARM_UP = (256, 16)
-# A gate lasts at least this long, and this much longer for each request and each prompt token
-# behind it: what an API server needs to parse them (a vLLM: 0.3 ms and 1 µs).
+# A gate lasts at least this long, and this much longer for each request and each prompt token after
+# it: an API server's time to parse them (a vLLM: 0.3 ms and 1 µs).
 _GATE_S, _GATE_S_PER_REQUEST, _GATE_S_PER_TOKEN = 0.03, 0.0006, 1.5e-6
 
 
 @dataclass(frozen=True, slots=True)
 class CampaignPlan:
-    """What the user asks for, as ``profile --help`` has it.
+    """The user's settings, as in ``profile --help``.
 
     ``budget_s`` is over all runs that add to one file, ``timeout_s`` of one request.
     """
@@ -82,7 +82,7 @@ class CampaignPlan:
 
 @dataclass(slots=True)
 class CampaignProgress:
-    """How far it is; what a progress bar shows."""
+    """The progress, for a progress bar."""
 
     done: int = 0
     total: int = 0
@@ -93,7 +93,7 @@ class CampaignProgress:
 
 @dataclass(slots=True)
 class CampaignOutcome:
-    """How it ended. ``stopped``: why before its end, a line, or None."""
+    """How it ended. ``stopped``: a line on why it ended early, or None."""
 
     stopped: str | None = None
     unaffordable: list[str] = field(default_factory=list)
@@ -102,11 +102,11 @@ class CampaignOutcome:
 
 
 class _Stop(Exception):
-    """Measuring cannot go on; the text is the reason."""
+    """Measuring cannot continue; the text is the reason."""
 
 
 class _Item(NamedTuple):
-    """A cell to measure once; ``tries`` were in vain."""
+    """A cell to measure once; ``tries`` failed."""
 
     cell: GridCell
     tries: int = 0
@@ -117,7 +117,7 @@ class Campaign:
 
     Args:
         target, facts, plan: what, where, how much.
-        path: the samples' file; ``records`` is what it has already.
+        path: the samples' file; ``records`` are its present contents.
         watch: called whenever the progress changed.
     """
 
@@ -153,7 +153,7 @@ class Campaign:
         self.beside_probes: list[ShortPrompt] = []
 
     async def run(self) -> CampaignOutcome:
-        """Measure until every cell has its samples or the budget is spent, or it cannot go on.
+        """Measure until every cell has its samples or the budget is spent, or it cannot continue.
 
         Cancelling it is safe at any time.
         """
@@ -201,14 +201,14 @@ class Campaign:
                     self.idle_probes.append(_probe(tokens, *sent))
             await self._probe_beside(step_s)
         except HeteroGatewayError:
-            pass  # the batches will say what is wrong
+            pass  # the batches will show the error
         finally:
             self._spent_s += time.perf_counter() - began_s
 
     async def _probe_beside(self, step_s: float) -> None:
         tokens = first_tokens.BESIDE_TOKENS
         beside: list[tuple[float, Track]] = []
-        # The stream is to last as long as the others take.
+        # The stream should last as long as the others take.
         steps = max((p.ttft_s for p in self.idle_probes), default=0.0) / step_s + 3
         output = 5 + math.ceil(first_tokens.BESIDE_TIMES * steps)
         output = min(output, self.facts.max_model_len // 2)
@@ -229,10 +229,10 @@ class Campaign:
             if other.first_s < sent_s and found.first_s < other.times_s[-1]
         ]
 
-    # -- what to measure
+    # -- choosing
 
     def _items(self) -> list[_Item]:
-        """What is left to measure, first passes first."""
+        """The remaining cells, first passes first."""
         facts, plan = self.facts, self.plan
         limits = BatchLimits(
             *(facts.max_model_len, facts.kv_capacity_tokens, facts.block_tokens),
@@ -253,7 +253,7 @@ class Campaign:
         return items
 
     def _next(self) -> _Item | None:
-        """The next that can be afforded, taken out; those that never can are dropped."""
+        """Take out the next affordable one; those that never will be are dropped."""
         left_s = self.plan.budget_s - self._spent_s
         while self._waiting:
             item = self._waiting.pop(0)
@@ -274,7 +274,7 @@ class Campaign:
         return any(r.get("cell") == cell.key and r["discarded"] is None for r in self.records)
 
     def _estimate(self) -> None:
-        """A rough fit of what is there, to know what the rest will take."""
+        """A rough fit of the present samples, to estimate the time of the rest."""
         samples = kept_samples(self.records)
         if self._warm is not None:
             samples.append(self._warm)
@@ -437,7 +437,7 @@ class Campaign:
 
 
 def identity(facts: EngineFacts, plan: CampaignPlan) -> dict[str, Any]:
-    """What must be the same for samples to be of one measurement."""
+    """The properties that all samples of one measurement must share."""
     return {
         "model": facts.model,
         "engine": facts.look.version,
@@ -451,7 +451,7 @@ def identity(facts: EngineFacts, plan: CampaignPlan) -> dict[str, Any]:
 
 
 def _probe(prompt_tokens: int, sent_s: float, track: Track) -> ShortPrompt:
-    """Of a prompt that was alone."""
+    """From a prompt that was alone."""
     steps = max(1, track.output_tokens - track.tokens[0])
     step_s = (track.times_s[-1] - track.first_s) / steps
     return ShortPrompt(prompt_tokens, track.first_s - sent_s, step_s)

@@ -1,7 +1,7 @@
-"""What a fit becomes: the document of a profile file.
+"""Turns a fit into the document of a profile file.
 
-``files.profile_file`` has its layout and writes it; docs/reference/configuration.md lists its keys.
-``profile --from`` has no more to it: ``fit_recorded`` fits samples that were measured before.
+``files.profile_file`` defines its structure and writes it; docs/reference/configuration.md lists
+its keys. ``profile --from`` needs nothing else: ``fit_recorded`` fits samples measured before.
 """
 
 import math
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class ProfiledInstance(NamedTuple):
-    """What a profile says that samples do not tell; as in the file."""
+    """Properties of a profile that samples do not show; as in the file."""
 
     gpu: str
     model: str
@@ -52,7 +52,7 @@ class ProfiledInstance(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A fit, the samples that it is of, and how many others were discarded, by reason."""
+    """A fit, its samples, and how many others were discarded, by reason."""
 
     fit: Fit
     samples: Sequence[Sample]
@@ -64,11 +64,11 @@ def fit_recorded(
 ) -> Recorded:
     """Fit the samples of a file and write the profile, and a plot if asked for.
 
-    ``samples_file`` is CSV, or the JSON lines of an earlier measurement (``.jsonl``), ``plot`` a
-    PNG or SVG file; ``seed`` is that of the hold-out and the bootstrap.
+    ``samples_file`` is CSV, or the JSON lines of an earlier measurement (``.jsonl``), ``plot``
+    a PNG or SVG file; ``seed`` is that of the hold-out and the bootstrap.
 
     Raises:
-        ConfigError: a file cannot be read or written, or what is wrong in it.
+        ConfigError: a file cannot be read or written, or has errors.
         ProfileError: the samples cannot give a fit.
     """
     if plot is not None:
@@ -88,7 +88,7 @@ def write_fit(
     output: Path,
     plot: Path | None,
 ) -> dict[str, Any]:
-    """Write what was fitted to these samples, with a plot if asked for; returns the document.
+    """Write the fit of these samples, with a plot if asked for; returns the document.
 
     Raises ConfigError: a file cannot be written.
     """
@@ -102,10 +102,11 @@ def write_fit(
 def profile_document(
     fitted: Fit, instance: ProfiledInstance, source: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The profile file as a mapping, in the order in which it is written.
+    """The profile file as a mapping, in the order of writing.
 
-    ``source``: more for the file's, such as ``note``, ``engine``, ``block_size``, ``discarded``;
-    ``how`` is measured and ``date`` today's (UTC) unless given. None values are left out.
+    ``source``: further entries of the file's, such as ``note``, ``engine``, ``block_size``,
+    ``discarded``; ``how`` is measured and ``date`` today's (UTC) unless given. None values are
+    left out.
     """
     given = {key: value for key, value in source.items() if value is not None}
     return profile_file.profile_document(
@@ -135,7 +136,7 @@ def unidentified(fitted: Fit) -> list[str]:
 
 
 def _by_name(prefill: Sequence[_T], decode: Sequence[_T]) -> list[tuple[str, _T]]:
-    """p1, p2, …: what there is of each."""
+    """p1, p2, …: the available ones."""
     names = (*PREFILL_NAMES, *DECODE_NAMES)
     return sorted(zip(names, (*prefill, *decode), strict=True), key=lambda pair: pair[0])
 

@@ -1,8 +1,8 @@
-"""What a live engine says of itself: its model, its limits, its counters.
+"""A live engine's own statements: its model, its limits, its counters.
 
-``look_at`` asks for what it says of itself, and ``read_engine`` for all that measuring needs, once,
-before anything is measured; ``EngineClient.counters`` asks before and after every batch. What the
-answers mean is in engines/vllm.
+``look_at`` asks for its description, and ``read_engine`` for everything that measuring needs, once,
+before anything is measured; ``EngineClient.counters`` asks before and after every batch.
+engines/vllm interprets the answers.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from hetero_gateway.plain_httpx import httpx
 
 _TIMEOUT_S = 30.0
 _ALIVE_TIMEOUT_S = 5.0
-# Of a long prompt on a slow engine.
+# For a long prompt on a slow engine.
 _POST_TIMEOUT_S = 120.0
 # A rank's metrics are 70 KB.
 _MOST_BYTES = 1 << 23
 _LONGEST_VERSION = 64
-# Of an engine that does not say (not vLLM): short enough for every model.
+# For an engine that does not say (not vLLM): short enough for every model.
 _UNKNOWN_MODEL_LEN = 2048
 _DEFAULT_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the user says: instead of the engine, None: ask it; and at last what no API has.
+    """The user's values: they replace the engine's, None: ask it; and those that no API has.
 
-    ``gpu`` and ``tensor_parallel`` are for the profile's name; ``quantization`` is how the weights
-    are stored, None: in 16 bits.
+    ``gpu`` and ``tensor_parallel`` are for the profile's name; ``quantization`` is how the
+    weights are stored, None: in 16 bits.
     """
 
     model: str | None = None
@@ -51,12 +51,12 @@ class Overrides:
 
 @dataclass(frozen=True, slots=True)
 class EngineLook:
-    """What an engine says of itself.
+    """An engine's description of itself.
 
     Args:
         served: the models that it lists, in its order, with their context windows in tokens.
-        version: what /version answers, or "unknown".
-        has_metrics: whether it has vLLM's metrics; ``cache`` is of them.
+        version: the answer of /version, or "unknown".
+        has_metrics: whether it has vLLM's metrics; ``cache`` is from them.
     """
 
     served: dict[str, int | None]
@@ -67,13 +67,14 @@ class EngineLook:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What limits a batch here, and whose times they are.
+    """The limits of a batch here, and the measured engine.
 
     Args:
         model: the name to ask for.
         kv_capacity_tokens: of all its data-parallel ranks together.
-        max_num_seqs: given, or vLLM's default: no API has it. ``max_num_seqs_known`` says which.
-        look: what else it says; without metrics, batches cannot be checked against its counters.
+        max_num_seqs: given, or vLLM's default: no API has it. ``max_num_seqs_known`` says
+            which.
+        look: its description; without metrics, batches cannot be checked against its counters.
     """
 
     model: str
@@ -120,7 +121,7 @@ class EngineClient:
         return await self._asked("GET", path)
 
     async def _asked(self, method: str, path: str, body: bytes | None = None) -> httpx.Response:
-        """An answer with its body, neither of which is trusted to end."""
+        """An answer with its body; neither is trusted to end."""
         parts, size = [], 0
         headers = {} if body is None else {"content-type": "application/json"}
         async with self._client.stream(
@@ -175,10 +176,10 @@ async def look_at(client: EngineClient) -> EngineLook:
 
 
 async def read_engine(client: EngineClient, given: Overrides) -> EngineFacts:
-    """Ask the engine for what was not given.
+    """Ask the engine for everything not given.
 
     Raises:
-        ConfigError: a wrong model name or key, or a limit that it does not tell and no flag gives.
+        ConfigError: a wrong model name or key, or a limit that neither it nor a flag gives.
         HeteroGatewayError: no engine answers there.
     """
     look = await look_at(client)

@@ -1,8 +1,8 @@
 """Which batches to measure, and in which order. Pure: the engine's limits and a seed in, cells out.
 
 docs/design/profiling.md describes the one-step and the deep cells. Eq. (3) describes exactly the
-first, whose p4 is paid once; the others are there for decoding over many cached tokens (p5, p7),
-for attention (p9), and to say how far Eq. (3) is off. Batch size and length vary independently, so
+first, whose p4 is paid once; the others are for decoding over many cached tokens (p5, p7), for
+attention (p9), and to show how far Eq. (3) is off. Batch size and length vary independently, so
 that b·I, b, I and 1 can be distinguished.
 """
 
@@ -27,7 +27,7 @@ GRID_VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What bounds a batch, in tokens and sequences; ``max_batched_tokens`` is of one step."""
+    """The limits of a batch, in tokens and sequences; ``max_batched_tokens`` is of one step."""
 
     max_model_len: int
     kv_capacity_tokens: int
@@ -66,8 +66,8 @@ def plan_cells(limits: BatchLimits, seed: int) -> list[GridCell]:
         )
     order = []
     for r in range(max(map(len, columns))):
-        # The first round goes up, so that the engine's own limit of sequences, where no flag gives
-        # it, is met with a batch that is a little too large, not with a queue of hundreds.
+        # The first round goes up, so that the engine's own limit of sequences, if no flag gives it,
+        # is met with a batch that is a little too large, not with a queue of hundreds.
         for i in _spread(len(columns)) if r else range(len(columns)):
             column = columns[i]
             if r < len(column):
@@ -91,11 +91,11 @@ def _batch_sizes(limits: BatchLimits) -> list[int]:
 
 
 def _column(limits: BatchLimits, b: int, rng: np.random.Generator) -> list[GridCell]:
-    """The cells of one batch size, in an order drawn at random, deep ones spread among them."""
+    """The cells of one batch size, in random order, with deep ones distributed among them."""
     one_step_most = limits.max_batched_tokens // b
     kv_blocks = int(KV_SHARE * limits.kv_capacity_tokens) // b // limits.block_tokens
     most = min(limits.max_model_len, kv_blocks * limits.block_tokens)
-    # One range for every batch size, so that no length goes with a size.
+    # One range for every batch size, so that length does not correlate with size.
     deep = DEEP_CELLS if b > 1 else 2 * DEEP_CELLS
     outputs = rng.permutation(
         np.geomspace(MIN_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS, ONE_STEP_CELLS + deep)
@@ -109,7 +109,7 @@ def _column(limits: BatchLimits, b: int, rng: np.random.Generator) -> list[GridC
     # Early starters must still run when the last prompt's last chunk is done.
     deep_high = (most - MIN_OUTPUT_TOKENS) * limits.max_batched_tokens
     deep_high //= limits.max_batched_tokens + 2 * b
-    # A short context may have no room for two whole steps of one prompt, and p9 shows there alone.
+    # A short context may have no room for two whole steps of one prompt, and only there p9 shows.
     deep_low = 2 * one_step_most if b > 1 else one_step_most * 5 // 4
     for prompt in _strata(deep_low, deep_high, deep, rng, ends=False):
         chunks = math.ceil(b * prompt / limits.max_batched_tokens)
@@ -121,9 +121,9 @@ def _column(limits: BatchLimits, b: int, rng: np.random.Generator) -> list[GridC
 def _strata(
     low: int, high: int, count: int, rng: np.random.Generator, *, ends: bool = True
 ) -> list[int]:
-    """Distinct whole numbers in [low, high], one in each of ``count`` equal parts of its log.
+    """Distinct integers in [low, high], one in each of ``count`` equal parts of its log.
 
-    With ``ends`` the outer parts give their outer ends: what is measured there bounds the others.
+    With ``ends`` the outer parts give their outer ends: measurements there bound the others.
     """
     draws = (np.arange(count) + rng.random(count)) / count
     if high < low or low < 1:
@@ -142,6 +142,6 @@ def _spread(count: int) -> list[int]:
 
 
 def cost_s(cell: GridCell, prefill: np.ndarray, decode: np.ndarray) -> float:
-    """What a cell takes by a rough fit of p1..p4 and p5..p8, in seconds."""
+    """A cell's time by a rough fit of p1..p4 and p5..p8, in seconds."""
     sample = [Sample(cell.batch_size, cell.prompt_tokens, cell.output_tokens, None, None)]
     return float((eq_3_terms(sample) @ prefill + decode_terms(sample) @ decode)[0])

@@ -30,14 +30,14 @@ from hetero_gateway.lab.profiler.verdicts import chunked_prefills
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProfile:
-    """What came of it.
+    """The result.
 
     Args:
-        document: the profile as written, or None when there are too few samples.
+        document: the profile as written, or None if there are too few samples.
         fit: of the accepted samples, or None; ``missing`` then says what it lacks.
-        samples: those accepted.
+        samples: the accepted ones.
         discarded: how many batches were not, by reason.
-        outcome: how the measuring ended; ``signal_number`` when a signal ended it.
+        outcome: how the measuring ended; ``signal_number`` if a signal ended it.
     """
 
     document: dict[str, Any] | None
@@ -50,7 +50,7 @@ class MeasuredProfile:
 
 
 def samples_path(output: Path) -> Path:
-    """Where a measurement keeps its samples: beside the profile."""
+    """Where a measurement keeps its samples: next to the profile."""
     return output.with_name(output.name + ".samples.jsonl")
 
 
@@ -68,8 +68,8 @@ def check_output(output: Path, plot: Path | None, *, resume: bool) -> None:
     path = samples_path(output)
     if path.exists() and not resume:
         raise ConfigError(
-            f"{path}: has the samples of an earlier run: go on with it by --resume, "
-            "or move it away to begin anew"
+            f"{path}: has the samples of an earlier run: continue it with --resume, "
+            "or move it away to start over"
         )
 
 
@@ -103,7 +103,7 @@ async def measure(
 
 
 async def _until_signalled(campaign: Campaign) -> int | None:
-    """Run it; the number of the signal that ended it, or None."""
+    """Run it; returns the number of the signal that ended it, or None."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(campaign.run())
     caught: list[int] = []
@@ -128,7 +128,7 @@ async def _until_signalled(campaign: Campaign) -> int | None:
 
 
 def _check_same(records: list[dict[str, Any]], now: Mapping[str, Any], path: Path) -> None:
-    """Raises ConfigError when the file's samples are of another engine or grid."""
+    """Raises ConfigError if the file's samples are of another engine or grid."""
     for record in records:
         run = record.get("run")
         if not isinstance(run, dict):
@@ -150,7 +150,7 @@ def _conclude(
     plot: Path | None,
     signal_number: int | None,
 ) -> MeasuredProfile:
-    """Fit what there is and write it."""
+    """Fit the present samples and write the profile."""
     facts, plan, outcome = campaign.facts, campaign.plan, campaign.outcome
     chunked = chunked_prefills(campaign.records, plan.max_batched_tokens)
     samples = kept_samples(campaign.records)
@@ -191,7 +191,7 @@ def _conclude(
 
 
 def _note(campaign: Campaign, samples: int, signal_number: int | None) -> str:
-    """How it was measured, for whoever reads the file."""
+    """How it was measured, for readers of the file."""
     facts, plan, outcome = campaign.facts, campaign.plan, campaign.outcome
     parts = [
         f"hetero-gateway profile: {samples} samples of a live engine over HTTP, "

@@ -1,8 +1,8 @@
-"""``profile --from-gateway``: a profile from what a running gateway has seen of an instance.
+"""``profile --from-gateway``: a profile from a running gateway's observations of an instance.
 
-The rows come from /admin/observations; ``core/instances/calibration.py`` fits them. What traffic
-does not determine leans on the profile that the gateway has of the instance now, and the file says
-which constants those are. The gateway is only asked; nothing in it changes.
+The rows come from /admin/observations; ``core/instances/calibration.py`` fits them. Constants that
+traffic does not determine stay near the gateway's current profile of the instance, and the file
+says which they are. The gateway is only read; nothing in it changes.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from hetero_gateway.files.profile_file import ProfileModel, profile_document, wr
 from hetero_gateway.files.yaml_file import parse_model
 from hetero_gateway.lab.profiler.document import ProfiledInstance, rounded
 
-# Fields of a profile that are no constants, which a fit leaves alone.
+# Fields of a profile that are not constants; a fit leaves them alone.
 _KEPT = ("first_token_s", "plans_ahead", "experts_awake_at", "idle_expert_s")
 
 
@@ -34,13 +34,13 @@ def write_observed(
     kv_capacity_tokens: int | None = None,
     max_num_seqs: int | None = None,
 ) -> str:
-    """Fit a profile from a gateway's observations, write it, and return what there is to say.
+    """Fit a profile from a gateway's observations, write it, and return a report.
 
     Args:
-        seen: what /admin/observations answered for one instance.
+        seen: the answer of /admin/observations for one instance.
         output: the profile file.
-        gpu, tensor_parallel, kv_capacity_tokens, max_num_seqs: in place of the present profile's;
-            an instance without a profile needs ``kv_capacity_tokens`` where its engine shows none.
+        gpu, tensor_parallel, kv_capacity_tokens, max_num_seqs: replace the present profile's;
+            an instance without a profile needs ``kv_capacity_tokens`` if its engine shows none.
 
     Raises:
         ConfigError: an option is wrong or missing; the file cannot be written.
@@ -64,17 +64,17 @@ def write_observed(
         capacity,
         max_num_seqs or present.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
     )
-    # What traffic does not show of it stays as it is.
+    # Properties that traffic does not show stay unchanged.
     kept = {name: present[name] for name in _KEPT if present.get(name)}
     profile = dataclasses.replace(instance.profile(fit.constants), **kept)
     document = profile_document(profile, _source(fit, seen))
-    parse_model(ProfileModel, document, str(output)).to_core()  # what we write, we must accept
+    parse_model(ProfileModel, document, str(output)).to_core()  # our own output must be acceptable
     write_profile_file(output, document)
     return report(fit, seen)
 
 
 def fit_observed(seen: Mapping[str, Any]) -> Refit:
-    """The constants that the rows of /admin/observations tell.
+    """The constants fitted to the rows of /admin/observations.
 
     Raises:
         ProfileError: too few rows.
@@ -111,7 +111,7 @@ def fit_observed(seen: Mapping[str, Any]) -> Refit:
 
 
 def report(fit: Refit, seen: Mapping[str, Any]) -> str:
-    """What came out, in a few lines."""
+    """The result, in a few lines."""
     old = [name for name in NAMES if name not in fit.identified]
     whose = "the present profile's" if seen["profile"] else "a generic machine's"
     lines = [
@@ -150,9 +150,7 @@ def _told(errors: Errors) -> str:
 def _rows(
     fields: Sequence[str], rows: Sequence[Sequence[Any]], kind: Any, caching: bool | None
 ) -> list[Any]:
-    """Older rows have no ``hit_tokens``: known to be 0 where there is no prefix cache, or no
-    prompt.
-    """
+    """Older rows lack ``hit_tokens``: known to be 0 without a prefix cache, or without a prompt."""
     if tuple(fields) not in (kind._fields, kind._fields[:-1]):
         raise ValueError(f"fields {fields}")
     result = []

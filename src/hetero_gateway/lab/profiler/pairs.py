@@ -1,9 +1,9 @@
 """``profile URL --pairs URL …``: how fast instances hand prompts over to each other.
 
-For each ordered pair, prompts of two sizes are computed by the one and then answered, with one
-token, by the other. What the second request takes is a start and so much for each token, and what
-a request of a few tokens takes there is taken off the start. So a start has in it all that comes
-with a transfer; the gateway learns it in the same way from what it sends.
+For each ordered pair, prompts of two sizes are computed by one instance and then answered, with one
+token, by the other. The second request's time is fitted as a start and a time per token, and the
+time of a request of a few tokens there is subtracted from the start. So a start includes everything
+that comes with a transfer; the gateway learns it in the same way from its own requests.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from hetero_gateway.errors import ConfigError, HeteroGatewayError
 from hetero_gateway.lab.load.client import LoadTarget
 from hetero_gateway.lab.profiler.engine import EngineClient, EngineFacts, Overrides, read_engine
 
-# Sizes are multiples of every block size that is in use, up to what prompts have in practice.
+# Sizes are multiples of every block size in use, up to practical prompt lengths.
 _STEP_TOKENS, _MOST_TOKENS, _LEAST_TOKENS = 256, 8192, 1024
-# Of the larger prompt: the smaller one is so much shorter.
+# Relative to the larger prompt: the smaller one is this much shorter.
 _SHORTER = 8
-# Left of the context for what engines add.
+# Part of the context left for tokens that engines add.
 _SPARE_TOKENS = 64
-# Of a request of which next to nothing has to be computed.
+# Tokens of a request with next to nothing to compute.
 _FEW_TOKENS = 4
 # Ids that every vocabulary has.
 _IDS = (3, 250)
@@ -48,7 +48,7 @@ _MOVED = "vllm:nixl_bytes_transferred_sum{", ""
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """What came of one ordered pair, by base URLs.
+    """The result for one ordered pair, by base URLs.
 
     Args:
         start_s, tokens_per_s: of a transfer; None: they cannot, and ``refused`` says why.
@@ -84,7 +84,7 @@ def document(pairs: Sequence[MeasuredPair], connector: str) -> dict[str, Any]:
 def link_of(
     small: tuple[int, Sequence[float]], large: tuple[int, Sequence[float]], few_s: float
 ) -> tuple[float, float]:
-    """(start, s; tokens/s) of what requests took of two sizes, and of a few tokens.
+    """(start, s; tokens/s) from the times of requests of two sizes, and of a few tokens.
 
     Args:
         small, large: tokens, and seconds of each request.
@@ -110,7 +110,7 @@ async def measure_pairs(
     """All ordered pairs, one after the other; the instances must serve nobody else.
 
     Raises:
-        ConfigError: a wrong model, key or connector, or a context too short to tell.
+        ConfigError: a wrong model, key or connector, or a context too short to measure.
         HeteroGatewayError: an instance does not answer.
     """
     if CONNECTORS[connector].at_once:
@@ -150,7 +150,7 @@ class _End:
 
 
 class _Refused(Exception):
-    """The two cannot, and why."""
+    """The two cannot hand over, and why."""
 
 
 class _Pair:
@@ -171,7 +171,7 @@ class _Pair:
             )
         few = max(_STEP_TOKENS, many // _SHORTER // _STEP_TOKENS * _STEP_TOKENS)
         try:
-            await self._hand_over(few)  # with it goes the handshake
+            await self._hand_over(few)  # this includes the handshake
             before, moved = await self._other.total(_FETCHED), await self._other.total(_MOVED)
             taken_s: dict[int, list[float]] = {few: [], many: []}
             for _ in range(passes):
@@ -192,7 +192,7 @@ class _Pair:
         return MeasuredPair(*named, start_s, per_s, gbit_per_s)
 
     async def _hand_over(self, tokens: int) -> float:
-        """One prompt; what the request that fetches it took, s. Raises _Refused."""
+        """One prompt; returns the time of the request that fetches it, s. Raises _Refused."""
         body = self._body(tokens)
         transfer = Transfer(f"pairs-{time.time_ns()}", self._one.facts.block_tokens)
         asked = prefill_body(COMPLETIONS, body, self._connector.for_prefill(transfer))
@@ -209,7 +209,7 @@ class _Pair:
         return took_s
 
     async def _whole(self) -> float:
-        """What a request of a few tokens takes where prompts are fetched, s."""
+        """The time of a request of a few tokens where prompts are fetched, s."""
         status, _, took_s = await self._post(self._other, self._body(_FEW_TOKENS))
         if status != 200:
             raise HeteroGatewayError(f"{self._other.client.url}: answered {status} to a prompt")

@@ -1,4 +1,4 @@
-"""The picture of a fit: measured against fitted, prefill and decode.
+"""The plot of a fit: measured against fitted, prefill and decode.
 
 matplotlib is an extra; it is imported when a plot is written, and not before.
 """
@@ -16,7 +16,7 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.files.whole_file import named
 
 SUFFIXES = (".png", ".svg")
-# The band between which a fitted time is within so much of the measured one.
+# Within the band a fitted time differs from the measured one by at most this.
 BAND = 0.1
 _MANY_SIZES = 10
 
@@ -38,7 +38,7 @@ def check_can_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, samples: Sequence[Sample], fit: Fit) -> None:
-    """A PNG or SVG file, by the suffix, of a fit and the samples that it is of, outliers included.
+    """A PNG or SVG file, by the suffix, of a fit and its samples, including outliers.
 
     Raises ConfigError: as ``check_can_plot``, or the file cannot be written.
     """
@@ -90,7 +90,7 @@ def _panel(
 
 
 def size_classes(samples: Sequence[Sample]) -> FloatArray:
-    """Each sample's batch size; of more than ten, which are not to be distinguished, per octave."""
+    """Each sample's batch size; if there are more than ten, too many to distinguish, per octave."""
     batches = np.array([s.batch_size for s in samples], dtype=float)
     if len(np.unique(batches)) <= _MANY_SIZES:
         return batches

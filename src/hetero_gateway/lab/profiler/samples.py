@@ -1,9 +1,9 @@
-"""Files of measured batches: CSV from elsewhere, JSON lines that a measurement leaves behind.
+"""Files of measured batches: CSV from elsewhere, and the JSON lines of a measurement.
 
 A CSV file has the columns of ``COLUMNS``; an empty cell is a time that was not measured, and
 further columns are ignored. A JSON line has the same keys, ``discarded`` (null, or why the sample
-must not be fitted) and whatever else the measurement wants to find again. The last line may be
-torn, which is what a crash leaves; any other broken line is an error.
+must not be fitted) and anything else that the measurement needs later. The last line may be torn,
+as after a crash; any other broken line is an error.
 
 Every error is a ``ConfigError`` that names the file, the line and the column.
 """
@@ -31,7 +31,7 @@ def read_samples(path: Path) -> tuple[list[Sample], dict[str, int]]:
         The samples to fit, and how many were discarded for each reason.
 
     Raises:
-        ConfigError: the file cannot be read, or a line in it.
+        ConfigError: the file, or a line in it, cannot be read.
     """
     if path.suffix != ".jsonl":
         return read_csv(path), {}
@@ -81,7 +81,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def record_of(sample: Sample, *, discarded: str | None = None, **more: Any) -> dict[str, Any]:
-    """A record for ``append``: the sample, why it is discarded, and what else is worth keeping."""
+    """A record for ``append``: the sample, why it is discarded, and other data to keep."""
     return {**{c: getattr(sample, c) for c in COLUMNS}, "discarded": discarded, **more}
 
 
@@ -91,7 +91,7 @@ def kept_samples(records: Iterable[Mapping[str, Any]]) -> list[Sample]:
 
 
 def discarded_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many records were discarded, by reason, most of them first."""
+    """How many records were discarded, by reason, the most frequent first."""
     reasons = Counter(record["discarded"] for record in records if record["discarded"] is not None)
     return dict(reasons.most_common())
 
@@ -174,7 +174,7 @@ def _checked(value: Any, column: str, where: str) -> float | None:
     if not math.isfinite(value):
         raise ConfigError(f"{where}: {column} is {value}: it must be finite")
     if column in _TIMES:
-        # 0 is what a clock shows that is too coarse; the fit passes it over.
+        # A clock that is too coarse shows 0; the fit ignores it.
         if value < 0:
             raise ConfigError(f"{where}: {column} is {value:g}: it must be 0 or more, in seconds")
     elif value < 1:

@@ -1,11 +1,11 @@
-"""What a running gateway knows: its instances, with the constants that their traffic shows, and the
+"""A running gateway's data: its instances, with the constants that their traffic shows, and the
 last requests.
 
-    /admin/instances      which instances there are, and the policy
-    /admin/observations   of each: the profile that the gateway has of it, and rows to fit one from
+    /admin/instances      the instances, and the policy
+    /admin/observations   of each: the gateway's profile of it, and rows to fit one to
     /admin/requests       lengths and times of the last requests
 
-The gateway is only asked; nothing in it changes.
+The gateway is only read; nothing in it changes.
 """
 
 import csv
@@ -26,16 +26,16 @@ from hetero_gateway.lab.load.admin import fetch_csv, fetch_document
 from hetero_gateway.lab.profiler.observed import fit_observed
 from hetero_gateway.planner.present import Running
 
-# A fit that misses held-out rows by more than this (median) is not believed, as in the gateway.
+# A fit that misses held-out rows by more than this (median) is rejected, as in the gateway.
 _MOST_ERROR = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class SeenGateway:
-    """What the gateway told.
+    """The gateway's data.
 
     Args:
-        rows: the last requests; ``arrived_unix_s``: when they came, as far as it says.
+        rows: the last requests; ``arrived_unix_s``: when they arrived, as far as it says.
         queued: requests that wait for an instance.
     """
 
@@ -63,7 +63,7 @@ class SeenGateway:
 
     @property
     def rate_per_s(self) -> float | None:
-        """None where there are too few requests to tell."""
+        """None if there are too few requests."""
         span_s = self.span_s
         return (len(self._arrivals()) - 1) / span_s if span_s > 0 else None
 
@@ -96,7 +96,7 @@ def ask(url: str, admin_key_env: str | None) -> SeenGateway:
 
 
 def _arrived_unix_s(text: str) -> tuple[float, ...]:
-    """Of each row; none where it is not told."""
+    """Of each row; empty if not stated."""
     try:
         return tuple(float(row["arrival_unix_s"]) for row in csv.DictReader(text.splitlines()))
     except (KeyError, TypeError, ValueError):
@@ -129,7 +129,7 @@ def _running(url: str, admin_key_env: str | None, row: Mapping[str, Any]) -> Run
 
 
 def _fitted(seen: Mapping[str, Any], profile: Profile) -> Profile | None:
-    """The profile by what was observed; None where that is too little, or fits badly."""
+    """The profile fitted to the observations; None if they are too few, or fit badly."""
     try:
         fit = fit_observed(seen)
     except ProfileError:

@@ -1,7 +1,7 @@
 """From the streams of one batch to its prefill and decode times. No clock and no socket here.
 
-docs/design/profiling.md says how a batch is timed. Whether all started in one step is shown by what
-the others had emitted by the last first token.
+docs/design/profiling.md explains how a batch is timed. The number of tokens that the others had
+emitted by the last first token shows whether all started in one step.
 """
 
 from bisect import bisect_right
@@ -20,10 +20,10 @@ _CHECKS = 9
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The tokens of one sequence as they came.
+    """The tokens of one sequence as they arrived.
 
     Args:
-        times_s, tokens: tokens received in all by each time; the same length, at least 1.
+        times_s, tokens: cumulative tokens received by each time; the same length, at least 1.
         prompt_tokens: by the engine's count, or as asked for.
     """
 
@@ -47,14 +47,15 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the streams of a batch say.
+    """The reading of a batch's streams.
 
     Args:
-        whole: means over its sequences; its prefill is from ``start_s`` to the last first token.
-        decode: the window in which all ran; None when there was none.
+        whole: means over its sequences; its prefill is from ``start_s`` to the last first
+            token.
+        decode: the window in which all ran; None if there was none.
         together: all sequences emitted their first token in the same step.
         equal: all had the same number of output tokens.
-        most_running: sequences that were under way at one time, at most.
+        most_running: the most sequences in progress at one time.
     """
 
     whole: Sample
@@ -65,7 +66,7 @@ class Reading:
 
 
 def track(reply: Reply, asked_prompt_tokens: int) -> Track | str:
-    """The tokens of one streamed reply, or what is wrong with it."""
+    """The tokens of one streamed reply, or its error."""
     error, prompt_tokens, total, *_ = judge(reply, stream=True)
     if error is not None:
         return error
@@ -142,11 +143,11 @@ def read_batch(tracks: Sequence[Track], start_s: float) -> Reading:
 def _leads(tracks: Sequence[Track], late: Track, step_s: float) -> list[int]:
     """By how many tokens each sequence is ahead of the one that started last.
 
-    Compared at several steps, the median taken: on a busy machine the tokens of one step may
+    Compared at several steps, using the median: on a busy machine the tokens of one step may
     arrive half a step apart now and then.
     """
     ends_s = min(t.times_s[-1] for t in tracks)
-    # What belongs to the same step arrives within half a step of it.
+    # Tokens of the same step arrive within half a step of it.
     at = [
         (time_s + step_s / 2, tokens)
         for time_s, tokens in zip(late.times_s, late.tokens, strict=True)
@@ -159,9 +160,10 @@ def _leads(tracks: Sequence[Track], late: Track, step_s: float) -> list[int]:
 
 
 def _most_running(tracks: Sequence[Track]) -> int:
-    """Sequences between their first and last token at one time, at most.
+    """The most sequences between their first and last token at one time.
 
-    One that starts as another ends counts as after it: the step that ends one can start no other.
+    One that starts as another ends counts as after it: the step that ends one can start no
+        other.
     """
     events = sorted([(t.first_s, 1) for t in tracks] + [(t.times_s[-1], -1) for t in tracks])
     return max(1, *accumulate(change for _, change in events))

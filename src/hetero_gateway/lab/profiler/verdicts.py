@@ -1,4 +1,4 @@
-"""What becomes of a batch: samples to fit, or the reason why not. No clock and no socket here."""
+"""Verdicts on a batch: samples to fit, or the reason why not. No clock and no socket here."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +23,8 @@ NO_WINDOW = "did not run together"
 HURRIED = "sooner than a step can end"
 
 # A prefill reads all the weights that a decode step of the same batch reads. One that seems to take
-# less than this share of such a step was timed from a starting signal that came late: a server
-# decodes the gate's whole prompt to text before it sends its token, while the batch runs already.
+# less than this share of such a step was timed from a late starting signal: a server decodes the
+# gate's whole prompt to text before it sends its token, while the batch runs already.
 _SOONEST = 0.75
 
 
@@ -41,7 +41,7 @@ class BatchVerdict(NamedTuple):
 
 
 def one_step(whole: Sample, decode: Sample | None, ragged: bool) -> list[BatchVerdict]:
-    """A batch's accepted parts: one sample when both are of the same lengths, else one each."""
+    """A batch's accepted parts: one sample if both are of the same lengths, else one each."""
     reason = RAGGED if ragged else None
     if decode is None:
         return [BatchVerdict(whole, reason, closes=not ragged)]
@@ -60,13 +60,13 @@ def _hurried(whole: Sample, decode: Sample) -> bool:
 
 
 def several_steps(whole: Sample, decode: Sample | None) -> list[BatchVerdict]:
-    """The decode part; the prefill is kept beside it, for ``chunked_prefills``."""
+    """The decode part; the prefill is kept with it, for ``chunked_prefills``."""
     sample = decode or replace(whole, prefill_s=None)
     return [BatchVerdict(sample, None, closes=True, beyond=whole)]
 
 
 def disturbance(before: EngineMetrics, after: EngineMetrics, shot: Shot) -> str | None:
-    """Why the engine's counters say that the batch was disturbed, or None."""
+    """The disturbance that the engine's counters show, or None."""
     if grown(before.preemptions, after.preemptions) > 0:
         return PREEMPTED
     if grown(before.prefix_cache_hits, after.prefix_cache_hits) > 0:
@@ -80,15 +80,15 @@ def disturbance(before: EngineMetrics, after: EngineMetrics, shot: Shot) -> str 
 
 
 def grown(before: float | None, after: float | None) -> float:
-    """By how much a counter grew; 0 where it is not exported."""
+    """A counter's growth; 0 if it is not exported."""
     return 0.0 if before is None or after is None else after - before
 
 
-# Prefills that take several steps of the engine, and what Eq. (3) can say of them. It is fitted to
+# Prefills that take several steps of the engine, and their relation to Eq. (3). It is fitted to
 # batches of one step, and to single prompts of several with the further steps' fixed part,
-# (steps − 1)·(p2 + p4), taken off: docs/design/profiling.md says why.
+# (steps − 1)·(p2 + p4), subtracted: docs/design/profiling.md explains it.
 
-# What a sample's line keeps of such a prefill, beside the columns that are fitted.
+# The part of such a prefill kept in a sample's line, besides the fitted columns.
 KEY = "chunked"
 
 
@@ -134,6 +134,6 @@ def chunked_prefills(records: Iterable[Mapping[str, Any]], max_batched_tokens: i
             continue
         steps = math.ceil(prompt / max_batched_tokens)
         rest_s = prefill_s - (steps - 1) * fixed_s
-        if rest_s > prefill_s / 2:  # else the steps' fixed part is all there is to see
+        if rest_s > prefill_s / 2:  # else the steps' fixed part dominates
             singles.append(Sample(1, prompt, 1, rest_s, None))
     return Chunked(singles, [s for s in measured if s.batch_size > 1], measured)

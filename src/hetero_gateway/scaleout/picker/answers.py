@@ -1,6 +1,6 @@
-"""What the picker answers the data plane: gRPC messages, as bytes on the wire.
+"""The picker's answers to the data plane: gRPC messages, as bytes on the wire.
 
-What does not depend on the request is made once: per process or per instance, so that a usual
+Parts that do not depend on the request are made once, per process or per instance, so that a usual
 request serialises nothing.
 """
 
@@ -50,7 +50,7 @@ class Destination:
 
     Attributes:
         endpoint: ``ip:port``.
-        in_headers, in_body: where it is, in answer to a request's head or to its buffered body.
+        in_headers, in_body: the destination, in answer to a request's head or buffered body.
         served: names the instance in the response's head.
     """
 
@@ -74,7 +74,7 @@ class Destination:
         self.served = _message(ProcessingResponse(response_headers=part))
 
 
-# The same length for all: what is in front of it is then the same, too.
+# Tickets of one length, so that everything before them is the same too.
 TICKET_DIGITS = 20
 TICKET_NAMESPACE = "hetero_gateway"
 
@@ -91,9 +91,9 @@ _TICKET_PREFIX = _ticket_prefix()
 
 
 def with_ticket(answer: bytes, ticket: bytes) -> bytes:
-    """A destination's answer that gives the data plane a name for reports on the response.
+    """A destination's answer that gives the data plane a ticket for reports on the response.
 
-    Two encoded messages one behind the other are one with the fields of both, merged.
+    Two concatenated encoded messages are one message with the fields of both, merged.
     """
     return message(answer[MESSAGE_HEAD_BYTES:] + _TICKET_PREFIX + ticket)
 
@@ -104,7 +104,7 @@ def changed(
     removed: Iterable[str],
     added: Iterable[tuple[str, str]] = (),
 ) -> bytes:
-    """A destination's answer that changes the request's path, too, or its other header fields."""
+    """A destination's answer that also changes the request's path, or its other header fields."""
     whole = ProcessingResponse.FromString(answer[MESSAGE_HEAD_BYTES:])
     mutation = getattr(whole, whole.WhichOneof("response") or "").response.header_mutation
     if path is not None:
@@ -116,7 +116,7 @@ def changed(
 
 
 def streamed(body: bytes, *, ends: bool, of_request: bool) -> Iterator[bytes]:
-    """A body given back piece by piece, as FULL_DUPLEX_STREAMED wants it.
+    """A body given back piece by piece, as FULL_DUPLEX_STREAMED requires.
 
     Args:
         ends: no trailers follow.
@@ -129,7 +129,7 @@ def streamed(body: bytes, *, ends: bool, of_request: bool) -> Iterator[bytes]:
 
 @lru_cache(1024)
 def _around(size: int, ends: bool, of_request: bool) -> tuple[bytes, bytes]:
-    """A piece's message but for the piece: to make one is half of what it costs to give it back."""
+    """A message without its piece: making one is half the cost of giving the piece back."""
     answer = ProcessingResponse()
     part = answer.request_body if of_request else answer.response_body
     piece = part.response.body_mutation.streamed_response
@@ -153,7 +153,7 @@ def refused(refusal: Refusal, path: str, request_id: bytes) -> bytes:
 def immediate(
     status: int, body: bytes, headers: Iterable[tuple[str, str | bytes]] = (), details: str = ""
 ) -> bytes:
-    """A response in JSON that the data plane is to send in place of any instance's."""
+    """A JSON response that the data plane should send instead of an instance's."""
     answer = ImmediateResponse(body=body, details=details)
     answer.status.code = status
     answer.headers.set_headers.append(_header("content-type", "application/json"))
@@ -163,7 +163,7 @@ def immediate(
 
 
 def wait_longer(timeout_s: float) -> bytes:
-    """Asks the data plane to wait this long for the answer proper."""
+    """Asks the data plane to wait this long for the actual answer."""
     answer = ProcessingResponse()
     answer.override_message_timeout.FromNanoseconds(round(timeout_s * 1e9))
     return _message(answer)

@@ -1,6 +1,6 @@
-"""Instances as the data plane names them: ``ip:port``.
+"""Instances by the data plane's names: ``ip:port``.
 
-The configuration may name an instance by a host name, which the data plane cannot use: names are
+The configuration may give an instance a host name, which the data plane cannot use: names are
 resolved here, in the background. While a name has no address its instance gets no request.
 """
 
@@ -15,7 +15,7 @@ from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet.instances import Fleet, Instance
 from hetero_gateway.scaleout.picker.answers import Destination
 
-# New instances are looked for this often; known names are asked for less often.
+# How often new instances are looked for; known names are resolved less often.
 _LOOK_S = 1.0
 _RESOLVER_TIMEOUT_S = 5.0
 
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 class KnownInstance:
-    """An instance's address as it was last found.
+    """An instance's last known address.
 
-    ``destination``: where it is; None: its name has no address now. ``path_prefix``: what comes in
-    front of every path, of its base_url; usually nothing.
+    ``destination``: where it is; None: its name has no address now. ``path_prefix``: the part
+    of its base_url before every path; usually empty.
     """
 
     __slots__ = ("asked_s", "destination", "host", "instance", "path_prefix", "port")
@@ -42,12 +42,12 @@ class KnownInstance:
 
 
 class Endpoints:
-    """Which address each instance has, and which instance has an address.
+    """The address of each instance, and the instance at each address.
 
     Args:
         fleet: the instances.
         resolve_interval_s: between two look-ups of one name.
-        drops_credentials: the clients' keys are for the picker, and no instance's business.
+        drops_credentials: the clients' keys are for the picker, not for instances.
     """
 
     def __init__(self, fleet: Fleet, resolve_interval_s: float, *, drops_credentials: bool) -> None:
@@ -68,11 +68,11 @@ class Endpoints:
         return known
 
     def instance_at(self, endpoint: str) -> InstanceId | None:
-        """Whose address this is."""
+        """The instance at this address."""
         return self._by_endpoint.get(endpoint)
 
     def instances_at(self, endpoints: Iterable[str]) -> frozenset[InstanceId]:
-        """The instances that have one of these addresses, however many there are of others."""
+        """The instances at these addresses; unknown addresses cost little."""
         found = (self._by_endpoint.get(endpoint) for endpoint in endpoints)
         return frozenset(each for each in found if each is not None)
 
@@ -90,7 +90,7 @@ class Endpoints:
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        """Learn of new and of lost instances, and resolve the names that are due."""
+        """Find new and removed instances, and resolve the names that are due."""
         now_s = asyncio.get_running_loop().time()
         for instance in self._fleet.instances.values():
             self.known(instance)
@@ -121,8 +121,8 @@ class Endpoints:
         except (OSError, TimeoutError) as error:
             if known.destination is None:
                 _log.debug("instance %s: %s: %r", known.instance.id, known.host, error)
-            return  # an address that was good a moment ago is better than none
-        # IPv4 first, and always in the same order: a name with several addresses stays on one.
+            return  # a recent address is better than none
+        # IPv4 first, always in the same order: a name with several addresses keeps to one.
         addresses = sorted({str(each[4][0]) for each in found}, key=lambda a: (":" in a, a))
         if addresses:
             self._set(known, addresses[0])

@@ -1,4 +1,4 @@
-"""What the data plane's messages say of a request, and of the response to it."""
+"""How to read the data plane's messages on a request, and on its response."""
 
 from google.protobuf.message import DecodeError
 
@@ -14,7 +14,7 @@ from hetero_gateway.scaleout.picker.protocol.messages_pb2 import (
     ProcessingRequest,
 )
 
-# Of a request's head: all others are the data plane's business.
+# The fields needed from a request's head: all others are up to the data plane.
 _READ_FIELDS = {
     name.decode(): name
     for name in (
@@ -25,12 +25,12 @@ _READ_FIELDS = {
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _CODE_DETAILS = "response.code_details"
 _FROM_INSTANCE = "via_upstream"
-# A message with more in it than that, besides a body, is none of a data plane's: what is parsed
-# takes up to 40 times its bytes, and a message may be as long as a body.
+# A message with more besides a body than this is not from a data plane: parsed data takes up to 40
+# times its bytes, and a message may be as long as a body.
 MOST_PLAIN_BYTES = 2**18
-# Of a request's head, or a response's. Envoy's own limit is 100 unless it is changed.
+# Fields of a request's or response's head. Envoy's own limit is 100 by default.
 MOST_FIELDS = 1024
-# Top-level fields of a message with a body; it has up to five. And bytes beside the body in its
+# Top-level fields of a message with a body; it has up to five. And bytes besides the body in its
 # part: whether more follows.
 _MOST_PARTS = 16
 _MOST_REST_BYTES = 16
@@ -40,9 +40,9 @@ _LENGTH_DELIMITED = 2
 
 
 def read_long(data: bytes) -> tuple[ProcessingRequest, bytes]:
-    """A message of more than ``MOST_PLAIN_BYTES``, and its body, which is not in the message then.
+    """A message of more than ``MOST_PLAIN_BYTES``, without its body, and the body.
 
-    Raises DecodeError: it is no ProcessingRequest, or there is more than a body in it.
+    Raises DecodeError: it is not a ProcessingRequest, or there is more than a body in it.
     """
     at, plain, body = 0, b"", b""
     for _ in range(_MOST_PARTS):
@@ -88,10 +88,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def inbound_of(head: HttpHeaders, guarded: Withheld) -> tuple[str, Inbound | None, tuple[str, ...]]:
-    """(method, the request where it is a POST on an engine path, the fields that are to go).
+    """(method, the request if it is a POST on an engine path, the fields to remove).
 
     Args:
-        guarded: which fields are not for clients.
+        guarded: fields that clients may not set.
 
     Raises:
         Refusal: 400, 431.
@@ -107,7 +107,7 @@ def inbound_of(head: HttpHeaders, guarded: Withheld) -> tuple[str, Inbound | Non
         name = _READ_FIELDS.get(field.key)
         if name is None:
             if field.key != answers.DESTINATION and guarded[field.key.encode()]:
-                removed.append(field.key)  # but for what the answer sets
+                removed.append(field.key)  # except those that the answer sets
             continue
         value = field.raw_value or field.value.encode()
         if name == b"x-request-id" and names_an_address(value):
@@ -130,7 +130,7 @@ def inbound_of(head: HttpHeaders, guarded: Withheld) -> tuple[str, Inbound | Non
 
 
 def status_of(head: HttpHeaders) -> int:
-    """Of a response; 0: it has none."""
+    """A response's status; 0: it has none."""
     if len(head.headers.headers) > MOST_FIELDS:
         return 0
     for field in head.headers.headers:
@@ -141,18 +141,18 @@ def status_of(head: HttpHeaders) -> int:
 
 
 def subset_of(metadata: Metadata) -> list[str] | None:
-    """The endpoints to choose from; None: the data plane does not say."""
+    """The endpoints to choose from; None: not stated."""
     hint = metadata.filter_metadata.get(answers.SUBSET_NAMESPACE)
     if hint is None or answers.SUBSET not in hint.fields:
         return None
     value = hint.fields[answers.SUBSET]
-    if value.HasField("string_value"):  # a list in one word
+    if value.HasField("string_value"):  # a list in one string
         return [part.strip() for part in value.string_value.split(",") if part.strip()]
     return [each.string_value for each in value.list_value.values]
 
 
 def served_of(metadata: Metadata) -> str | None:
-    """The endpoint that served the request; None: the data plane does not say."""
+    """The endpoint that served the request; None: not stated."""
     told = metadata.filter_metadata.get(answers.LB_NAMESPACE)
     if told is None or answers.SERVED not in told.fields:
         return None
@@ -160,7 +160,7 @@ def served_of(metadata: Metadata) -> str | None:
 
 
 def failure_of(message: ProcessingRequest) -> InstanceError | None:
-    """What went wrong with the instance, where it is not the instance that answers."""
+    """The failure of the instance, if somebody else answers for it."""
     if not message.attributes:
         return None
     attributes = message.attributes.get(_ATTRIBUTES)

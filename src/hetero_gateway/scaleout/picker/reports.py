@@ -1,4 +1,4 @@
-"""What a data plane reports of responses whose bodies the picker never sees.
+"""A data plane's reports on responses whose bodies the picker never sees.
 
 A script in Envoy (docker/envoy/envoy.yaml) sends one short message at a stream's first bytes, and
 one at a response's end, by a unary call of ``hetero_gateway.Reports/Report``:
@@ -6,12 +6,12 @@ one at a response's end, by a unary call of ``hetero_gateway.Reports/Report``:
     TICKET first
     TICKET end PROMPT OUTPUT CACHED EVENTS
 
-in ASCII, padded with spaces. TICKET names the request: the picker gave it with its answer, in the
-dynamic metadata ``hetero_gateway``. PROMPT, OUTPUT and CACHED are the usage in tokens, "-" for what
-it does not say; EVENTS is how many server-sent events went by. The calls come on the connection of
-the request's own stream, or on another one from the same address, before its end. Reports on
-requests that are over are ignored, and on those that came from another address; what the others say
-is bounded like everything that an engine says (``dataplane/records``).
+in ASCII, padded with spaces. TICKET identifies the request: the picker put it in its answer, in the
+dynamic metadata ``hetero_gateway``. PROMPT, OUTPUT and CACHED are the usage in tokens, "-" if not
+stated; EVENTS is the number of server-sent events. The calls come on the connection of the
+request's own stream, or on another one from the same address, before its end. Reports on ended
+requests and those from another address are ignored; the figures in others are bounded like
+everything that an engine says (``dataplane/records``).
 """
 
 import os
@@ -27,12 +27,12 @@ from hetero_gateway.scaleout.picker.http2.calls import Call
 from hetero_gateway.scaleout.picker.http2.frames import Status
 
 _REPORT = re.compile(rb"(\d{20}) (?:first|end (\d{1,9}|-) (\d{1,9}|-) (\d{1,9}|-) (\d{1,9})) *")
-# For so long after a report that was another picker's, first bytes are predicted.
+# How long first bytes are predicted after a report for another picker.
 _STRAY_S = 60.0
 
 
 class Reported(Protocol):
-    """A request, as a data plane reports on it."""
+    """A request, as seen by a data plane's reports."""
 
     @property
     def address(self) -> str:
@@ -42,21 +42,21 @@ class Reported(Protocol):
         """The first bytes of a streamed body have passed."""
 
     def told(self, usage: Usage, events: int) -> None:
-        """The body has passed, and this is what its end said."""
+        """The body has passed, and its end stated these figures."""
 
 
 class Tickets:
-    """Names for requests' responses, by which the data plane may report on them."""
+    """Tickets for responses, by which the data plane may report on them."""
 
     def __init__(self) -> None:
-        # Envoy may ask several pickers in turn: what is of another one must be known as such.
+        # Envoy may ask several pickers in turn: tickets of another one must be recognisable.
         self.prefix = b"%010d" % secrets.randbelow(10**10)
         self.issued: dict[bytes, Reported] = {}
 
     def issue(self, request: Reported) -> bytes:
-        """One that nobody has."""
+        """A new ticket."""
         while True:
-            # At random: who has one must not know others', nor say what became of them.
+            # Random: the owner of one ticket must not guess others', nor report on their requests.
             number = int.from_bytes(os.urandom(8), "big") % 10**10
             ticket = b"%b%010d" % (self.prefix, number)
             if ticket not in self.issued:
@@ -80,7 +80,7 @@ class ReportCall:
         if found[1].startswith(self._tickets.prefix):
             peer.reports = now_s >= peer.stray_until_s
         else:
-            # Of another picker: some of this one's will go there.
+            # For another picker: some reports for this one will go there.
             peer.reports, peer.stray_until_s = False, now_s + _STRAY_S
         request = self._tickets.issued.get(found[1])
         if request is not None and request.address == peer.address:

@@ -1,4 +1,4 @@
-"""What every stream uses: the gateway's parts, and what the picker knows of its data planes."""
+"""Resources of every stream: the gateway's parts, and the picker's knowledge of its data planes."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from hetero_gateway.scaleout.picker.protocol.messages_pb2 import HttpHeaders
 from hetero_gateway.scaleout.picker.reports import Tickets
 
 _LOG_EVERY_S = 10.0
-# For the gateway's own limit of a request to be the first.
+# So that the gateway's own limit for a request comes first.
 _GRACE_S = 10
 
 _log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class PickerGateway(Serving, Protocol):
 
 
 class Resources:
-    """Of a gateway that runs.
+    """The resources of a running gateway.
 
     Attributes:
-        open: how many streams are not over.
+        open: number of streams that are not over.
         stream_timeout_s: the longest that one may take, whole seconds.
     """
 
@@ -66,7 +66,7 @@ class Resources:
 
     @property
     def guarded(self) -> Withheld:
-        """The header fields that are not for clients, as they are configured now."""
+        """The header fields that clients may not set, by the current configuration."""
         return self._gateway.dataplane.rooms.fields.guarded
 
     @property
@@ -82,7 +82,7 @@ class Resources:
         self.metrics.counts("", "").outcomes["internal_error"] += 1
 
     def misconfigured(self, what: str) -> Refusal:
-        """The data plane does not send what the picker needs."""
+        """Report that the data plane does not send what the picker needs."""
         now_s = time.monotonic()
         if now_s - self._logged_s.get(what, -_LOG_EVERY_S) >= _LOG_EVERY_S:
             self._logged_s[what] = now_s
@@ -90,7 +90,7 @@ class Resources:
         return Refusal(500, "misconfigured_data_plane", f"ext_proc: {what}.", kind="server_error")
 
     def other_request(self, method_and_path: str, head: HttpHeaders) -> bytes:
-        """The answer to what is no POST on an engine's path."""
+        """The answer to anything but a POST on an engine's path."""
         if method_and_path == "GET /v1/models":
             headers = [
                 (field.key.encode(), field.raw_value or field.value.encode())

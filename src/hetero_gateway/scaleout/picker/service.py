@@ -1,4 +1,4 @@
-"""What data planes call: ext_proc, and grpc.health.v1 for whoever balances between pickers."""
+"""The services for data planes: ext_proc, and grpc.health.v1 for balancing between pickers."""
 
 import asyncio
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
 REPORTS = "hetero_gateway.Reports"
 _ALIVE = ("", "liveness")
-# The last one is what earlier endpoint pickers are asked for.
+# The last one is the name that earlier endpoint pickers were asked for.
 _READY = ("readiness", EXT_PROC, "inference-extension")
 _OTHER = "unknown"
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 _WATCH_S = 0.5
-# Of a message, besides the body in it.
+# Bytes of a message besides the body in it.
 _MESSAGE_MARGIN_BYTES = 2**20
 
 
@@ -60,7 +60,8 @@ class Picker:
 
     @property
     def ready(self) -> bool:
-        """Whether requests may be sent here. Without an instance, too: it says so itself."""
+        """Whether requests may be sent here. Also without an instance: the picker reports that
+        itself."""
         return self._serving and not self._gateway.draining
 
     async def start(self) -> None:
@@ -110,7 +111,7 @@ class Picker:
             self._watching.cancel()
 
     def health(self, service: str) -> int:
-        """As grpc.health.v1 has it."""
+        """The status, as grpc.health.v1 defines it."""
         if service in _ALIVE:
             return _SERVING
         if service in _READY:
@@ -118,7 +119,7 @@ class Picker:
         return _UNKNOWN
 
     def watch(self, watcher: "HealthCall") -> None:
-        """Let it look whenever the health has changed: one timer, however many they are."""
+        """Call it whenever the health has changed: one timer, however many there are."""
         self._watchers.add(watcher)
         if self._watching is None:
             self._was_ready = self.ready
@@ -155,7 +156,7 @@ class HealthCall:
         except DecodeError:
             self._call.finish(Status.INVALID_ARGUMENT, "this is no HealthCheckRequest")
             return
-        # No name that it does not know is kept.
+        # Unknown names are not kept.
         self._service = service if service in (*_ALIVE, *_READY) else _OTHER
         if self._watches:
             self.look()

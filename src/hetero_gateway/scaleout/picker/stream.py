@@ -9,20 +9,20 @@
     refused            an ImmediateResponse, ANSWERING         –
     placed             –             ANSWERING    ANSWERING    –
     response's head    –             –            –            the load goes to who served it
-    other messages     –             –            –            answered, and without meaning
+    other messages     –             –            –            answered, without effect
     the stream's end   OVER          OVER         leaves the   settled; OVER
                                                   queue; OVER
 
-Everything happens in callbacks of the call; a task exists only where something has to wait: for a
-long body to be read, or for the tokenizer.
+Everything happens in callbacks of the call; a task exists only if something has to wait: for a long
+body to be read, or for the tokenizer.
 
 The end of the stream is the end of the request: the data plane keeps it open until the response's
 last byte (``response_trailer_mode: SEND``). ``release`` runs whatever ended it, and settles once.
-Whether a stream ended with the response or because its client left, and what the response's end
-said of tokens, only reports say (``reports``).
+Only reports (``reports``) say whether a stream ended with the response or because its client left,
+and how many tokens the response's end stated.
 
-Response bodies are not asked for. Where the data plane sends them all the same, they go back as
-they came.
+Response bodies are not requested. If the data plane sends them all the same, they go back
+unchanged.
 """
 
 import asyncio
@@ -67,18 +67,18 @@ _log = logging.getLogger(__name__)
 _BUFFERED = 2
 _FULL_DUPLEX = 4
 
-# What the data plane is given beyond the queue's own limit.
+# The data plane's time limit beyond the queue's own.
 _GRACE_S = 10.0
 # Between two messages of a body, as a client may take between two reads of it (timeouts.body_s),
-# and Envoy to send what it has.
+# and Envoy to send its data.
 _BODY_PART_S = 60
-# What is kept of a body while its response passes: a prompt of 2000 tokens is kept whole.
+# How much of a body is kept while its response passes: a prompt of 2000 tokens is kept whole.
 _KEPT_BODY_BYTES = 8192
-# Of a head and of a body, what is counted as a part of every call (CALL_BYTES).
+# The part of a head and of a body that is counted in every call (CALL_BYTES).
 _USUAL_BYTES = 2048
 
 
-# Which llm-d's sidecar makes two requests of.
+# The paths that llm-d's sidecar splits into two requests.
 _SPLIT_PATHS = (CHAT_COMPLETIONS, COMPLETIONS)
 
 
@@ -97,7 +97,7 @@ _HEAD, _BODY, _PLACING, _ANSWERING, _OVER = _State
 class Stream(RequestReader):
     """The life of one request: a ``Receiver`` of its call, and the ``Owner`` of its place.
 
-    Whoever makes one counts it among the resources' ``open`` ones.
+    Whoever creates one counts it among the resources' ``open`` ones.
     """
 
     _resources: Resources
@@ -116,7 +116,7 @@ class Stream(RequestReader):
     _placed: Placed | None = None  # and not settled
     _task: asyncio.Task[None] | None = None
     _wait: Waiting | None = None  # for a place; the last one
-    _halved: bool = False  # its prompt, as it is estimated
+    _halved: bool = False  # its prompt's estimate
     _body_mode: int = _BUFFERED
     _response_mode: int = 0
     _status: int = 0
@@ -138,7 +138,7 @@ class Stream(RequestReader):
     # A Receiver
 
     def message(self, data: bytes) -> None:
-        body = b""  # of a long message: it is taken out before the rest is read
+        body = b""  # of a long message: taken out before the rest is parsed
         try:
             if len(data) > MOST_PLAIN_BYTES:
                 message, body = read_long(data)
@@ -196,7 +196,7 @@ class Stream(RequestReader):
     # The request
 
     def _begin(self, message: ProcessingRequest) -> None:
-        """The request's head. Raises Refusal: what the client gets instead."""
+        """The request's head. Raises Refusal: the client's answer instead."""
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -240,14 +240,14 @@ class Stream(RequestReader):
             self._call.let_go(self._head_bytes)
         elif buffer.size_bytes > _USUAL_BYTES:
             self._call.hold(len(body))
-        # What is buffered comes whole; trailers that follow it are a message of their own.
+        # Buffered bodies come whole; trailers after them are a message of their own.
         if part.end_of_stream or self._body_mode == _BUFFERED:
             self._take_whole()
         else:
             self._call.expect(_BODY_PART_S)
 
     def _take_whole(self) -> None:
-        """The body is here, if there is one. Raises Refusal."""
+        """The body is complete, if there is one. Raises Refusal."""
         self._state = _PLACING
         self._call.expect(self._resources.stream_timeout_s)
         inbound = self._inbound
@@ -269,7 +269,8 @@ class Stream(RequestReader):
         assert client is not None
         job = self._job = self._resources.dispatcher.describe(inbound, client, parsed, counted)
         if job.request.streams and not self._call.peer.reports:
-            # Its first token is not seen: a stream's head comes before it, and its body never.
+            # Its first token is not seen: a stream's head comes earlier, and its body is never
+            # seen.
             job.request = job.request.replace(streams=False)
         resources = self._resources
         handovers = resources.handovers
@@ -284,7 +285,7 @@ class Stream(RequestReader):
     # Placing
 
     def _place(self, job: Job) -> None:
-        """Find the request its place. Raises Refusal."""
+        """Find a place for the request. Raises Refusal."""
         resources = self._resources
         exclude: tuple[InstanceId, ...] = resources.endpoints.unresolved
         if self._subset is not None:
@@ -333,7 +334,7 @@ class Stream(RequestReader):
             and prompt_tokens > 1
             and not self._halved
         ):
-            # The length is an estimate: when half of it fits, the engine is to judge.
+            # The length is an estimate: if half of it fits, the engine should judge.
             self._halved = True
             job.request = job.request.replace(prompt_tokens=-(-prompt_tokens // 2))
             self._place(job)
@@ -341,7 +342,7 @@ class Stream(RequestReader):
         ours = place.reason is RejectReason.NO_AVAILABLE_INSTANCE
         self._note("unavailable" if ours else "rejected")
         if ours and self._subset is not None:
-            place = Reject(place.reason, "none of the endpoints that were hinted at is available")
+            place = Reject(place.reason, "none of the hinted endpoints is available")
         raise rejection(place, None, job.inbound.path)
 
     def _send_there(self, placed: Placed, inbound: Inbound) -> None:
@@ -377,11 +378,11 @@ class Stream(RequestReader):
         self._let_go_of_body()
 
     def _begin_leg(self, placed: Placed, leg: PrefillLeg) -> tuple[tuple[str, str], ...]:
-        """Who is to compute the prompt, for the sidecar beside who answers."""
+        """Choose who computes the prompt, for the sidecar next to the answering instance."""
         resources = self._resources
         there = resources.endpoints.known(leg.instance).destination
         if there is None or resources.prefill_header is None or resources.handovers is None:
-            resources.legs.over(leg, Outcome.COMPLETED)  # who answers computes it, too
+            resources.legs.over(leg, Outcome.COMPLETED)  # the answering instance computes it too
             return ()
         resources.handovers.results["handed_over"] += 1
         if not placed.dispatch.request.streams:
@@ -393,7 +394,7 @@ class Stream(RequestReader):
         self._let_go_of_body()
 
     def _let_go_of_body(self) -> None:
-        """A long one: the data plane has it. What is left is enough to tell it from others."""
+        """Drop a long one: the data plane has it. The rest is enough to tell it from others."""
         buffer, inbound = self._buffer, self._inbound
         if buffer is None or inbound is None or self._gives_back:
             return
@@ -404,7 +405,7 @@ class Stream(RequestReader):
             self._call.let_go(self._head_bytes + len(inbound.body))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """An ImmediateResponse in place of any instance's."""
+        """An ImmediateResponse in place of an instance's."""
         if self._job is None and self._inbound is not None:
             self._resources.dispatcher.note(None, "rejected")
         inbound, path, request_id = self._inbound, "", b""
@@ -424,7 +425,7 @@ class Stream(RequestReader):
         if kind == "response_headers":
             call.send(self._answered(message))
         elif kind == "response_trailers":
-            # That is the response's end, and everything else's.
+            # That is the end of the response, and of everything.
             call.send(answers.RESPONSE_TRAILERS)
             call.finish()
             self.release()
@@ -439,7 +440,7 @@ class Stream(RequestReader):
             call.send(answers.REQUEST_TRAILERS)
 
     def _answered(self, message: ProcessingRequest) -> bytes:
-        """The response's head is here: what it says, and who served it."""
+        """The response's head: its status, and who served it."""
         self._status = status_of(message.response_headers)
         job = self._job
         if job is None:
@@ -458,7 +459,7 @@ class Stream(RequestReader):
         return answers.RESPONSE_HEADERS if destination is None else destination.served
 
     def _move(self, job: Job, placed: Placed, endpoint: str) -> None:
-        """Charge the load to who served the request, where that is not who was to."""
+        """Charge the load to the instance that served the request, if it is not the chosen one."""
         resources = self._resources
         chosen = resources.endpoints.known(placed.instance).destination
         if chosen is not None and chosen.endpoint == endpoint:
@@ -470,7 +471,7 @@ class Stream(RequestReader):
         resources.metrics.retries[error.reason] += 1
         served = resources.endpoints.instance_at(endpoint)
         if served is None:
-            return  # it is none of ours
+            return  # it is not ours
         request = job.request.replace(streams=False, only=served, whole=True)
         try:
             moved = resources.dispatcher.placement.submit(request, (), waits=False)
@@ -491,7 +492,7 @@ class Stream(RequestReader):
         self._resources.dispatcher.placement.stream_began(dispatch, None)
         self._resources.legs.fetched(placed)
         if dispatch.predicted_s is None and ttft_s is not None:
-            # Its steps are not seen: its whole time is what it says of the engine's speed.
+            # Its steps are not seen: only its whole time tells about the engine's speed.
             dispatch.predicted_s = (placed.placed_s, ttft_s)
 
     def told(self, usage: Usage, events: int) -> None:
@@ -502,7 +503,7 @@ class Stream(RequestReader):
     # The end
 
     def release(self) -> None:
-        """The request is over: settle what was placed. Once, whatever happened."""
+        """The request is over: settle its placement. Once, whatever happened."""
         if self._state is _OVER:
             return
         self._state = _OVER
@@ -523,8 +524,8 @@ class Stream(RequestReader):
         if error is not None:
             outcome = error.failure.outcome
         elif self._status == 200 and told is None and self._call.peer.reports:
-            # Its client left in the middle, or nothing is reported on this connection any more:
-            # the next report says which.
+            # Its client left in the middle, or nothing is reported on this connection any more: the
+            # next report tells which.
             self._call.peer.reports = False
             outcome = Outcome.CLIENT_DISCONNECTED
         seen = ReportedResponse(

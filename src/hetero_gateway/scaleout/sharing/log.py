@@ -1,16 +1,16 @@
-"""Where gateways leave what they have sent, and read what others have: a stream of Redis or Valkey.
+"""The gateways' shared log of placements: a stream of Redis or Valkey.
 
-    {GROUP}:placements   a stream of entries (``core/sharing/placements``); everybody appends, and
-                         reads from where it has stopped
-    {GROUP}:names        the secret that keys of prompts begin with, where none is configured: the
-                         first gateway's, which the others take up
+    {GROUP}:placements   a stream of entries (``core/sharing/placements``); each gateway appends,
+                         and reads from where it stopped
+    {GROUP}:names        the secret that keys of prompts begin with, if none is configured: the
+                         first gateway's, which the others use too
 
-Both end ``AGE_S`` after the last gateway has looked, and of the stream the latest ``_MOST_ENTRIES``
-entries are kept: 64 MiB at the most. What Redis counts in an entry's number is its own clock in
-milliseconds, so that entries have an age without any gateway's clock.
+Both expire ``AGE_S`` after a gateway last looked, and only the latest ``_MOST_ENTRIES`` entries of
+the stream are kept: 64 MiB at most. Redis numbers entries by its own clock in milliseconds, so that
+their age is known without any gateway's clock.
 
-The secret lets who can read this Redis try whether a text that he can guess as a whole was sent; it
-serves for nothing else. ``scheduler.prefix_key_env`` keeps it out of there.
+With the secret, a reader of this Redis can test whether a text that he guesses as a whole was sent;
+it serves for nothing else. ``scheduler.prefix_key_env`` keeps it out of there.
 """
 
 import re
@@ -25,10 +25,10 @@ from hetero_gateway.scaleout.sharing.redis import RedisConnection, Reply, ReplyE
 
 T = TypeVar("T")
 
-# What was sent longer ago is in no engine's cache any more, or was sent again.
+# Older prompts are no longer in any engine's cache, or were sent again.
 AGE_S = 3600
 _MOST_ENTRIES = 1 << 14
-# Entries that are read at a time: three values each.
+# Entries read at a time: three values each.
 _PAGE = 128
 _MOST_PAGE_BYTES = 2 * _PAGE * ENTRY_BYTES
 _SECRET = re.compile(rb"[0-9a-f]{64}")
@@ -40,8 +40,8 @@ NO_NUMBER: Number = (0, 0)
 
 class Read(NamedTuple):
     """Args:
-    entries: what was there, in the order in which it was asked for.
-    first, last: numbers of the first and the last of them; of none, where the reading began.
+    entries: in the requested order.
+    first, last: numbers of the first and the last of them; if none, where the reading began.
     more: there may be more.
     """
 
@@ -52,11 +52,11 @@ class Read(NamedTuple):
 
 
 class PlacementLog:
-    """One gateway's access to it. All raise StoreError.
+    """One gateway's access to it. All methods raise StoreError.
 
     Args:
         config: ``shared`` is set.
-        base_dir: what ``ca_file`` is relative to.
+        base_dir: ``ca_file`` is relative to it.
 
     Raises:
         ConfigError: the password is missing, or the certificates.
@@ -67,10 +67,10 @@ class PlacementLog:
         tag = f"{{{config.sharing.group}}}"
         self._stream = f"{tag}:placements".encode()
         self._names = f"{tag}:names".encode()
-        self._spoilt = False  # there may be entries that are too long: it begins anew
+        self._spoilt = False  # there may be oversized entries: start again
 
     async def agree(self, secret: bytes) -> bytes:
-        """The secret that all have: this one, if nobody has left one."""
+        """The shared secret: this one, if nobody has stored one."""
 
         async def work(connection: RedisConnection) -> bytes:
             age = b"%d" % AGE_S
@@ -93,7 +93,7 @@ class PlacementLog:
         return await self._work(work)
 
     async def append(self, entries: Sequence[bytes]) -> Number | None:
-        """Leave these; returns the number of the first, None: there are none."""
+        """Append these; returns the number of the first, None: there are none."""
         if not entries:
             return None
 
@@ -112,12 +112,12 @@ class PlacementLog:
         return await self._work(work)
 
     async def after(self, last: Number) -> Read:
-        """Those behind this one, oldest first, as many as are read at a time."""
+        """The entries after this one, oldest first, as many as are read at a time."""
         begin = b"%d-%d" % (last[0], last[1] + 1)
         return await self._range(b"XRANGE", begin, b"+", last)
 
     async def before(self, last: Number | None) -> Read:
-        """Those in front of this one, newest first; None: the newest."""
+        """The entries before this one, newest first; None: the newest."""
         if last is None:
             return await self._range(b"XREVRANGE", b"+", b"-", NO_NUMBER)
         if last == NO_NUMBER:

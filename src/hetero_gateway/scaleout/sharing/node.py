@@ -1,10 +1,11 @@
-"""One node of a Redis or Valkey, asked in time and followed where keys are moved to.
+"""One node of a Redis or Valkey, with a time limit, following moved keys.
 
-Nothing waits for it: there are no retries, one time-out over each piece of work, and after any
-failure a new connection.
+Nothing waits for it: there are no retries, one timeout for each piece of work, and a new connection
+after any failure.
 """
 
 import asyncio
+import os
 import ssl
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -38,7 +39,7 @@ class RedisNode:
 
     Args:
         config: ``shared`` is set.
-        base_dir: what ``ca_file`` is relative to.
+        base_dir: ``ca_file`` is relative to it.
         flattens: see ``ReplyReader``.
 
     Raises:
@@ -69,7 +70,8 @@ class RedisNode:
         return await connect(self._address, self._login, self._context, flattens=self._flattens)
 
     async def in_time(self, work: Callable[[RedisConnection], Coroutine[Any, Any, T]]) -> T:
-        """Do this in time, on the node that it is for; or drop the connection: StoreError."""
+        """Do this within the time limit, on the right node; else drop the connection:
+        StoreError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(_MOST_MOVES):
@@ -81,17 +83,24 @@ class RedisNode:
                         # An empty host means the one that was asked.
                         self._address = (moved.host or self._address[0], moved.port)
                         self.drop()
-            raise StoreError("it is sent from node to node")
+            raise StoreError(f"{self._named()}: it redirects from node to node")
         except BaseException as error:
-            # Also cancelled in the middle of an answer: nobody may read the rest of it.
+            # Also if cancelled in the middle of an answer: nobody may read the rest of it.
             self.drop()
-            self._address = self._home  # wherever it was moved to
+            self._address = self._home  # even if it was moved
             if isinstance(error, TimeoutError | OSError | ReplyError):
-                raise StoreError(in_words(error)) from error
+                raise self.failed(error) from error
             raise
 
+    def failed(self, error: Exception) -> StoreError:
+        """A failure, with the address that the configuration names."""
+        return StoreError(f"{self._named()}: {in_words(error)}")
+
+    def _named(self) -> str:
+        return f"{self._home[0]}:{self._home[1]}"
+
     def drop(self) -> None:
-        """Close its connection; the next work makes another one."""
+        """Close its connection; the next work opens another one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -131,4 +140,6 @@ def in_words(error: Exception) -> str:
     """What a failure was, for people."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
-    return f"{type(error).__name__}: {error}"[:200]
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)  # asyncio's own text repeats the address
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)[:200]

@@ -1,15 +1,15 @@
-"""The others' load, kept up to date beside the traffic.
+"""The other gateways' load, kept up to date beside the traffic.
 
-One task exchanges messages with the store and brings what the others say to the scheduler; another
-one listens for their news. Where a request was sent, the first task says at once, and then not
-again for ``news_s``. No request ever waits for either: a store that is slow, away or full of
-nonsense makes the view of the others old, then empty (``Mode``), and each gateway then decides by
-what it knows itself. When the store is back, the first exchange brings everything: messages are
-whole states, not differences.
+One task exchanges messages with the store and passes the others' to the scheduler; another one
+listens for their news. The first task reports a placement at once, and then not again for
+``news_s``. No request ever waits for either: a store that is slow, away or full of nonsense makes
+the view of the others old, then empty (``Mode``), and each gateway then decides by what it knows
+itself. When the store is back, the first exchange brings everything: messages are whole states, not
+differences.
 
-What an exchange computes grows with the instances, and what news compute with the gateways; their
-pauses grow with it, so that each never takes more than a twentieth of a core. News are the cheaper
-ones: with hundreds of instances they still come in milliseconds.
+The cost of an exchange grows with the instances, and that of news with the gateways; their pauses
+grow with it, so that each never takes more than a twentieth of a core. News are cheaper: with
+hundreds of instances they still arrive in milliseconds.
 """
 
 import asyncio
@@ -41,15 +41,15 @@ from hetero_gateway.scaleout.sharing.store import RedisStore, Store
 
 _log = logging.getLogger(__name__)
 
-# Longest pause between two tries of a store that is away.
+# Longest pause between two attempts to reach the store.
 _MOST_PAUSE_S = 1.0
-# Of a core, at most, for what exchanges compute, and as much again for news.
+# Maximum share of a core for exchanges, and the same again for news.
 _MOST_SHARE = 1 / 20
-# News that wait to be heard, and their bytes: more are dropped, for the next exchange has it all.
+# Waiting news, and their bytes: more are dropped, as the next exchange has everything.
 _MOST_NEWS, _MOST_NEWS_BYTES = 4096, 1 << 22
 # This many instances, or this much work, at a time: in between, streams go on.
 _SLICE, _SLICE_S = 256, 0.002
-# Of a message that was heard: its header, with the sequence, and more.
+# How much of a received message is remembered: its header, with the sequence, and more.
 _MARK_BYTES = 64
 EXCHANGE_BOUNDS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
@@ -61,14 +61,14 @@ def make_sharing(
     accounts: Callable[[], Iterable[Account]] = tuple,
     prefix_secret: bytes | None = None,
 ) -> "Sharing":
-    """Of ``scheduler.shared``. Raises ConfigError.
+    """The sharing of ``scheduler.shared``. Raises ConfigError.
 
     Args:
         accounts: of clients that have limits.
-        prefix_secret: what keys of prompts begin with, as configured; None: to be agreed on.
+        prefix_secret: start of the keys of prompts, as configured; None: to be agreed on.
     """
-    # Of this process alone: one that is started anew has nothing outstanding, and what its
-    # predecessor said of itself must run out.
+    # A new name per process: a restarted one has no open requests, and its predecessor's reports
+    # must expire.
     name = secrets.token_hex(8)
     sharing = Sharing(config, fleet, RedisStore(config, base_dir, name), name, accounts)
     if fleet.scheduler.caches is not None and config.sharing.placements:
@@ -83,7 +83,7 @@ class Sharing:
     Args:
         config: ``sharing`` has the times.
         fleet: its scheduler gets the others' load.
-        store: where messages go through.
+        store: passes on the messages.
         name: of this replica.
         accounts: of clients that have limits.
     """
@@ -118,8 +118,8 @@ class Sharing:
         self._pause_s = settings.news_s  # until the next one
         self._mode = Mode.LOCAL
         self._tasks: list[asyncio.Task[None]] = []
-        self._placed: set[InstanceId] = set()  # where requests went since that was last said
-        self._news: list[tuple[str, bytes]] = []  # the others', not heard yet
+        self._placed: set[InstanceId] = set()  # where requests went since the last report
+        self._news: list[tuple[str, bytes]] = []  # the others', not applied yet
         self._news_bytes = 0
         self._wake = asyncio.Event()
         self._due_s = 0.0  # the next exchange
@@ -129,7 +129,7 @@ class Sharing:
         self.on_change: Callable[[], None] = lambda: None
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Exchange once, so that the first request finds a view, and go on in the background."""
+        """Exchange once, so that the first request finds a view, and continue in the background."""
         await self._turn()
         if self.placements is not None:
             await self.placements.start(tasks)
@@ -138,7 +138,7 @@ class Sharing:
         self._tasks = [tasks.create_task(self._loop()), tasks.create_task(self._listen())]
 
     async def stop(self) -> None:
-        """Say good-bye, unless the store is away."""
+        """Say goodbye, unless the store is away."""
         self._fleet.scheduler.on_dispatch = self._fleet.on_scrape = None
         if self.placements is not None:
             await self.placements.stop()
@@ -146,14 +146,14 @@ class Sharing:
         for task in tasks:
             task.cancel()
         if tasks:
-            # An exchange that is cut short drops its connection, and must not drop the farewell's.
+            # A cancelled exchange drops its connection, which must not be the farewell's.
             await asyncio.wait(tasks, timeout=self._settings.timeout_s)
         await self._store.leave()
 
-    # What wakes the exchange
+    # Triggers of the exchange
 
     def _on_dispatch(self, dispatch: Dispatch, _now_s: float) -> None:
-        """On the path of each request: nothing but a note."""
+        """On the path of each request: only take a note."""
         if self.placements is not None and dispatch.request.prefix is not None:
             self.placements.note(dispatch)
         if self._exchange.replicas:
@@ -161,9 +161,9 @@ class Sharing:
             self._wake.set()
 
     def _on_scrape(self, instance_id: InstanceId, told: EngineMetrics | None) -> None:
-        """What the others' rows may come to, by the engine's own account."""
+        """Bound the others' load by the engine's own figures."""
         if instance_id not in self._fleet.instances:
-            return  # it was removed while it was asked
+            return  # removed while it was asked
         report = None
         if told is not None and told.running is not None and told.waiting is not None:
             spec = self._fleet.scheduler.members.specs[instance_id]
@@ -178,7 +178,7 @@ class Sharing:
         self._exchange.note_report(instance_id, report)
 
     def _on_news(self, name: str, data: bytes) -> None:
-        # Who is not known has no lease: what it has counts with its first message.
+        # An unknown gateway has no lease: its figures count from its first message on.
         fits = self._news_bytes + len(data) <= _MOST_NEWS_BYTES
         if fits and len(self._news) < _MOST_NEWS and name in self._heard:
             self._news.append((name, data))
@@ -186,12 +186,14 @@ class Sharing:
             self._wake.set()
 
     async def _listen(self) -> None:
-        task = asyncio.current_task()
+        task, problem = asyncio.current_task(), ""
         while task is None or not task.cancelling():
             try:
                 await self._store.listen(self._on_news)
             except StoreError as error:
-                _log.info("scheduler.shared: no news of other gateways: %s", error)
+                if str(error) not in (problem, self._problem):
+                    _log.info("scheduler.shared: no news of other gateways: %s", error)
+                problem = str(error)
             except Exception:
                 # The background loop's boundary, as below.
                 _log.exception("listening for news of other gateways failed")
@@ -199,8 +201,8 @@ class Sharing:
 
     async def _loop(self) -> None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        # A library may swallow a cancellation on its way from the socket; the gateway ends all the
-        # same.
+        # A library may swallow a cancellation on its way from the socket; the gateway must end all
+        # the same.
         while task is None or not task.cancelling():
             await asyncio.sleep(self._pause_s)
             wait_s = self._due_s - time.monotonic()
@@ -217,7 +219,7 @@ class Sharing:
                 _log.exception("exchanging loads with other gateways failed")
 
     async def _turn(self) -> None:
-        """Exchange what is due, all or news, and bring it home."""
+        """Exchange what is due, everything or news, and pass it on."""
         self._computed_s = 0.0
         now_s = time.monotonic()
         everything = now_s >= self._due_s
@@ -225,7 +227,7 @@ class Sharing:
             self._due_s = now_s + self._settings.interval_s
         if everything and not self._breaker.pause_s(now_s):
             await self._talk(now_s)
-        # Also after an exchange: the others read what it has left in one of their own, later.
+        # Also after an exchange: the others read it later, in an exchange of their own.
         if self._placed and not self._breaker.pause_s(now_s):
             await self._tell(now_s)
         await self._hear_news()
@@ -236,7 +238,7 @@ class Sharing:
         else:
             self._pause_s = max(self._pause_s, self._computed_s / _MOST_SHARE)
 
-    # Saying and hearing
+    # Sending and receiving
 
     async def _talk(self, now_s: float) -> None:
         exchange = self._exchange
@@ -282,11 +284,11 @@ class Sharing:
 
     def _failed(self, error: StoreError) -> None:
         self.outcomes["failed"] += 1
-        # It may have lost what was said, or be another one next time.
+        # The store may have lost the message, or be another one next time.
         self._exchange.unsaid()
         self._problem = str(error)
         if self._breaker.failed(time.monotonic()):
-            _log.warning("scheduler.shared: %s; deciding by what this gateway knows itself", error)
+            _log.warning("scheduler.shared: %s; deciding with this gateway's own load only", error)
 
     async def _hear(self, values: Mapping[str, bytes], now_s: float) -> None:
         marks = {name: (len(data), data[:_MARK_BYTES]) for name, data in values.items()}
@@ -299,7 +301,7 @@ class Sharing:
     async def _hear_news(self) -> None:
         if not self._news:
             return
-        # Who has left may be heard for a moment still.
+        # A gateway that left may still be heard for a moment.
         news = [each for each in self._news if each[0] in self._heard]
         self._news, self._news_bytes = [], 0
         if news:
@@ -324,15 +326,15 @@ class Sharing:
         except MessageError as error:
             if not self.outcomes["rejected"]:
                 _log.warning(
-                    "scheduler.shared: the message of replica %s is left out: %s; further "
-                    "ones are only counted",
+                    "scheduler.shared: the message of replica %s is ignored: %s; later ones "
+                    "are only counted",
                     name,
                     error,
                 )
             self.outcomes["rejected"] += 1
 
     async def _bring_home(self) -> None:
-        """What is new to the scheduler; also without the store, since leases run out."""
+        """Pass changes to the scheduler; also without the store, since leases expire."""
         begun_s, now_s = time.process_time(), time.monotonic()
         scheduler, count = self._fleet.scheduler, 0
         for count, (instance_id, load) in enumerate(self._exchange.changes(now_s), 1):
@@ -348,7 +350,7 @@ class Sharing:
             _log.info("scheduler.shared: the view of other gateways is %s", mode.value)
             self._mode = mode
 
-    # How it stands
+    # State
 
     @property
     def mode(self) -> Mode:
@@ -356,16 +358,16 @@ class Sharing:
 
     @property
     def replicas(self) -> int:
-        """Other gateways that were heard of within the lease."""
+        """Other gateways heard of within the lease."""
         return self._exchange.replicas
 
     @property
     def unmatched(self) -> int:
-        """Instances that others have load on and that are not here."""
+        """Instances with others' load that this gateway does not have."""
         return self._exchange.unmatched
 
     def age_s(self) -> float | None:
-        """Of the oldest message that counts, s."""
+        """Age of the oldest message that counts, s."""
         return self._exchange.age_s(time.monotonic())
 
     def describe(self) -> dict[str, Any]:

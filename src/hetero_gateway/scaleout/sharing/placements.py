@@ -1,11 +1,11 @@
-"""What gateways have sent where, said and heard beside the traffic.
+"""Exchanges placements with other gateways, beside the traffic.
 
-One task appends what this gateway has sent to the log that all of them share, and reads what has
-come to it since; at first it reads backwards what the others know already, until the instances'
-caches are full of it. No request waits for any of this. While the log is away, each gateway goes on
-with what it knows, and learns the rest when it is back.
+One task appends this gateway's placements to the shared log, and reads the others' new ones; at
+first it reads the older entries backwards, until the instances' caches are full of them. No request
+waits for any of this. While the log is away, each gateway continues with what it knows, and reads
+the rest when it is back.
 
-What it computes takes a twentieth of a core at the most; then its turns come less often.
+Its work takes at most a twentieth of a core; beyond that its turns become less frequent.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 # The next turn of the same conversation comes later than that.
 INTERVAL_S = 0.25
 _MOST_PAUSE_S = 1.0
-# The log counts for as long after it was last read.
+# How long the log counts after it was last read.
 _RECENT_S = 3.0
 _MOST_SHARE = 1 / 20
 _SLICE_S = 0.002
 _SECRET_BYTES = 32
-# Entries that are recalled at a time: some milliseconds; in between, streams go on.
+# Older entries read at a time: some milliseconds; in between, streams go on.
 _RECALLED = 8
 KEY_COUNTS, ENTRY_COUNTS = ("said", "heard", "left_out"), ("rejected", "foreign")
 
 
 class Log(Protocol):
-    """What this needs of a log; see ``PlacementLog``."""
+    """The interface of the log; see ``PlacementLog``."""
 
     async def agree(self, secret: bytes) -> bytes: ...
     async def append(self, entries: list[bytes]) -> Number | None: ...
@@ -55,9 +55,9 @@ class SharedPlacements:
 
     Args:
         fleet: its scheduler knows of prefix caches.
-        log: what all share.
+        log: the shared one.
         replica: this gateway's name, 16 hexadecimal digits.
-        secret: what keys of prompts begin with here; None: to be agreed on with the others.
+        secret: start of the keys of prompts here; None: to be agreed on with the others.
     """
 
     def __init__(self, fleet: Fleet, log: Log, replica: str, secret: bytes | None) -> None:
@@ -73,20 +73,20 @@ class SharedPlacements:
             self._placements.mark = mark_of(self.secret)
         self._instances: tuple[Instance, ...] = ()
         self._last: Number | None = None  # read; None: nothing yet
-        self._recalls = False  # what is older is still to be read
-        self._earliest: Number | None = None  # of what was recalled; None: nothing yet
+        self._recalls = False  # older entries are still to be read
+        self._earliest: Number | None = None  # of the older entries read; None: nothing yet
         self._breaker = Breaker(INTERVAL_S, _MOST_PAUSE_S)
-        self._read_s = -math.inf  # when the log was last heard
+        self._read_s = -math.inf  # when the log was last read
         self._task: asyncio.Task[None] | None = None
         self.problem = ""
         self.said_bytes = 0
-        # Told when the others have another secret, which has become this one's.
+        # Called when the others' secret has replaced this one's.
         self.on_secret: Callable[[bytes], None] = lambda _: None
         # On the path of each request that has keys.
         self.note: Callable[[Dispatch], None] = self._placements.note
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Agree and read once, so that the first request finds something; and go on."""
+        """Agree and read once, so that the first request finds something; and continue."""
         await self._turn()
         self._task = tasks.create_task(self._loop())
 
@@ -114,7 +114,7 @@ class SharedPlacements:
                 pause_s = _MOST_PAUSE_S
 
     async def _turn(self) -> float:
-        """Returns what was computed for it, s; what is recalled, once, not counted."""
+        """Returns the computing time, s, without that of older entries, which are read once."""
         now_s = time.monotonic()
         if self._breaker.pause_s(now_s):
             return 0.0
@@ -123,7 +123,7 @@ class SharedPlacements:
         if instances != self._instances:
             self._instances = instances
             self._placements.set_instances([(i.id, i.config.base_url) for i in instances])
-            self._recalls, self._earliest = True, None  # there may be entries of those that came
+            self._recalls, self._earliest = True, None  # newcomers may have older entries
         self._placements.check()
         entries = self._placements.say(now_s)
         computed_s = time.process_time() - begun_s
@@ -140,7 +140,7 @@ class SharedPlacements:
             if self._recalls:
                 await self._recall()
         except StoreError as error:
-            # What was said may be lost.
+            # Sent entries may be lost.
             self._placements.unsaid()
             self.problem = str(error)
             if self._breaker.failed(time.monotonic()):
@@ -156,12 +156,12 @@ class SharedPlacements:
         if secret == self.secret:
             return
         self.secret = secret
-        # What was read so far had other names.
+        # Entries read so far used other keys.
         self._recalls, self._earliest = True, None
         self.on_secret(secret)
 
     async def _read(self) -> float:
-        """What is new; returns what that computed, s."""
+        """Read new entries; returns the computing time, s."""
         computed_s, more = 0.0, True
         while more and self._last is not None:
             read = await self._log.after(self._last)
@@ -179,7 +179,7 @@ class SharedPlacements:
         return computed_s
 
     async def _recall(self) -> None:
-        """What is older, until the caches are full of it."""
+        """Read older entries, until the caches are full of them."""
         while self._recalls:
             read = await self._log.before(self._earliest)
             self._earliest = read.last
@@ -190,11 +190,11 @@ class SharedPlacements:
                 await asyncio.sleep(0)
             self._recalls = room and read.more and read.last[0] > oldest_ms
 
-    # How it stands
+    # State
 
     @property
     def live(self) -> bool:
-        """Whether what the others send is known here."""
+        """Whether the others' placements are known here."""
         return time.monotonic() - self._read_s < _RECENT_S
 
     @property

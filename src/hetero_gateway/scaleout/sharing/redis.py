@@ -1,18 +1,18 @@
 """A connection to a Redis or Valkey: the few commands that sharing needs, and bounded replies.
 
 A store is not trusted: it may be broken, another program, or somebody else's. A client library
-believes what a reply declares about itself; ``*1000000000`` alone, 13 bytes, has hiredis allocate
+believes what a reply declares about itself; ``*1000000000`` alone, 13 bytes, makes hiredis allocate
 8 GB. Here every length is checked before anything is kept for it:
 
     a line (status, error, number)   ``_LONGEST_LINE`` bytes
     a string                         ``MOST_BYTES``, a message of another gateway
-    an array                         ``_MOST_ELEMENTS``, and as many bytes as two strings; arrays in
-                                     arrays are refused, or, for who asks for a log's entries,
-                                     count as what they hold
-    all replies to one question      as many bytes as the caller allows
+    an array                         ``_MOST_ELEMENTS``, and as many bytes as two strings; nested
+                                     arrays are refused, or flattened for readers of a log's
+                                     entries
+    all replies to one request       as many bytes as the caller allows
 
-Whatever is beyond that, or is no reply at all, is a ``ReplyError``: the connection cannot be used
-any more. RESP2 only: nothing is sent that would change it.
+Anything beyond that, or not a reply at all, is a ``ReplyError``: the connection cannot be used any
+more. Only RESP2: nothing is sent that would change it.
 """
 
 import asyncio
@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
 
-# Redis cuts what it quotes in an error at 128 bytes.
-_LONGEST_LINE = 1024
+# Redis quotes at most 128 bytes in an error, but its own advice may be long: that of protected mode
+# has 983 bytes in version 7.
+_LONGEST_LINE = 4096
 _MOST_ELEMENTS = 1024
 _READ_BYTES = 1 << 16
 _LENGTH = re.compile(rb"-?[0-9]{1,18}")
@@ -34,7 +35,7 @@ _NOT_SHOWN = re.compile(r"[^ -~]")
 
 
 class ReplyError(Exception):
-    """What came is no reply, or one that is too long. The text quotes nothing of it."""
+    """Malformed data, or a reply that is too long. The text quotes nothing of it."""
 
 
 class ServerError(NamedTuple):
@@ -56,17 +57,17 @@ class ReplyReader:
     """Takes bytes as they come and yields whole replies. Does no I/O.
 
     Args:
-        flattens: what an array in an array holds is in the outer one.
+        flattens: the contents of a nested array become part of the outer one.
     """
 
     def __init__(self, *, flattens: bool = False) -> None:
         self._flattens = flattens
         self._buffer = bytearray()
-        self._at = 0  # what is before it was read
+        self._at = 0  # everything before it was read
         self._searched = 0  # there is no line's end before it
         self._string: int | None = None  # bytes of the string that is being read
         self._array: list[Value] | None = None
-        self._left = 0  # elements that the array lacks
+        self._left = 0  # elements missing in the array
         self._array_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[Reply]:
@@ -87,7 +88,7 @@ class ReplyReader:
         self._at = 0
 
     def _next(self) -> object:
-        """The next value; an array that begins is ``_array``."""
+        """The next value; a new array becomes ``_array``."""
         if self._string is not None:
             return self._rest_of_string()
         line = self._line()
@@ -149,7 +150,7 @@ class ReplyReader:
 
 
 def login(username: str | None, password: str | None, database: int) -> list[tuple[bytes, ...]]:
-    """What a connection begins with. ``password``: None: none is asked for."""
+    """The first commands of a connection. ``password``: None: none is needed."""
     commands: list[tuple[bytes, ...]] = []
     if password is not None:
         user = () if username is None else (username.encode(),)
@@ -172,7 +173,7 @@ class RedisConnection:
     async def ask(
         self, commands: Sequence[tuple[bytes, ...]], most_bytes: int = MOST_BYTES
     ) -> list[Reply]:
-        """Their replies, one each, of so many bytes together. Raises OSError, ReplyError."""
+        """The replies, one each, together at most so many bytes. Raises OSError, ReplyError."""
         self.send(commands)
         replies: list[Reply] = []
         received_bytes = 0
@@ -187,7 +188,7 @@ class RedisConnection:
         return replies
 
     def send(self, commands: Sequence[tuple[bytes, ...]]) -> None:
-        """Send commands; their replies are for ``receive``."""
+        """Send commands; ``receive`` gets their replies."""
         parts = []
         for command in commands:
             parts.append(b"*%d\r\n" % len(command))
@@ -195,7 +196,7 @@ class RedisConnection:
         self._writer.write(b"".join(parts))
 
     async def receive(self) -> list[Reply]:
-        """What has come: perhaps nothing that is whole. Raises OSError, ReplyError."""
+        """The replies received, perhaps none that is whole. Raises OSError, ReplyError."""
         return list(self._replies.feed(await self._read()))
 
     async def _read(self) -> bytes:

@@ -1,22 +1,22 @@
-"""Where replicas leave their messages for each other: Redis or Valkey.
+"""The store of replicas' messages for each other: Redis or Valkey.
 
-    {GROUP}:replicas   a set of names; everybody adds itself at each turn
+    {GROUP}:replicas   a set of names; every replica adds itself at each turn
     {GROUP}:NAME       a replica's latest message; its time to live is the lease
     {GROUP}:news       a channel: a replica's name and its news, before the next message
 
-Nothing depends on the channel. News that are lost, or that an access list forbids, are a view that
-is older by an exchange.
+Nothing depends on the channel. If news are lost, or forbidden by an access list, the view is older
+by an exchange.
 
 The braces are Redis Cluster's: all keys of a group lie in one slot, so on one node, and one
 connection to that node is enough. Another node answers MOVED, which is followed.
 
-Nothing waits for the store (``node.py``), and ``Sharing`` decides when to try again. What it
-replies is not believed: names are checked, sizes and numbers are bounded (``redis.py``).
+Nothing waits for the store (``node.py``), and ``Sharing`` decides when to try again. Its replies
+are not trusted: names are checked, sizes and numbers are bounded (``redis.py``).
 
-The set of names is what everybody adds itself to at each turn, so that anything can be taken out of
-it, or all of it: a living replica is back a turn later. Each turn looks at ``_MOST_REPLICAS`` names
-drawn at random, and takes out those that have no message or are no names. Living ones are
-remembered, so that they are read whatever else the set holds.
+Every replica adds itself to the set of names at each turn, so that any or all of it may be removed:
+a living replica is back a turn later. Each turn looks at ``_MOST_REPLICAS`` names drawn at random,
+and removes those that have no message or are not names. Living ones are remembered, so that they
+are read whatever else the set holds.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from typing import Protocol
 
 from hetero_gateway.core.sharing.message import MOST_BYTES
 from hetero_gateway.files.scheduler_config import SchedulerConfig
-from hetero_gateway.scaleout.sharing.node import RedisNode, StoreError, check, in_words
+from hetero_gateway.scaleout.sharing.node import RedisNode, StoreError, check
 from hetero_gateway.scaleout.sharing.redis import RedisConnection, Reply, ReplyError, ServerError
 
 _log = logging.getLogger(__name__)
@@ -39,33 +39,33 @@ _NAME_BYTES = 16
 _NAME = re.compile(rb"[0-9a-f]{16}")
 # More than anybody runs, and few enough to be read at each turn.
 _MOST_REPLICAS = 128
-# A message of 580 instances. What is longer is read whole in a second step, for so many replicas.
+# A message of 580 instances. A longer one is read in a second step, for so many replicas.
 _SHORT_BYTES = 1 << 16
 _MOST_LONG = 16
 # Of a turn's replies: all short messages, and as much for names.
 _MOST_STEP_BYTES = 2 * _MOST_REPLICAS * _SHORT_BYTES
-# Of a core, at most, for reading news.
+# Maximum share of a core for reading news.
 _MOST_SHARE = 1 / 20
 _LEAST_PAUSE_S = 0.001
 
 
 class Store(Protocol):
-    """What ``Sharing`` needs of a store."""
+    """The interface that ``Sharing`` needs of a store."""
 
     async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
-        """Leave a message (None: the last one holds) and read those of the others.
+        """Store a message (None: keep the last one) and read those of the others.
 
         Raises StoreError.
         """
 
     async def tell(self, news: bytes) -> None:
-        """Have those who listen hear this now. Raises StoreError."""
+        """Send this to the listeners now. Raises StoreError."""
 
     async def listen(self, hear: Callable[[str, bytes], None]) -> None:
-        """Hear the others' news, until that fails. Raises StoreError."""
+        """Receive the others' news, until that fails. Raises StoreError."""
 
     async def leave(self) -> None:
-        """Take our message away, if that is quickly done, and close."""
+        """Remove our message, if that is quick, and close."""
 
 
 class RedisStore:
@@ -73,7 +73,7 @@ class RedisStore:
 
     Args:
         config: ``shared`` is set.
-        base_dir: what ``ca_file`` is relative to.
+        base_dir: ``ca_file`` is relative to it.
         name: of this replica: 16 hexadecimal digits.
 
     Raises:
@@ -91,7 +91,7 @@ class RedisStore:
         self._prefix = f"{tag}:".encode()
         self._channel = f"{tag}:news".encode()
         self._may_tell = True
-        self._known: tuple[bytes, ...] = ()  # that had a message at the last turn
+        self._known: tuple[bytes, ...] = ()  # those with a message at the last turn
         self._begins_anew = False  # the set of names could not be read
 
     async def exchange(self, value: bytes | None) -> Mapping[str, bytes]:
@@ -106,8 +106,8 @@ class RedisStore:
         if isinstance(reply, ServerError) and reply.code == "NOPERM":
             self._may_tell = False
             _log.warning(
-                "scheduler.shared: this user may not publish on %s: others hear of requests late; "
-                "grant it the channel",
+                "scheduler.shared: this user may not publish on %s: other gateways learn of "
+                "requests late; grant it the channel",
                 self._channel.decode(),
             )
             return
@@ -126,7 +126,7 @@ class RedisStore:
                     async with asyncio.timeout(self._ttl_s):
                         replies = await connection.receive()
                 except TimeoutError:
-                    # A connection that was cut in silence stays silent.
+                    # A silently cut connection stays silent.
                     if not alive:
                         raise
                     alive = False
@@ -136,12 +136,12 @@ class RedisStore:
                 begun_s = time.process_time()
                 for reply in replies:
                     self._hear_reply(reply, hear)
-                # A flood is the store's to keep, or to cut off.
+                # In a flood, the store may keep or cut off the rest.
                 pause_s = (time.process_time() - begun_s) / _MOST_SHARE
                 if pause_s > _LEAST_PAUSE_S:
                     await asyncio.sleep(pause_s)
         except (TimeoutError, OSError, ReplyError) as error:
-            raise StoreError(in_words(error)) from error
+            raise self._node.failed(error) from error
         finally:
             if connection is not None:
                 connection.close()
@@ -163,7 +163,7 @@ class RedisStore:
         commands: list[tuple[bytes, ...]] = []
         if self._begins_anew:
             commands.append((b"DEL", self._index))
-        # Ours is there before our name is: a name without a message is of nobody.
+        # Our message is there before our name is: a name without a message belongs to nobody.
         if value is not None:
             lease_ms = b"%d" % round(1000 * self._ttl_s)
             commands.append((b"SET", self._prefix + self._name, value, b"PX", lease_ms))
@@ -173,7 +173,7 @@ class RedisStore:
         try:
             replies = await connection.ask(commands, _MOST_STEP_BYTES)
         except ReplyError:
-            self._begins_anew = True  # there may be names in it that are too long
+            self._begins_anew = True  # there may be oversized names in it
             raise
         told = len(replies) - len(known)
         names = replies[told - 1]
@@ -190,18 +190,18 @@ class RedisStore:
         await self._read_long(connection, values)
         self._known = tuple(values)
         if dead := [n for n in drawn if n not in values and (n in fresh or not _NAME.fullmatch(n))]:
-            # Whose message comes just now is back in the set with its next turn.
+            # A replica whose message is just arriving is back in the set with its next turn.
             await connection.ask([(b"SREM", self._index, *dead)])
         return {name.decode(): data for name, data in values.items()}
 
     def _reads(self, names: Iterable[bytes], most_bytes: int) -> Iterable[tuple[bytes, ...]]:
-        # Not GET: what is larger than any message is not worth reading whole.
+        # Not GET: a value larger than any message is not worth reading whole.
         last = b"%d" % (most_bytes - 1)
         return ((b"GETRANGE", self._prefix + name, b"0", last) for name in names)
 
     async def _read_long(self, connection: RedisConnection, values: dict[bytes, bytes]) -> None:
-        """Put in whole what was read in part; those that are too many count for nothing."""
-        # Those that were known before come first.
+        """Complete the messages read in part; those that are too many count as empty."""
+        # Those known before come first.
         for number, name in enumerate([n for n, v in values.items() if len(v) == _SHORT_BYTES]):
             del values[name]
             if number < _MOST_LONG:

@@ -1,9 +1,9 @@
-"""What clients of all gateways that share have used, in Redis or Valkey.
+"""The clients' usage at all gateways that share, in Redis or Valkey.
 
     {GROUP}:usage:DAY   a hash: run, client and model to four numbers, for ``MOST_DAYS`` days
 
-A run's name has 64 characters, so that Redis keeps every such hash as a table, and HSCAN reads it
-in small pieces. What is no row of ours counts for nothing.
+A run's name has 64 characters, so that Redis stores every such hash as a table, and HSCAN reads it
+in small pieces. Malformed rows are ignored.
 """
 
 import re
@@ -29,19 +29,19 @@ T = TypeVar("T")
 _DAY_S = 86400
 _FIELD = re.compile(rb"[0-9a-f]{64}\0[!-~]{1,63}\0[^\0]{1,1024}", re.S)
 _AMOUNTS = re.compile(rb"[0-9]{1,18}(,[0-9]{1,18}){3}")
-# Rows that are written at a time, and read.
+# Rows written at a time, and read.
 _AT_ONCE, _PAGE = 200, b"100"
-# Of one day; more are not read.
+# Rows of one day; more are not read.
 _MOST_PAGES = 10_000
 
 
 class SharedUsage:
-    """One run's rows. All raise UsageStoreError.
+    """One run's rows. All methods raise UsageStoreError.
 
     Args:
         config: ``shared`` is set.
-        base_dir: what ``ca_file`` is relative to.
-        run: by which this run's rows are known: 64 hexadecimal digits.
+        base_dir: ``ca_file`` is relative to it.
+        run: identifies this run's rows: 64 hexadecimal digits.
 
     Raises:
         ConfigError: the password is missing, or the certificates.
@@ -53,7 +53,7 @@ class SharedUsage:
         self._run = run
 
     async def save(self, rows: Sequence[KeptRow]) -> None:
-        """Keep these, in place of those of the same day, client and model."""
+        """Store these, replacing those of the same day, client and model."""
         for start in range(0, len(rows), _AT_ONCE):
             part = rows[start : start + _AT_ONCE]
             commands: list[tuple[bytes, ...]] = []
@@ -72,10 +72,10 @@ class SharedUsage:
             await self._in_time(work)
 
     async def read(self, *, own: bool) -> list[KeptRow]:
-        """What this run has kept, or all others."""
+        """The stored rows of this run, or of all others."""
         today, found = int(time.time() // _DAY_S), list[KeptRow]()
         for day in range(today - MOST_DAYS + 1, today + 1):
-            # By run, too: a table that grows meanwhile may show a row twice.
+            # By run, too: a table that grows meanwhile may return a row twice.
             rows: dict[bytes, bytes] = {}
             cursor = b"0"
             for _ in range(_MOST_PAGES):
@@ -93,7 +93,7 @@ class SharedUsage:
         return found
 
     async def _page(self, key: bytes, cursor: bytes, rows: dict[bytes, bytes]) -> bytes:
-        """Put the rows of one page in, and return where the next one begins."""
+        """Add the rows of one page, and return where the next one begins."""
 
         async def work(connection: RedisConnection) -> bytes:
             (reply,) = await connection.ask([(b"HSCAN", key, cursor, b"COUNT", _PAGE)])

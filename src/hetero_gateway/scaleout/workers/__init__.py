@@ -4,14 +4,14 @@ A worker does all of HTTP: clients' connections, bodies, attempts, relaying. The
 has the fleet, its health, the ledger, the queue, predictors, metrics and /admin. They talk over a
 Unix socket (``messages``), each side's messages of one turn of the event loop in one write.
 
-    supervisor   starts the others, holds their listening sockets, starts anew what dies
+    supervisor   starts the others, holds their listening sockets, restarts those that die
     worker       ``processes.worker``, whose attempts ask ``remote.RemoteDispatcher``
-    scheduler    the gateway as ever (``wiring``), with a ``hub.Hub`` for its workers
+    scheduler    the usual gateway (``wiring``), with a ``hub.Hub`` for its workers
 
-When a worker dies, the hub settles its requests. When the scheduler dies, each worker places on by
-its last view with a scheduler of its own (``remote``), and gives the new one what is outstanding.
+When a worker dies, the hub settles its requests. When the scheduler dies, each worker continues
+with its last view and a scheduler of its own (``remote``), and gives the new one the open requests.
 """
 
-# By which the supervisor gives all of its processes one secret: for the keys of prompts, and
-# the key of /admin.
+# The environment variable by which the supervisor gives all of its processes one secret: for the
+# keys of prompts, and the key of /admin.
 SECRET_ENV = "HETERO_GATEWAY_PROCESS_SECRET"

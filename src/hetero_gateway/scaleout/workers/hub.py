@@ -1,7 +1,7 @@
-"""The scheduler process's end: what its workers ask and report, and what they are told.
+"""The scheduler process's end: its workers' questions and reports, and its messages to them.
 
 Each worker has a ``WorkerSession``. Its requests go to the same ``LocalDispatcher`` as those of a
-gateway of one process.
+single-process gateway.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ class WorkerSession(RequestSession):
         self.name = f"worker {said.worker} (process {said.pid})"
         self._process = said.worker, said.pid
         if said.version != __version__:
-            # They are started together; a package that was exchanged meanwhile needs a restart.
-            _log.error("%s is of version %s and this is %s", self.name, said.version, __version__)
+            # They are started together; after an upgrade of the package, a restart is needed.
+            _log.error("%s has version %s, this process %s", self.name, said.version, __version__)
             self.channel.abort()
             return
         hub = self._hub
@@ -86,7 +86,7 @@ class WorkerSession(RequestSession):
         if said.draining:
             self._hub.on_draining()
         if said.number <= self._hub.counted.get(self._process, 0):
-            return  # its answer was lost, with a connection
+            return  # its answer was lost with a connection
         self._hub.counted[self._process] = said.number
         metrics, knows = self._hub.metrics, self._hub.has_series
         for row in said.series:
@@ -112,8 +112,8 @@ class Hub:
     """All workers of a gateway. Needs a running event loop.
 
     Args:
-        _fleet, dispatcher, metrics, admission: of the gateway; the fleet tells of its changes from
-            now on.
+        _fleet, dispatcher, metrics, admission: of the gateway; the fleet reports its changes
+            from now on.
         _listener: where the workers connect.
         on_draining: called once a worker was asked to stop.
     """
@@ -127,7 +127,7 @@ class Hub:
 
     def __post_init__(self) -> None:
         self.sessions: set[WorkerSession] = set()
-        # The numbers of the last counts of workers, by their numbers and processes.
+        # The sequence numbers of workers' last counts, by their numbers and processes.
         self.counted: dict[tuple[int, int], int] = {}
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
@@ -135,7 +135,7 @@ class Hub:
         self._soon: asyncio.Handle | None = None
         self._told: messages.Instances | None = None
         self._told_listed: messages.Listed | None = None
-        self.config: messages.Configuration | None = None  # None: as when the processes started
+        self.config: messages.Configuration | None = None  # None: unchanged since the start
         self.keys: messages.Keys | None = None  # the same
         self.prefix_secret: messages.PrefixSecret | None = None  # the same
         self._configs: dict[InstanceId, tuple[Any, bytes]] = {}
@@ -143,11 +143,11 @@ class Hub:
         self.metrics.client_connections = lambda: sum(s.connections for s in self.sessions)
 
     def __len__(self) -> int:
-        """Workers that are connected."""
+        """Connected workers."""
         return len(self.sessions)
 
     def has_series(self, instance_id: str) -> bool:
-        """Whether there are any of it; those of a removed instance are gone for good."""
+        """Whether the series exists; those of a removed instance are gone for good."""
         return instance_id in self._fleet.instances or instance_id in ("", OUTSIDE)
 
     def connections_to(self, instance_id: InstanceId) -> int:
@@ -160,13 +160,13 @@ class Hub:
             self._send(self.keys)
 
     async def start(self) -> None:
-        """Let workers in."""
+        """Accept workers."""
         self._server = await self._loop.create_unix_server(self._channel, sock=self._listener)
         self._fleet.on_publish = self._tell_soon
         self._timer = self._loop.call_later(VIEW_INTERVAL_S, self._tick)
 
     async def stop(self) -> None:
-        """Let go of all workers."""
+        """Disconnect all workers."""
         self._fleet.on_publish = None
         for handle in (self._timer, self._soon):
             if handle is not None:
@@ -187,7 +187,7 @@ class Hub:
     # The instances
 
     def instances(self) -> messages.Instances:
-        """The instances, as workers need to know them."""
+        """The instances, in the form for workers."""
         instances = []
         for instance in self._fleet.instances.values():
             known = self._configs.get(instance.id)
@@ -250,8 +250,8 @@ class Hub:
         self._timer = self._loop.call_later(VIEW_INTERVAL_S, self._tick)
         if not self.sessions:
             return
-        self._tell()  # whom failures have ejected is published nowhere else
-        self._tell_listed()  # nor what an engine says of a model
+        self._tell()  # ejections after failures are published nowhere else
+        self._tell_listed()  # nor are engines' model cards
         scheduler, now_s = self._fleet.scheduler, time.monotonic()
         loads = [
             (name, scheduler.members.table[name].own_load(now_s)) for name in self._fleet.instances

@@ -1,4 +1,4 @@
-"""What a worker and the scheduler process say to each other, and how it stands on a socket.
+"""The messages between a worker and the scheduler process, and their encoding.
 
 Frames of a length (4 bytes, little-endian) and a MessagePack array of messages; a message is an
 array that begins with its kind. Times are of the monotonic clock, which all processes of a machine
@@ -12,9 +12,9 @@ share, in seconds. ``key`` numbers a request within its worker.
                                                     PrefixSecret  of several gateways
     Submit        a request                         PlacedAt      where it goes
     Resubmit      its next attempt                  Rejected      nobody can take it
-    Leave         it wants no place any more        Refused       it waited too long; queue full
+    Leave         it no longer wants a place        Refused       it waited too long; queue full
     Began         its stream's first bytes          Failed        placing it met a bug
-    Made          it is answered with a response    Spent         the answer to Spend: it may go on
+    Made          its answer is a response          Spent         answer to Spend: it may continue
     Spend         a session's tokens so far
     Known         responses that it has passed on
     Settle        the attempt is over
@@ -22,7 +22,7 @@ share, in seconds. ``key`` numbers a request within its worker.
     PassOn        the client gets a settled answer
     Over          the request is over, unplaced
     Speed         steps of the last second
-    Counts        what the worker counted     Counted       it has come in
+    Counts        the worker's counts       Counted       they have arrived
 """
 
 import asyncio
@@ -68,11 +68,11 @@ class _FromScheduler(_Record):
 
 
 class Facts(_Record):
-    """What the scheduler process has to know of a request; see ``Inbound``.
+    """The properties of a request that the scheduler process needs; see ``Inbound``.
 
     ``headers``: those that ``Intake.describe`` looks at.
-    ``body``: for a predictor that reads the prompt; else empty. ``told_tokens``: its answer broke
-    off after so many, and goes on; None: it did not.
+    ``body``: for a predictor that reads the prompt; else empty. ``told_tokens``: its answer
+    broke off after so many, and is being continued; None: it is not.
     """
 
     request_id: bytes
@@ -88,7 +88,7 @@ class Facts(_Record):
 
 
 def mark_of(body: bytes) -> bytes:
-    """What distinguishes a body from others, in every process: its length and its ends."""
+    """Identifies a body in every process: its length and its ends."""
     ends = xxh3_64_intdigest(body[-_MARKED_BYTES:], xxh3_64_intdigest(body[:_MARKED_BYTES]))
     return b"%x-%x" % (len(body), ends)
 
@@ -105,7 +105,7 @@ class Hello(_FromWorker, tag=1):
 class CarriedRequest(_Record):
     """A request that is on an instance already, or was placed while nobody answered.
 
-    ``instance``: "" where it is at a service elsewhere; the rest says nothing then.
+    ``instance``: "" if it is at a service elsewhere; the rest has no meaning then.
     """
 
     key: int
@@ -154,7 +154,7 @@ class Began(_FromWorker, tag=6):
 class _Answer(_Record):
     """An ``ObservedResponse``. ``prompt``, ``output``, ``cached``: tokens, as its end stated them.
 
-    Plain numbers: of what is compiled, msgspec does not see the types.
+    Plain numbers: msgspec does not see the types of compiled code.
     """
 
     status: int
@@ -172,17 +172,17 @@ class _Answer(_Record):
 
 
 class CountedAnswer(_Answer):
-    """Of an answer that a worker has counted, if it was the last one, what else is of use.
+    """The rest of an answer that a worker has counted, needed if it was the last one.
 
-    ``mark``: ``mark_of`` the request's body. ``told_prompt``, ``told_output``: tokens, as they are
-    believed (``Recorder.count_seen``); no output: it told nothing.
+    ``mark``: ``mark_of`` the request's body. ``told_prompt``, ``told_output``: tokens, as
+    accepted (``Recorder.count_seen``); no output: it stated nothing.
     """
 
     mark: bytes
     told_prompt: int | None
     told_output: int | None
 
-    # Of these, all was made in the worker
+    # In these, everything was made in the worker
     events: ClassVar[int] = 0
     complete: ClassVar[bool] = True
     body_bytes: ClassVar[int] = 0
@@ -228,13 +228,13 @@ class Speed(_FromWorker, tag=10):
 
 
 class Counts(_FromWorker, tag=11):
-    """What has come to a worker's own counts since the last time: each 50 ms while there is
-    anything, and before it ends. It is said again where nobody has answered with a ``Counted``.
+    """The increase of a worker's own counts since the last message: each 50 ms while there is any,
+    and before the worker ends. It is repeated until answered with a ``Counted``.
 
     ``number``: rises, so that none is counted twice. ``connections``: now; ``pools``: open
-    connections to each instance, now; ``series``: ``Metrics.take_series``'s; ``classes``: (class,
-    outcome, number); ``refusals``, ``statuses``: by HTTP status; ``usage``: ``ClientUsage.take``'s.
-    ``continued``: streams that broke off, by result.
+    connections to each instance, now; ``series``: ``Metrics.take_series``'s; ``classes``:
+    (class, outcome, number); ``refusals``, ``statuses``: by HTTP status; ``usage``:
+    ``ClientUsage.take``'s. ``continued``: streams that broke off, by result.
     """
 
     number: int
@@ -278,7 +278,7 @@ class Spend(_FromWorker, tag=14):
 
 
 class Known(_FromWorker, tag=15):
-    """For a scheduler process that is new: the worker's latest, in the order in which they came.
+    """For a new scheduler process: the worker's latest responses, in order of arrival.
 
     ``responses``: (name, instance, tokens, model, owner) of ``dataplane.responses.Response``.
     """
@@ -318,7 +318,7 @@ class InstanceLoads(_FromScheduler, tag=102):
 
 
 class PlacedAt(_FromScheduler, tag=103):
-    """``model``: where it was not the request that named it. ``standing``: of its client."""
+    """``model``: if the request named another one. ``standing``: of its client."""
 
     key: int
     instance: InstanceId
@@ -354,13 +354,13 @@ class Configuration(_FromScheduler, tag=107):
 
 
 class Keys(_FromScheduler, tag=108):
-    """``text``: a ``KeysFile`` as JSON; it has hashes alone."""
+    """``text``: a ``KeysFile`` as JSON; it contains only hashes."""
 
     text: bytes
 
 
 class PrefixSecret(_FromScheduler, tag=112):
-    """What keys of prompts begin with from now on: other gateways' do, too."""
+    """The start of keys of prompts from now on, as at other gateways."""
 
     secret: bytes
 
@@ -408,10 +408,10 @@ def frame(messages: list[Any]) -> bytes:
 
 
 class FrameReader:
-    """Bytes as they come, to lists of messages.
+    """Turns incoming bytes into lists of messages.
 
     Args:
-        kinds: the messages that may come, as a union.
+        kinds: the accepted messages, as a union.
         take: called with each frame's messages.
         most_bytes: of a frame.
     """
@@ -425,10 +425,10 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Raises msgspec.DecodeError, ValueError: these are no frames of ours."""
+        """Raises msgspec.DecodeError, ValueError: these are not frames of ours."""
         if not self._buffer and len(data) >= 4:
             (size,) = PREFIX.unpack_from(data)
-            if size == len(data) - 4:  # the rule
+            if size == len(data) - 4:  # the usual case
                 self._take(self._decode(memoryview(data)[4:]))
                 return
         buffer = self._buffer
@@ -448,12 +448,12 @@ class FrameReader:
 
 
 class ChannelUser(Protocol):
-    """Who is at an end. Called from the event loop's callbacks."""
+    """The user of an end. Called from the event loop's callbacks."""
 
     def received(self, messages: list[Any]) -> None: ...
 
     def unsent(self, message: Any, error: Exception) -> None:
-        """A message holds what cannot be sent: a number of too many digits, say."""
+        """A message cannot be encoded: for example, a number has too many digits."""
 
     def lost(self) -> None:
         """The other end is gone. Called once, unless ``close`` was."""
@@ -463,9 +463,9 @@ class Channel(asyncio.Protocol):
     """One end of the socket. Messages of one turn of the event loop go in one write.
 
     Args:
-        kinds: the messages that may come, as a union.
-        listener: hears of them; set before anything comes.
-        most_bytes: of what may come at a time.
+        kinds: the accepted messages, as a union.
+        listener: receives them; set before any arrive.
+        most_bytes: of one read.
     """
 
     def __init__(
@@ -483,7 +483,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(0)  # uvloop keeps no more for a later turn
+        self._transport.set_write_buffer_limits(0)  # so that uvloop keeps nothing for a later turn
 
     def fileno(self) -> int:
         """The socket's descriptor, once it is connected."""
@@ -491,7 +491,7 @@ class Channel(asyncio.Protocol):
         return int(self._transport.get_extra_info("socket").fileno())
 
     def send(self, message: Any) -> None:
-        """Send it at the end of this turn; nothing happens when the other end is gone."""
+        """Send it at the end of this turn; without effect when the other end is gone."""
         if self.closed:
             return
         if not self._outbox:
@@ -508,7 +508,7 @@ class Channel(asyncio.Protocol):
             self._transport.write(data)
 
     def _what_can_be_sent(self, outbox: list[Any]) -> bytes:
-        """One message that cannot be written must not take the others with it."""
+        """One message that cannot be encoded must not take the others with it."""
         parts = []
         for message in outbox:
             try:
@@ -523,7 +523,7 @@ class Channel(asyncio.Protocol):
         try:
             self._reader.feed(data)
         except (msgspec.MsgspecError, ValueError):
-            _log.exception("what came over a socket of our own cannot be read")
+            _log.exception("a message on an internal socket cannot be read")
             self.abort()
 
     def _take(self, messages: list[Any]) -> None:
@@ -537,7 +537,7 @@ class Channel(asyncio.Protocol):
                 self.listener.lost()
 
     def close(self) -> None:
-        """Send what is waiting, and end; the listener hears nothing more."""
+        """Send waiting messages, and end; the listener gets nothing more."""
         self.flush()
         self.closed = True
         if self._transport is not None:

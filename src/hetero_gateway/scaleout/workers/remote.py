@@ -1,10 +1,10 @@
-"""A worker's ``Dispatcher``: the scheduler is in another process, or for a while in none.
+"""A worker's ``Dispatcher``: the scheduler is in another process, or for a while absent.
 
 Each question and each event is a message, and the answer comes in a callback. When the connection
-is lost, the messages go to a ``RequestSession`` here, over a scheduler of the worker's own. Whoever
-answers from now on learns all that is outstanding, and whoever waits for an answer asks anew; of
-the others' load the own scheduler knows what the last ``View`` said. When the scheduler process is
-back, the same goes the other way, and the own scheduler is empty again. No request ends of it.
+is lost, the messages go to a ``RequestSession`` here, over a scheduler of the worker's own. The new
+recipient learns all open requests, and unanswered questions are asked again; the own scheduler
+knows the others' load from the last ``View``. When the scheduler process is back, the same goes the
+other way, and the own scheduler is empty again. No request ends because of it.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ from hetero_gateway.scaleout.workers import messages
 from hetero_gateway.scaleout.workers.messages import Channel
 from hetero_gateway.scaleout.workers.session import RequestSession
 
-# Without a word for so long the scheduler process is taken for gone; it says one each second.
+# After this long a silence the scheduler process counts as gone; it sends a message each second.
 _SILENCE_S = 3.0
 _TICK_S = 1.0
-# Responses of which a new scheduler process hears: some 0.1 s of its time for each worker.
+# Responses that a new scheduler process is told: some 0.1 s of its time for each worker.
 _MOST_KNOWN = 10_000
 _OTHERS = "other workers"
-# What is shown of a request that was not described here.
+# Shown for a request that was not described here.
 _UNKNOWN = Request("", 1, 0.0)
 
 _Key = TypeVar("_Key")
@@ -65,8 +65,8 @@ _log = logging.getLogger(__name__)
 class RemoteJob(Job):
     """A request that is described elsewhere. ``request`` is known once it is placed.
 
-    ``fallback``: the model that it is for now, which has yet to be said; ``session``: in which
-    whoever answers knows it; 0: in none.
+    ``fallback``: the model that it is for now, not sent yet; ``session``: the one in which the
+    recipient knows it; 0: in none.
     """
 
     __slots__ = ("counted", "deadline_s", "fallback", "key", "session")
@@ -92,7 +92,7 @@ class Assignment:
     waited_s: float
     began_s: float | None = None
 
-    # What the watch over streams asks of it
+    # Called by the watch over streams
 
     outcome: ClassVar[Outcome | None] = None
 
@@ -106,11 +106,11 @@ class Assignment:
 
 
 class FleetMirror:
-    """Keeps a worker's ``fleet`` as the scheduler process has its own."""
+    """Keeps a worker's ``fleet`` equal to the scheduler process's."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        # By configuration, as they were said last.
+        # By configuration, as last received.
         self._known: dict[bytes, tuple[InstanceId, messages.InstanceNow]] = {}
         self.listed = messages.Listed(False, {})
 
@@ -121,7 +121,7 @@ class FleetMirror:
         return self.listed.models
 
     def take(self, said: messages.Instances) -> None:
-        """These are all there are."""
+        """These are all instances."""
         fleet = self._fleet
         # Of hundreds, a few have changed: the others are not even read.
         before, self._known = self._known, {}
@@ -167,7 +167,7 @@ class FleetMirror:
 class OwnScheduler:
     """A worker's own scheduler, where messages go while the scheduler process is away.
 
-    As over a wire, its answers come when this turn of the event loop is over.
+    As over a wire, its answers come after this turn of the event loop.
     """
 
     def __init__(
@@ -188,14 +188,14 @@ class OwnScheduler:
             self._take(message)
 
     def close(self) -> None:
-        """Somebody else answers from now on: nothing is outstanding here any more."""
+        """Somebody else answers from now on: no request is open here any more."""
         self._is_closed = True
         self._session.end()
 
 
 @dataclass(slots=True, eq=False)
 class _Ask(Waiting):
-    """A question that has no answer yet."""
+    """A question without an answer yet."""
 
     remote: "RemoteDispatcher"
     job: RemoteJob
@@ -214,19 +214,19 @@ class RemoteDispatcher:
 
     Args:
         _local: drives the worker's own scheduler, over the fleet.
-        _fleet: the instances as this worker knows them; kept as the scheduler process says.
+        _fleet: the instances as this worker knows them; updated by the scheduler process.
         _metrics: of this worker; its counts are passed on.
         _worker: its number.
-        _admission: of this worker; its keys are kept as the scheduler process says, and what
-            clients used while it was on its own is passed on.
-        headers: names of those of a request that describing looks at.
+        _admission: of this worker; the scheduler process updates its keys, and clients' usage
+            while the worker was on its own is passed on.
+        headers: names of the request headers used by the description.
         sends_bodies: the predictor reads prompts.
         _draining: whether the worker was asked to end.
         _on_config: called with the gateway's configuration, when it has changed.
 
     Attributes:
         ready: it knows the instances.
-        gone: the connection that there was.
+        gone: the previous connection.
     """
 
     _local: LocalDispatcher
@@ -251,16 +251,16 @@ class RemoteDispatcher:
         self.mirror = FleetMirror(self._fleet)
         self._asked: dict[int, _Ask] = {}
         self._open: dict[int, Assignment] = {}
-        # Answers to ``Spend`` that are waited for.
+        # Pending answers to ``Spend``.
         self._spending: dict[int, asyncio.Future[None]] = {}
         self._streams = StreamWatch()
         self._view: dict[InstanceId, PeerLoad] = {}
         self._heard_s = 0.0
         self._timer = self._loop.call_later(_TICK_S, self._tick)
-        self._telling: asyncio.TimerHandle | None = None  # of what was counted
+        self._telling: asyncio.TimerHandle | None = None  # sends the counts
         self._numbers = itertools.count(1)
-        self._untold: list[messages.Counts] = []  # that nobody has said to have
-        self._told_keys: bytes | None = None  # that are not taken up yet
+        self._untold: list[messages.Counts] = []  # not acknowledged yet
+        self._told_keys: bytes | None = None  # not applied yet
         self._taking_keys: asyncio.Task[None] | None = None
 
     @property
@@ -270,11 +270,11 @@ class RemoteDispatcher:
 
     @property
     def idle(self) -> bool:
-        """Nothing is asked or outstanding."""
+        """Nothing is asked or open."""
         return not self._asked and not self._open and not self._streams
 
     def close(self) -> None:
-        """Report what there is to report, and end."""
+        """Send pending reports, and end."""
         self._timer.cancel()
         if self._taking_keys is not None:
             self._taking_keys.cancel()
@@ -406,7 +406,7 @@ class RemoteDispatcher:
             self._send(messages.Over(job.key, outcome))
 
     def _send(self, message: Any) -> None:
-        """To whoever answers now."""
+        """To the current recipient."""
         (self._channel or self._own).send(message)
 
     def _close_place(self, place: Assignment, seen: ObservedResponse | None) -> None:
@@ -444,24 +444,24 @@ class RemoteDispatcher:
         )
 
     def forget(self, ask: _Ask) -> None:
-        """Its owner wants no answer any more."""
+        """Its owner no longer wants an answer."""
         if self._asked.pop(ask.job.key, None) is not None:
             self._send(messages.Leave(ask.job.key))
 
-    # Whoever answers
+    # The current recipient
 
     def _change(self, channel: Channel | None) -> None:
-        """Somebody else answers from now on, who learns what is outstanding here."""
+        """Somebody else answers from now on, and learns the open requests."""
         self._channel = channel
         self._session += 1
         for key in list(self._spending):
-            self._charged(key, None)  # the next one says all of them again
+            self._charged(key, None)  # the next one repeats all of them
         if self._open:
             carried = [self._carried(place.job, place) for place in self._open.values()]
             self._send(messages.Outstanding(carried))
 
     def _introduce(self, job: RemoteJob) -> None:
-        """Have whoever answers know a request that is on no instance now."""
+        """Tell the recipient about a request that is on no instance now."""
         if job.session != self._session:
             job.key = job.key or next(self._keys)
             self._send(messages.Outstanding([self._carried(job)]))
@@ -489,7 +489,7 @@ class RemoteDispatcher:
     # A ChannelUser
 
     def connected(self, channel: Channel) -> None:
-        """There is a connection; who is at its other end has to answer first."""
+        """There is a connection; the process at its other end has to answer first."""
         self._connected = channel
         self._heard_s = time.monotonic()
         self.gone.clear()
@@ -499,7 +499,7 @@ class RemoteDispatcher:
         self._heard_s = time.monotonic()
         for message in received:
             kind = type(message)
-            if kind is messages.PlacedAt:  # the rule
+            if kind is messages.PlacedAt:  # the usual case
                 self._answered(message)
             elif kind is messages.Instances:
                 self.mirror.take(message)
@@ -523,7 +523,7 @@ class RemoteDispatcher:
                 self._answered(message)
 
     async def _take_up_keys(self) -> None:
-        """In a thread: thousands of them would hold up every stream."""
+        """In a thread: thousands of them would delay every stream."""
 
         def prepare(text: bytes) -> Callable[[], None]:
             return self._admission.prepare_keys(KeysFile.model_validate_json(text))
@@ -542,7 +542,7 @@ class RemoteDispatcher:
             return
         ask = self._asked.pop(key, None)
         if ask is not None:
-            ask.job.session = 0  # nobody has heard of it
+            ask.job.session = 0  # not sent to anybody yet
             ask.owner.broke(error)
         elif not isinstance(message, messages.Over):
             self._send(messages.Over(key, ""))
@@ -554,7 +554,7 @@ class RemoteDispatcher:
         self.gone.set()
         if not was_there:
             return
-        _log.warning("the scheduler process is gone: placing by the last view of it")
+        _log.warning("the scheduler process is gone: placing by its last view")
         self._own = OwnScheduler(self._local, self._admission, self._answered)
         self._change(None)
         now_s = time.monotonic()
@@ -569,7 +569,7 @@ class RemoteDispatcher:
     # Answers
 
     def _answered(self, message: Any) -> None:
-        """What became of a question."""
+        """The result of a question."""
         kind, ask = type(message), self._asked.pop(message.key, None)
         if kind is messages.PlacedAt and ask is not None:
             self._placed(ask, message)
@@ -578,7 +578,7 @@ class RemoteDispatcher:
         elif ask is None:
             if kind is messages.Refused:
                 self._charged(message.key, message.refusal)
-            # Else its owner has left, and whoever answers hears of it.
+            # Else its owner has left, and the recipient is told.
         elif kind is messages.Rejected:
             ask.owner.placed(Reject(message.reason, message.detail))
         elif kind is messages.Refused:
@@ -631,10 +631,10 @@ class RemoteDispatcher:
         for instance_id in self._fleet.instances:
             self._fleet.scheduler.members.table[instance_id].set_peer(_OTHERS, None)
         if self.ready.is_set():
-            _log.info("the scheduler process is back; it learns of %d requests", len(self._open))
+            _log.info("the scheduler process is back; reporting %d requests to it", len(self._open))
             latest = self._local.intake.responses.latest(_MOST_KNOWN)
             responses = [(r.name, r.instance_id, r.tokens, r.model, r.owner) for r in latest]
-            channel.send(messages.Known(responses))  # first: what is outstanding may be about one
+            channel.send(messages.Known(responses))  # first: open requests may refer to one
         self._change(channel)
         self._ask_anew()
         for counts in self._untold:
@@ -648,7 +648,7 @@ class RemoteDispatcher:
         now_s = time.monotonic()
         channel = self._channel
         if channel is not None and now_s - self._heard_s > _SILENCE_S:
-            _log.warning("the scheduler process has said nothing for %g s", _SILENCE_S)
+            _log.warning("nothing heard from the scheduler process for %g s", _SILENCE_S)
             channel.abort()
             return
         seen, samples = self._streams.look(now_s)
@@ -658,7 +658,7 @@ class RemoteDispatcher:
         self._tell_counts()
 
     def _tell_counts(self) -> None:
-        """Pass on what was counted; it waits until there is somebody who takes it."""
+        """Pass on the counts; they wait until there is a recipient."""
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None

@@ -1,8 +1,8 @@
-"""A worker's requests, driven through a ``LocalDispatcher`` by what its messages say of them.
+"""A worker's requests, driven through a ``LocalDispatcher`` by its messages.
 
 The scheduler process has a session for each of its workers (``hub``), and a worker one of its own
 while that process is away (``remote``). Policies, queue, ledger, records and predictors are the
-dispatcher's business. A session that ends, however it ends, leaves nothing on any instance.
+dispatcher's. A session that ends, however it ends, leaves nothing on any instance.
 """
 
 import logging
@@ -76,7 +76,7 @@ class _Request:
         self.session.send(messages.Failed(self.key))
 
     def end(self) -> None:
-        """Whatever it has, it gives back."""
+        """Release everything it has."""
         if self.wait is not None:
             self.wait.leave()
             self.wait = None
@@ -91,7 +91,7 @@ class _Request:
 
 
 class RequestSession:
-    """One worker's requests, until it or whoever schedules for it is gone.
+    """One worker's requests, until it or its scheduler is gone.
 
     Args:
         dispatcher: places them.
@@ -114,7 +114,7 @@ class RequestSession:
             messages.Spend: self._spend,
             messages.Speed: self._speed,
         }
-        # Of requests that are not over; what comes of others is not heard.
+        # Of open requests; events of others are ignored.
         self._events: dict[type, Callable[[_Request, Any], None]] = {
             messages.Leave: self._leave,
             messages.Began: self._began,
@@ -143,7 +143,7 @@ class RequestSession:
                 self.broke(message, error)
 
     def broke(self, message: Any, error: Exception) -> None:
-        """The boundary of a request: a bug costs the one that met it."""
+        """The boundary of a request: a bug costs only the request that met it."""
         _log.error("%s: a %s failed", self.name, type(message).__name__, exc_info=error)
         key = getattr(message, "key", None)
         if key is None:
@@ -155,7 +155,7 @@ class RequestSession:
             self.send(messages.Failed(key))
 
     def end(self) -> None:
-        """All of them are over, now."""
+        """End all of them now."""
         requests, self._requests = self._requests, {}
         for request in requests.values():
             try:
@@ -177,7 +177,7 @@ class RequestSession:
         job = describe(inbound, client, facts.parsed, facts.counted, adopts=adopts)
         job.told_tokens = facts.told_tokens
         if facts.path == REALTIME:
-            job.features = None  # as ``Realtime`` has it: nothing is learnt of a session's length
+            job.features = None  # as in ``Realtime``: nothing is learnt from a session's length
         return job
 
     def _outstanding(self, said: messages.Outstanding) -> None:
@@ -185,7 +185,7 @@ class RequestSession:
             try:
                 job = self._job_of(carried.facts, adopts=True)
             except Refusal:
-                continue  # it would not be let in now: nothing that comes of it is heard
+                continue  # it would not be admitted now: its events are ignored
             request = _Request(self, carried.key, job, carried.facts.deadline_s)
             self._requests[carried.key] = request
             if not carried.instance:
@@ -208,7 +208,7 @@ class RequestSession:
 
     def _submit(self, said: messages.Submit) -> None:
         try:
-            # What goes on was let in when it began.
+            # Continued requests were admitted when they began.
             job = self._job_of(said.facts, adopts=said.facts.told_tokens is not None)
         except Refusal as refusal:
             self.dispatcher.note(None, "rejected")
@@ -253,7 +253,7 @@ class RequestSession:
         place, request.place = request.place, None
         if place is None:
             request.close()
-            return  # its instance was unknown when it was reported
+            return  # its instance was unknown when reported
         request.settled = place
         job, answer = request.job, said.answer
         job.inbound.body = answer.mark

@@ -1,9 +1,9 @@
-"""Simulations beside the gateway: a process of its own for each answer, which ends with it.
+"""Simulations beside the gateway: each runs in a process of its own.
 
-They take seconds of CPU: in the gateway's process, also in a thread, streams would feel them. The
-child is given a function and its question on standard input and writes the answer to standard
+They take seconds of CPU: in the gateway's process, even in a thread, they would delay streams. The
+child reads a function and its argument from standard input and writes the answer to standard
 output, both pickled (nobody else writes to either). It is nice, may use ``_CPU_S`` of CPU and
-``_WALL_S`` of time, and what it does wrong is an error here and nothing more.
+``_WALL_S`` of time, and its failures are errors here and nothing more.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ _CPU_S = 60
 _WALL_S = 180.0
 _NICE = 10
 _MOST_ERROR_BYTES = 2000
-# Not ``-m``: what is then the main module would be pickled as no other process knows it.
+# Not ``-m``: the main module's objects would be pickled under a name other processes do not know.
 _PROGRAM = f"import sys; from {__name__} import main; sys.exit(main())"
 
 
 async def aside(work: Callable[[QuestionT], AnswerT], question: QuestionT) -> AnswerT:
-    """What a function of a module answers, in a process of its own.
+    """Call a module's function in a process of its own, and return its answer.
 
     Raises:
         HeteroGatewayError: it failed, or took too long.
@@ -60,8 +60,8 @@ async def aside(work: Callable[[QuestionT], AnswerT], question: QuestionT) -> An
 
 
 def main() -> int:
-    """Read a function and its question, write its answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway ends it
+    """Read a function and its argument, write its answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the gateway ends it
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     work, question = pickle.load(sys.stdin.buffer)

@@ -1,10 +1,10 @@
-"""How many instances the load needs, for whoever starts and stops them: the section ``following``.
+"""How many instances the load needs, for an external autoscaler: the section ``following``.
 
-Every five seconds it looks what has come and what waits, which is in the counters already: nothing
-is added to a request's way. Once in ``interval_s``, or sooner where requests wait at two looks in a
-row, ``planner.following`` answers, in a process of its own (``following_process``). The answer is
-in the metric ``hetero_gateway_desired_instances`` and at ``/admin/following``; nothing is started
-or stopped here. Whatever goes wrong leaves the last answer as it was, and is counted.
+Every five seconds it checks what has arrived and what waits, which the counters already tell:
+requests cost nothing extra. Every ``interval_s``, or sooner if requests wait at two checks in a
+row, ``planner.following`` computes the answer in a process of its own (``following_process``). The
+answer is in the metric ``hetero_gateway_desired_instances`` and at ``/admin/following``; nothing is
+started or stopped here. A failure keeps the last answer, and is counted.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ from hetero_gateway.serve.dashboard.trend import Trend
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 5.0
-# Requests that wait ask no more often than this.
+# Waiting requests trigger a new answer at most this often.
 _SOONEST_S = 15.0
-# Requests whose lengths are simulated, of the last ones that are looked at.
+# How many of the last requests have their lengths simulated.
 _REQUESTS, _LOOKED_AT = 1000, 5000
-# Fewer say nothing of lengths: then those that the scheduler is configured for.
+# With fewer, the lengths that the scheduler is configured for are used.
 _FEW = 20
 _MINUTE_STEPS = 12
 # Of a proposal, at /admin/following.
@@ -54,7 +54,7 @@ _SHOWN = ("reason", "rate_per_s", "held_per_s", "short")
 
 
 class FollowedModel:
-    """What is followed of one model: its types, what came for it, and the last answer."""
+    """The state of one followed model: its types, its arrivals, and the last answer."""
 
     def __init__(
         self, name: str, types: Sequence[tuple[FollowedType, Profile]], follower: Follower
@@ -74,7 +74,7 @@ class FollowedModel:
         self._finished = 0
 
     def instances(self, every: Iterable[Instance]) -> list[tuple[Key, Instance]]:
-        """Those that are of one of its types."""
+        """The instances that belong to one of its types."""
         return [
             (key, instance)
             for instance in every
@@ -86,7 +86,7 @@ class FollowedModel:
     def note(
         self, now_s: float, counts: Iterable[tuple[tuple[str, str], int]], under_way: int
     ) -> None:
-        """What has come, by what ended and what did not yet.
+        """Record arrivals, by the requests that ended and those still open.
 
         Args:
             counts: requests that ended, by model and instance.
@@ -97,12 +97,12 @@ class FollowedModel:
             self._finished += number - before if number >= before else number
             counted[key] = number
         self._counted = counted
-        # A removed instance takes the requests under way with it.
+        # A removed instance takes its open requests with it.
         self._arrived = max(self._arrived, self._finished + under_way)
         self.arrivals.note(now_s, self._arrived)
 
     def go_on_from(self, other: "FollowedModel") -> None:
-        """The same model, as it was configured before."""
+        """Continue from the state of the same model under the previous configuration."""
         self.follower.go_on_from(other.follower)
         self.proposal, self.asked_s = other.proposal, other.asked_s
         self.arrivals, self._arrived = other.arrivals, other._arrived
@@ -111,12 +111,12 @@ class FollowedModel:
 
 @dataclass(eq=False)
 class Following:
-    """See above. Needs a running event loop.
+    """Follows the load; see above. Needs a running event loop.
 
     Args:
         _settings: the configuration in effect.
-        _fleet, _metrics, _trend, _history: whose load it is.
-        work: answers a task; another process, unless a test has its own.
+        _fleet, _metrics, _trend, _history: sources of the load.
+        work: answers a task; in another process, unless a test replaces it.
     """
 
     _settings: Settings
@@ -133,7 +133,7 @@ class Following:
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """No more looks; answers that are under way are given up."""
+        """Stop checking; answers being computed are abandoned."""
         if self._timer is not None:
             self._timer.cancel()
         for model in self._models.values():
@@ -142,14 +142,14 @@ class Following:
         self._models = {}
 
     def take_up(self, made: dict[str, FollowedModel]) -> None:
-        """What was followed before goes on from what it desired, within its new bounds."""
+        """Continue with the previously desired numbers, within the new bounds."""
         before = self._models
         self.close()
         for name, model in made.items():
             if (old := before.get(name)) is not None:
                 model.go_on_from(old)
             else:
-                # The first answer once instances were probed and something has come.
+                # The first answer once instances were probed and requests have arrived.
                 model.asked_s = self._loop.time()
         self._models = made
         if made:
@@ -212,7 +212,7 @@ class Following:
         self, model: FollowedModel, own: Sequence[tuple[Key, Instance]], names: Iterable[str]
     ) -> RateQuestion:
         config = self._settings.config
-        # As they are now: constants follow the traffic, and engines report their memory.
+        # The current ones: constants follow the traffic, and engines report their memory.
         profiles = {key: profile for key, (_, profile) in model.types.items()}
         for key, instance in sorted(own, key=lambda each: each[1].id, reverse=True):
             profiles[key] = (
@@ -237,7 +237,7 @@ class Following:
             # The boundary of a background task: the last answer stays.
             self._failures += 1
             model.problem = str(error) or repr(error)
-            _log.warning("following %s: %s; the last answer stays", model.name, model.problem)
+            _log.warning("following %s: %s; the last answer stands", model.name, model.problem)
         else:
             before = model.proposal
             model.follower, model.rates, model.proposal = answer
@@ -293,12 +293,12 @@ class Following:
 
 
 def _servers(places: Iterable[tuple[Key, Instance]]) -> Counter[Key]:
-    """How many instances they are: the places of one address are one."""
+    """The number of instances: the places of one address count as one."""
     return Counter(key for key, _ in {(key, place.config.server) for key, place in places})
 
 
 def followed(config: GatewayConfig, base_dir: Path) -> dict[str, FollowedModel]:
-    """What is to be followed, by model. Raises ConfigError: a profile cannot be loaded."""
+    """The models to follow. Raises ConfigError: a profile cannot be loaded."""
     following = config.following
     rules = FollowingRules(following.startup_s, following.hold_s, following.utilisation)
     by_model: dict[str, list[tuple[FollowedType, Profile]]] = {}

@@ -1,4 +1,4 @@
-"""What ``following`` asks a process of its own (``aside``)."""
+"""The work that ``following`` does in a process of its own (``aside``)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from hetero_gateway.serve.autoscaling.aside import aside
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked.
+    """The question.
 
     Args:
-        rates: of the last answer; None: there was none.
+        rates: from the last answer; None: there was none.
     """
 
     follower: Follower
@@ -23,7 +23,7 @@ class Task:
 
 
 class FollowingAnswer(NamedTuple):
-    """The follower as it is now, the rates that it reckoned with, and its proposal."""
+    """The follower's new state, the rates used, and its proposal."""
 
     follower: Follower
     rates: HeldRates
@@ -31,7 +31,7 @@ class FollowingAnswer(NamedTuple):
 
 
 def work(task: Task) -> FollowingAnswer:
-    """The answer; in the process that it is called in."""
+    """Compute the answer in the calling process."""
     rates = task.rates
     if rates is None or not rates.answers(task.question):
         rates = find_held_rates(task.question)
@@ -40,5 +40,5 @@ def work(task: Task) -> FollowingAnswer:
 
 
 async def work_aside(task: Task) -> FollowingAnswer:
-    """The answer of a process of its own. Raises HeteroGatewayError: see ``aside``."""
+    """Compute the answer in a process of its own. Raises HeteroGatewayError: see ``aside``."""
     return await aside(work, task)

@@ -1,12 +1,12 @@
-"""Which instances had better compute prompts and which answer, as the load of the moment has it.
+"""Finds which instances should prefill and which decode under the current load.
 
-``scheduler.split_requests: roles``. Now and then the last requests are simulated under candidates
-of roles (``planner.roles``), in a process of its own; what does best is what the scheduler goes by
-from then on, *nothing is split* as well. It is asked again after a minute, and, where the answer
-stays the same, after twice as long each time. Whatever goes wrong leaves the last answer.
+``scheduler.split_requests: roles``. Now and then the last requests are simulated under candidate
+roles (``planner.roles``), in a process of its own; the scheduler then uses the best, which may be
+*no splitting*. The question is repeated after a minute and, while the answer stays the same, after
+twice as long each time. A failure keeps the last answer.
 
-Models that share instances are asked about together, as if all of these served each of them;
-others each by itself: what one model's requests want is nothing to instances of another.
+Models that share instances are treated together, as if all of these served each of them; others
+separately, as one model's requests do not matter to another's instances.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 5.0
 _SOONEST_S, _LATEST_S = 60.0, 900.0
-# Of fewer requests nothing is concluded; of more, the last ones are simulated.
+# Fewer requests are too few to judge; of more, the last ones are simulated.
 _FEW, _MOST = 100, 1000
-# Models in a line of the log.
+# Models in one log line.
 _NAMED = 3
 
 
@@ -42,14 +42,14 @@ async def _ask_aside(question: RoleQuestion) -> Roles:
 
 
 class RoleSearch:
-    """Needs a running event loop.
+    """Searches for roles. Needs a running event loop.
 
     Args:
         settings: the configuration in effect.
-        fleet: whose scheduler goes by it.
+        fleet: its scheduler uses the roles.
         history: the last requests.
-        pump_soon: there may be room now.
-        ask: answers a question; another process, unless a test has its own.
+        pump_soon: called when there may be room for waiting requests.
+        ask: answers a question; in another process, unless a test replaces it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RoleSearch:
             self._asking = self._loop.create_task(self._go_by(questions))
 
     def _questions(self) -> dict[frozenset[str], RoleQuestion]:
-        """By the models that share instances; those of which there is nothing to be asked yet are
+        """The questions, by group of models that share instances; groups with too little data are
         left out."""
         scheduler = self._fleet.scheduler
         pairs = scheduler.legs.pairs
@@ -139,13 +139,13 @@ class RoleSearch:
                 except Exception as error:
                     # The boundary of a background task: the last answer stays.
                     why = str(error) or repr(error)
-                    _log.warning("roles of %s: %s; the last answer stays", _named(models), why)
+                    _log.warning("roles of %s: %s; the last answer stands", _named(models), why)
                     failed = True
                     continue
                 if roles != self._found.get(models):
                     _log.info("roles of %s: %s", _named(models), told(roles))
                     changed = True
-                    # Of models that shared other instances before, nothing is known any more.
+                    # Answers for models that shared other instances before are dropped.
                     kept = {m: r for m, r in self._found.items() if m.isdisjoint(models)}
                     self._found = kept | {models: roles}
                     self._take_up()
@@ -158,7 +158,7 @@ class RoleSearch:
             self._next_s = self._loop.time() + self._interval_s
 
     def _take_up(self) -> None:
-        """Have the scheduler go by all that was found; of other models nothing is split."""
+        """Apply all roles found; other models are not split."""
         split = {models: roles for models, roles in self._found.items() if roles is not None}
         every = {name: price for roles in split.values() for name, price in roles.items()}
         named = frozenset(model for models in split for model in models)
@@ -171,7 +171,7 @@ class RoleSearch:
 
 
 def together(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
-    """What the sets come to where those that have one in common are one."""
+    """Merge sets that have an element in common."""
     found: list[frozenset[str]] = []
     for each in sets:
         apart = [other for other in found if other.isdisjoint(each)]

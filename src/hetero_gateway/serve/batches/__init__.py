@@ -1,1 +1,1 @@
-"""Files of requests and of their answers, and what sends their lines."""
+"""The batch API: files of requests and answers, and the sender of their lines."""

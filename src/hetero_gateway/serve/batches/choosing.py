@@ -1,4 +1,4 @@
-"""Which lines are sent where now: as many as others' requests leave room for."""
+"""Which lines are sent where now: as many as other requests leave room for."""
 
 import math
 import time
@@ -28,24 +28,24 @@ from hetero_gateway.gateway.fleet.instances import Fleet
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.serve.batches.ledger import Batch, WaitingLine
 
-# Bodies that are out at a time, besides the first one.
+# Bytes of bodies being sent at a time, besides the first one.
 _MOST_BYTES = 16 << 20
-# Of a key's own limits.
+# Lines may use one part in this many of a key's own limits.
 _OURS = 2
 _MODELS_LOOKED_AT = 64
-# Of what batches have of an instance, a look's weight: about two minutes.
+# Weight of one look in the average of what batches have of an instance: about two minutes.
 _LOOK_WEIGHT = 1 / 120
 _USUAL = (512.0, 256.0)
 
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """A batch whose lines are sent.
+    """A batch whose lines are being sent.
 
-    ``held``: by model, the next ones that wait; ``out``: how many are out, by instance.
-    ``moved_s``: by model, when lines were last fetched or sent; ``rests_s``: until when none are
-    fetched; ``again_s``: before which it does not end, since others have lines of it out. All
-    monotonic.
+    ``held``: by model, the next waiting lines; ``out``: number of lines sent and unanswered, by
+    instance. ``moved_s``: by model, when lines were last fetched or sent; ``rests_s``: no lines
+    are fetched before; ``again_s``: it does not end before, since other gateways have lines of
+    it. All monotonic.
     """
 
     batch: Batch
@@ -62,7 +62,7 @@ class RunningBatch:
 
 
 class AskedThere(NamedTuple):
-    """What a gateway has to do with an engine: lines that are out, and ``InstanceCounts``."""
+    """A gateway's load on an engine: unanswered lines, and ``InstanceCounts``."""
 
     lines_out: int
     sent: int
@@ -77,7 +77,7 @@ Told = dict[str, AskedThere]
 
 
 class Pick(NamedTuple):
-    """A line, and where it goes."""
+    """A line, and its destination."""
 
     line: WaitingLine
     at: InstanceId
@@ -85,7 +85,7 @@ class Pick(NamedTuple):
 
 @dataclass(slots=True)
 class _Load:
-    """What is picked for an instance in this turn, and is not there yet."""
+    """Lines picked for an instance in this turn, not sent yet."""
 
     lines: int = 0
     prompt_tokens: int = 0
@@ -98,11 +98,11 @@ class LineChoice:
     Args:
         fleet: the instances.
         metrics: counts all requests.
-        slowdown: how many times as long others' requests may take.
+        slowdown: by what factor other requests may become slower.
         target: the model that a name stands for.
 
-    ``sent``, ``answered``, ``prompt_tokens``, ``output_tokens``: of lines, by instance; counted by
-    who sends them. ``out``: lines that are out. ``bytes_out``: of their bodies.
+    ``sent``, ``answered``, ``prompt_tokens``, ``output_tokens``: of lines, by instance; counted
+    by the sender. ``out``: unanswered lines. ``bytes_out``: of their bodies.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LineChoice:
         self._target = target
         self._others = Others()
         self._shares: dict[str, tuple[Pool, list[BatchShare]]] = {}
-        # By model: what batches had of each instance lately.
+        # By model: the recent share of batches at each instance.
         self._usual_parts: dict[str, dict[InstanceId, float]] = {}
         self.sent: Counter[InstanceId] = Counter()
         self.answered: Counter[InstanceId] = Counter()
@@ -123,13 +123,13 @@ class LineChoice:
         self.out: Counter[InstanceId] = Counter()
         self.bytes_out = 0
         self._counts: dict[InstanceId, InstanceCounts] = {}
-        # Of other gateways, by their names: what they said at first, and last.
+        # Other gateways by name: their first and their latest report.
         self._first: dict[str, Told] = {}
         self._last: dict[str, Told] = {}
-        self._elsewhere: Counter[str] = Counter()  # their lines, by the engines' addresses
+        self._elsewhere: Counter[str] = Counter()  # their lines, by engine address
 
     def told(self) -> Told:
-        """What other gateways are to know."""
+        """The report to other gateways."""
         instances = self._fleet.instances
         return {
             instances[each].config.base_url: AskedThere(self.out[each], *counts)
@@ -138,7 +138,7 @@ class LineChoice:
         }
 
     def hear(self, told: Mapping[str, Told]) -> None:
-        """What other gateways say, by their names: all that are there."""
+        """Take in the reports of all other gateways present, by name."""
         self._first = {name: said | self._first.get(name, {}) for name, said in told.items()}
         self._last = dict(told)
         self._elsewhere.clear()
@@ -148,11 +148,11 @@ class LineChoice:
 
     @property
     def lines_elsewhere(self) -> int:
-        """Lines that other gateways have out."""
+        """Unanswered lines of other gateways."""
         return self._elsewhere.total()
 
     def _with_others(self, url: str, counts: InstanceCounts) -> InstanceCounts:
-        """Also what they have asked since they were heard first."""
+        """Counts including what they have asked since their first report."""
         for name, said in self._last.items():
             if (now := said.get(url)) is not None:
                 first = self._first[name][url]
@@ -172,7 +172,7 @@ class LineChoice:
         self.output_tokens[at] += output_tokens
 
     def look(self, now_s: float) -> None:
-        """See what others do; to be called about once a second."""
+        """Measure other requests' load; to be called about once a second."""
         metrics, table = self._metrics, self._fleet.scheduler.members.table
         metrics.catch_up()
         sums: dict[str, list[int]] = {}
@@ -205,7 +205,7 @@ class LineChoice:
         return self._fleet.scheduler.members.pool(self._target(model))
 
     def shares(self, pool: Pool, model: str, now_s: float) -> list[BatchShare]:
-        """What batches may have of each instance of a pool, in its order."""
+        """The share of batches at each instance of a pool, in its order."""
         known = self._shares.get(model)
         if known is None or known[0] is not pool:
             others = self._others.on(pool.ids, now_s)
@@ -220,9 +220,9 @@ class LineChoice:
         return known[1]
 
     def work_s(self, model: str, prompt_tokens: float, output_tokens: float, now_s: float) -> float:
-        """How long such a line takes of what batches have had of all instances together, s.
+        """How long such a line occupies the share that batches have of all instances together, s.
 
-        Each as full as it can be; of all of them, where batches had nothing.
+        Each instance at its fullest; all of each, if batches had no share.
         """
         pool = self.pool(model)
         self.shares(pool, model, now_s)
@@ -233,14 +233,14 @@ class LineChoice:
         return 1 / (ours or sum(per_s)) if per_s else 0.0
 
     def step_s(self, at: InstanceId, lines: float) -> float:
-        """How long a step would take of an instance with so many lines, beside what else it has."""
+        """A step's duration at an instance with so many lines, besides its other requests."""
         if at not in self._fleet.instances:
             return 0.0
         state = self._fleet.scheduler.members.table[at]
         return step_s(state, max(0, state.in_flight - self.out[at]), lines)
 
     def made_tokens(self, placed: Placed, now_s: float) -> float:
-        """Of an answer that is on its way, by its instance's step clock."""
+        """Estimated tokens of an unfinished answer, by its instance's step clock."""
         if placed.instance.id not in self._fleet.instances:
             return 0.0
         state = self._fleet.scheduler.members.table[placed.instance.id]
@@ -254,17 +254,17 @@ class LineChoice:
         may_spend: Callable[[Batch, int], bool],
         now_s: float,
     ) -> list[Pick]:
-        """The lines that are to be sent now; they are taken out of what is held.
+        """The lines to send now; they are removed from ``held``.
 
         Args:
-            running: the batches, in the order in which they go.
-            retries: lines that go again, in front of all others of their batch.
-            depth: sequences without a first token that an instance may have.
+            running: the batches, in order of precedence.
+            retries: lines to send again, before all others of their batch.
+            depth: how many sequences without a first token an instance may have.
             may_spend: whether the batch's key has room for a line of so many tokens.
         """
         scheduler = self._fleet.scheduler
         if not scheduler.queued:
-            scheduler.pump(now_s)  # first tokens that nobody sees are there, as predicted
+            scheduler.pump(now_s)  # assume unseen first tokens at their predicted times
         elif self.out.total():
             return []
         lengths = {each.batch.seq: each.seen for each in running}
@@ -291,7 +291,7 @@ class LineChoice:
         return turn.picks
 
     def _order(self, pool: Pool, told: Sequence[BatchShare]) -> list[int]:
-        """Slow machines first, those that are given ahead of the others."""
+        """Slow machines first, preferred ones before the others."""
         slow = [alone_s(s, m, *_USUAL) for s, m in zip(pool.states, pool.members, strict=True)]
         return sorted(range(len(slow)), key=lambda i: (not told[i].given, -slow[i]))
 
@@ -304,7 +304,7 @@ class LineChoice:
         queues: Sequence[deque[WaitingLine]],
         waiting: int,
     ) -> None:
-        """Give an instance what it may have. ``waiting``: lines of the model, those out not."""
+        """Give an instance its share. ``waiting``: lines of the model, without those out."""
         load = turn.loads.setdefault(pool.ids[i], _Load())
         for queue in queues:
             while queue:
@@ -346,7 +346,7 @@ class LineChoice:
         if self._elsewhere:
             elsewhere = self._elsewhere[self._fleet.instances[pool.ids[i]].config.base_url]
         waiting = state.waiting + state.peers.waiting + load.lines
-        # Of gateways that do not share their load, their lines are known.
+        # Of gateways that do not share their load, only the lines are known.
         theirs = max(state.peers.streaming, elsewhere - state.peers.waiting)
         there = waiting + state.streaming + theirs
         if there >= min(member.seats, state.seats):
@@ -365,7 +365,7 @@ class LineChoice:
 
 @dataclass(slots=True)
 class _Turn:
-    """One look at all that may be sent."""
+    """One look at all lines that may be sent."""
 
     depth: int
     may_spend: Callable[[Batch, int], bool]
@@ -376,7 +376,7 @@ class _Turn:
     loads: dict[InstanceId, _Load] = field(default_factory=dict)
 
     def output_of(self, line: WaitingLine) -> float:
-        """Tokens of an answer, by those of lines like it."""
+        """Expected tokens of an answer, from similar lines."""
         sums = Sums(1, line.prompt_tokens, line.output_tokens)
         return self.lengths[line.batch.seq].mean(line.kind, sums)[1]
 
@@ -386,7 +386,7 @@ def _moved(before: float | None, now: float) -> float:
 
 
 def _fits(pool: Pool, i: int, line: WaitingLine) -> bool:
-    """Whether an instance can hold it; where none can, it is for the engine to say so."""
+    """Whether an instance can hold it; if none can, the engine should say so."""
     prompt, output = line.prompt_tokens, line.output_tokens
     if prompt < pool.shortest_context_tokens and prompt + output <= pool.smallest_capacity_tokens:
         return True
@@ -397,7 +397,7 @@ def _fits(pool: Pool, i: int, line: WaitingLine) -> bool:
 def _ends_late(
     pool: Pool, i: int, told: Sequence[BatchShare], line: WaitingLine, output: float, waiting: int
 ) -> bool:
-    """The drain rule: a fast machine would be done sooner, after all that wait."""
+    """The drain rule: whether a fast machine would finish it sooner, after all that wait."""
     if waiting > sum(member.seats for member in pool.members):
         return False
     lengths = float(line.prompt_tokens), output
@@ -419,11 +419,11 @@ class Spending:
 
     def __init__(self, client_of: Callable[[str], Client | None]) -> None:
         self._client_of = client_of
-        # Lines and tokens of this turn, which are not charged yet.
+        # Lines and tokens of this turn, not charged yet.
         self._spent: dict[str, tuple[int, int]] = {}
 
     def may(self, batch: Batch, tokens: int) -> bool:
-        """Whether a line of so many tokens may be sent; it is, then."""
+        """Whether a line of so many tokens may be sent; if so, it is counted."""
         client = self._client_of(batch.owner)
         if client is None:
             return False
@@ -433,7 +433,7 @@ class Spending:
             requests, used = account.requests, account.tokens
             for window, amount in ((requests, lines + 1), (used, before + tokens)):
                 window.advance(second)
-                # A line that is longer than that goes when nothing else was used.
+                # A line longer than that goes when nothing else was used.
                 if window.limit is not None and (window.used or lines):
                     if window.free - amount < window.limit - window.limit // _OURS:
                         return False

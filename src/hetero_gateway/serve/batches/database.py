@@ -57,7 +57,7 @@ class Database:
     """One connection, for one thread at a time.
 
     Raises:
-        ConfigError: it is no database of ours.
+        ConfigError: the file is not a database of ours.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -73,7 +73,9 @@ class Database:
             self._db.execute("PRAGMA cache_size=-4096")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version > _VERSION:
-                raise ConfigError(f"batches.directory: {path} is of a newer version of the gateway")
+                raise ConfigError(
+                    f"batches.directory: {path} was written by a newer version of the gateway"
+                )
             if version < _VERSION:
                 self._db.executescript(
                     f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;"
@@ -87,13 +89,13 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is changed inside, or nothing; it is synced at the end."""
+        """All changes inside, or none; synced at the end."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            # A full disk may have ended it already.
+            # A full disk may have ended the transaction already.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
@@ -112,7 +114,7 @@ class Database:
         return self._db.execute(sql, values).fetchall()
 
     def number(self, sql: str, *values: Any) -> int:
-        """One whole number; 0 where it is NULL."""
+        """One integer; 0 for NULL."""
         return int(self._db.execute(sql, values).fetchone()[0] or 0)
 
     def now_s(self) -> float:

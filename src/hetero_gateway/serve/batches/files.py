@@ -1,6 +1,6 @@
 """Files as clients see them: uploaded whole or in parts, listed, read, deleted; and their quotas.
 
-Everything here is for the thread that has the database.
+Everything here runs in the database's thread.
 """
 
 import os
@@ -33,19 +33,19 @@ def file_too_large(most_bytes: int) -> Refusal:
 
 
 def no_space() -> Refusal:
-    """The disk is full; nothing was taken."""
+    """The error for a full disk; nothing was kept."""
     message = "The gateway's disk is full: nothing was stored."
     return Refusal(507, "insufficient_storage", message, kind="server_error", retry_after_s=60)
 
 
 class Incoming:
-    """A file on its way in: written as it comes, and known once it is whole.
+    """A file being received: written as it arrives, and listed once it is whole.
 
     Args:
-        file_id: its name, of a file or a part.
-        most_bytes: how long it may be.
-        too_long: what is said of more.
-        check_room: called with how much more there will be; raises Refusal.
+        file_id: its id, of a file or a part.
+        most_bytes: its maximum size.
+        too_long: the error text for more.
+        check_room: called with the bytes to come; raises Refusal.
     """
 
     def __init__(
@@ -77,24 +77,24 @@ class Incoming:
         self.size_bytes += len(data)
 
     def finish(self) -> None:
-        """It is all here, whatever happens from now on; for any thread. Raises OSError."""
+        """Make it durable; for any thread. Raises OSError."""
         self._sink.finish()
 
     def keep(self) -> None:
-        """A row says that it is there."""
+        """Its row exists."""
         self._known = True
 
     def drop(self) -> None:
-        """It is not wanted, unless it is known already."""
+        """Remove it, unless its row exists."""
         if not self._known:
             self._sink.drop()
 
 
 class Files:
-    """The files of all keys; ``owner`` is a key's name, "" of those without one.
+    """The files of all keys; ``owner`` is a key's name, "" without a key.
 
     Args:
-        rows: of all files. blobs: what is in them.
+        rows: of all files. blobs: their contents.
         config: quotas.
     """
 
@@ -102,12 +102,12 @@ class Files:
         self._db = rows
         self.blobs = blobs
         self._config = config
-        self._coming: dict[Incoming, str] = {}  # whose they are
+        self._coming: dict[Incoming, str] = {}  # with their owners
 
     # Whole
 
     def begin(self, owner: str) -> Incoming:
-        """A file comes in. Raises Refusal: 429."""
+        """Begin to receive a file. Raises Refusal: 429."""
         most_bytes = self._config.max_file_bytes
         return self._incoming(owner, "file-", most_bytes, file_too_large(most_bytes))
 
@@ -128,7 +128,7 @@ class Files:
         return incoming
 
     def add(self, owner: str, incoming: Incoming, filename: str, keep_s: float | None) -> Document:
-        """It is here, under its id. Raises Refusal: 429."""
+        """List a received file under its id. Raises Refusal: 429."""
         incoming.finish()
         self._check_room(owner, 0)
         with self._db.transaction():
@@ -141,7 +141,7 @@ class Files:
         self._coming.pop(incoming, None)
 
     def drop(self, incoming: Incoming) -> None:
-        """It does not come."""
+        """A file will not arrive."""
         self._coming.pop(incoming, None)
         incoming.drop()
 
@@ -157,7 +157,7 @@ class Files:
         return self.document(owner, file_id)
 
     def _used(self, owner: str) -> int:
-        """Bytes that the key has here; answers that are still written count, and what comes in."""
+        """Bytes that the key uses, including unfinished answers and uploads."""
         return (
             sum(each.size_bytes for each, whose in self._coming.items() if whose == owner)
             + self._db.number("SELECT SUM(bytes) FROM files WHERE owner = ?", owner)
@@ -182,7 +182,7 @@ class Files:
         message = f"The key's files would have more than {most} bytes; delete some first."
         return Refusal(429, "quota_exceeded", message, kind="rate_limit_error")
 
-    # What there is
+    # Lookup
 
     def row(self, owner: str, file_id: str) -> Any:
         """Raises Refusal: 404."""
@@ -197,7 +197,7 @@ class Files:
     def listed(
         self, owner: str, after: str | None, limit: int, order: str, purpose: str | None
     ) -> Document:
-        """A page of them. Raises Refusal: 404."""
+        """A page of the files. Raises Refusal: 404."""
         where, values = "", list[Any]()
         if purpose is not None:
             where, values = " AND purpose = ?", [purpose]
@@ -210,7 +210,7 @@ class Files:
         return page([_document(row) for row in rows[:limit]], more=len(rows) > limit)
 
     def delete(self, owner: str, file_id: str) -> Document:
-        """Raises Refusal: 404, or 409 where a batch reads it."""
+        """Raises Refusal: 404, or 409 if a batch reads it."""
         self.row(owner, file_id)
         with self._db.transaction():
             if self._db.row(
@@ -223,7 +223,7 @@ class Files:
         return {"id": file_id, "object": "file", "deleted": True}
 
     def sweep(self) -> int:
-        """Remove what no row knows, and say how much it was. For a start alone."""
+        """Remove contents without a row, and return their size. Only at a start."""
         known = {
             row[0] for row in self._db.rows("SELECT id FROM files UNION ALL SELECT id FROM parts")
         }
@@ -234,7 +234,7 @@ class Files:
         return self.blobs.sweep(known)
 
     def forget_old(self, now_s: float) -> None:
-        """Files and uploads whose time is over, and batches that were over long ago."""
+        """Expired files and uploads, and batches that ended long ago."""
         old = self._db.rows(
             "SELECT id FROM files WHERE expires_at <= ? AND id NOT IN"
             " (SELECT input_file_id FROM batches WHERE ended_at IS NULL)",
@@ -321,7 +321,7 @@ class Files:
         }
 
     def begin_joining(self, owner: str, upload_id: str, part_ids: Sequence[str]) -> "Joining":
-        """Its parts are to become a file, in this order. Raises Refusal: 400, 404."""
+        """Begin to join parts into a file, in this order. Raises Refusal: 400, 404."""
         row = self._upload_row(owner, upload_id, pending=True)
         parts: Mapping[str, int] = {
             each["id"]: each["bytes"]
@@ -336,7 +336,7 @@ class Files:
         return Joining(self.blobs, part_ids, row["bytes"])
 
     def end_joining(self, owner: str, upload_id: str, joining: "Joining") -> Document:
-        """The file is there. Raises Refusal: 400, 404."""
+        """List the joined file. Raises Refusal: 400, 404."""
         whole = joining.whole
         with self._db.transaction():
             row = self._upload_row(owner, upload_id, pending=True)
@@ -368,7 +368,7 @@ class Files:
 
 
 class Joining:
-    """Parts that become one file: ``run`` is for any thread. Raises OSError."""
+    """Joins parts into one file: ``run`` is for any thread. Raises OSError."""
 
     def __init__(self, blobs: Blobs, part_ids: Sequence[str], size_bytes: int) -> None:
         self._blobs = blobs
@@ -398,7 +398,7 @@ def _document(row: Any) -> Document:
 
 
 def page(documents: Sequence[Document], *, more: bool) -> Document:
-    """A list as OpenAI has it."""
+    """A list in OpenAI's format."""
     return {
         "object": "list",
         "data": documents,

@@ -1,11 +1,11 @@
 """The folder that one gateway keeps batches in: its lock, its files.
 
     lock             held by the one gateway that uses the folder
-    batches.sqlite   what there is, and how far it is (``database``)
-    files/ID         what was uploaded, parts of it, answers
+    batches.sqlite   the rows and their progress (``database``)
+    files/ID         uploads, their parts, answers
 
-What is in a file is synced before a row says so, and a row before anybody hears of it. A file that
-no row knows is left of an end in between, and goes at the next start.
+A file is synced before a row refers to it, and a row before anybody is told. A file without a row
+is left over from a crash, and is removed at the next start.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from hetero_gateway.serve.batches.storage import MEDIA_TYPE
 
 
 class FolderLock:
-    """Of one folder; free again with the process, however that ends."""
+    """The lock of one folder; released with the process, however that ends."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "lock"
@@ -55,7 +55,7 @@ def make_folder(directory: Path) -> None:
 
 
 class FileSink:
-    """A file that is written as it comes."""
+    """A file written as data arrives."""
 
     def __init__(self, folder: "Folder", name: str) -> None:
         self._folder = folder
@@ -83,13 +83,13 @@ class FileSink:
 
 
 class Folder:
-    """Its files."""
+    """The folder's files."""
 
     def __init__(self, directory: Path) -> None:
         self._files = directory / "files"
 
     def path(self, name: str) -> Path:
-        """Of a name that a row has: it is none of a client's making."""
+        """For a name from a row: clients never choose it."""
         return self._files / name
 
     def create(self, name: str) -> FileSink:
@@ -102,7 +102,7 @@ class Folder:
         return FileResponse(self.path(name), media_type=MEDIA_TYPE)
 
     def sync_names(self) -> None:
-        """What was made or renamed among the files is there after any end."""
+        """Sync the directory: created and renamed files survive a crash."""
         folder = os.open(self._files, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

@@ -1,8 +1,8 @@
-"""The ledger of the one gateway that has a folder: answers are in files from the first on.
+"""The ledger of the one gateway that has a folder: answers go into files from the start.
 
-An answer is in a file of the batch, and synced, before the row says that its line is done. So of a
-gateway that was killed, what stands in the files beyond the length that the batch's row has is done
-as well (``recover``), and what was out goes again.
+An answer is in a file of the batch, and synced, before the row says that its line is done. So after
+a gateway was killed, answers in the files beyond the length in the batch's row count as done
+(``recover``), and unanswered lines are sent again.
 """
 
 import os
@@ -31,7 +31,7 @@ _AT_ONCE = 500
 
 
 class FolderLedger(Ledger):
-    """See above."""
+    """A ledger with a folder; see above."""
 
     def __init__(self, rows: BatchRows, folder: Folder, config: BatchesConfig) -> None:
         super().__init__(rows, folder, config)
@@ -91,7 +91,7 @@ class FolderLedger(Ledger):
         )
 
     def _append(self, answers: Sequence[Answer]) -> tuple[int, int]:
-        """Write and sync answers of a batch; returns how long its files are with them."""
+        """Write and sync answers of a batch; returns the new lengths of its files."""
         batch, good, bad = answers[0].line.batch, list[bytes](), list[bytes]()
         for each in answers:
             (good if each.status < 400 else bad).append(self._answer(each, each.line.repeats))
@@ -106,7 +106,7 @@ class FolderLedger(Ledger):
         data = b"".join(lines)
         file = os.open(self._folder.path(file_id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # What was begun before and not finished is not there.
+            # Cut off what an unfinished write left.
             os.ftruncate(file, at_bytes)
             view, end = memoryview(data), at_bytes
             try:
@@ -128,7 +128,7 @@ class FolderLedger(Ledger):
         batch.error_bytes = self._append_to(batch.error_file_id, batch.error_bytes, lines)
 
     def recover(self, batch: Batch) -> None:
-        """After a start: what was answered beyond what its row says, and what goes again."""
+        """After a start: find answers that are not in the rows yet, and lines to send again."""
         found: list[tuple[int, bool]] = []
         ends = []
         for file_id, at_bytes, good in (
@@ -202,9 +202,9 @@ class _Answered(msgspec.Struct):
 
 
 def _answers_beyond(path: Path, at_bytes: int) -> Iterator[tuple[int, int]]:
-    """(where it ends, number of its line) of each whole answer that a file has from there on.
+    """(end, number of its line) of each whole answer in a file from an offset on.
 
-    What follows the last whole one is cut off.
+    Anything after the last whole one is cut off.
     """
     try:
         file = path.open("r+b")

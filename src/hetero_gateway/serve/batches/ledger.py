@@ -1,14 +1,14 @@
-"""Batches and their lines: what is to be done, what was sent, what was answered.
+"""Batches and their lines: which wait, which were sent, which are answered.
 
     validating → in_progress → finalizing → completed
         ↓             ↓ ↓                      failed, expired, cancelled
       failed      cancelling, expired → finalizing
 
 A line waits, is out, or is done. The row says that it is out before it is sent. Where answers are
-kept until their batch is over, and what a gateway's end leaves, is for those that derive from this:
+kept until their batch ends, and how to recover from a crash, is up to the subclasses:
 ``folder_ledger`` of one gateway, ``shared_ledger`` of several.
 
-Everything here is for the thread that has the database.
+Everything here runs in the database's thread.
 """
 
 import json
@@ -42,9 +42,9 @@ REASONS = {
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One that is not over, as its row has it.
+    """An unfinished batch, from its row.
 
-    ``left``: of its lines that are not done, by model and length; ``out``: those that are out.
+    ``left``: its lines that are not done, by model and length; ``out``: how many are out.
     """
 
     seq: int
@@ -62,7 +62,7 @@ class Batch:
     completed: int
     failed: int
     repeated: int
-    outcome: str | None = None  # while it is finalizing: what becomes of it
+    outcome: str | None = None  # while finalizing: its final status
     left: dict[Kind, Sums] = field(default_factory=dict)
     waiting: Counter[str] = field(default_factory=Counter)  # lines by model
 
@@ -72,7 +72,7 @@ class Batch:
 
 
 class InputLost(Exception):
-    """The file of a batch's lines is gone, or another one, by no doing of the gateway."""
+    """The batch's input file was removed or replaced from outside."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(f"{batch.input_file_id} is no longer what it was")
@@ -80,11 +80,11 @@ class InputLost(Exception):
 
 
 class NotOurs(Exception):
-    """Another gateway does this by now."""
+    """Another gateway has taken this over."""
 
 
 class WaitingLine(NamedTuple):
-    """One that may be sent. ``prompt_tokens``, ``output_tokens``: as estimated, of all of it."""
+    """A line to be sent. ``prompt_tokens``, ``output_tokens``: estimates for the whole line."""
 
     batch: Batch
     number: int
@@ -101,7 +101,7 @@ class WaitingLine(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of a line. ``tokens``: (prompt, output) that it took."""
+    """A line's result. ``tokens``: (prompt, output) that it took."""
 
     line: WaitingLine
     custom_id: str
@@ -112,7 +112,7 @@ class Answer(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A line that may be served. ``prefix``: of its prompt's beginning; None: it has none."""
+    """A valid line. ``prefix``: key of its prompt's beginning; None: it has none."""
 
     model: str
     prompt_tokens: int
@@ -121,7 +121,7 @@ class Estimate(NamedTuple):
 
 
 class NewLine(NamedTuple):
-    """A line on its way into the database. ``custom``: of its custom_id."""
+    """A line to be stored. ``custom``: a digest of its custom_id."""
 
     number: int
     offset: int
@@ -137,7 +137,7 @@ class Ledger(ABC):
         rows: of batches and their lines. blobs: files.
         config: quotas.
 
-    ``shared``: other gateways do a part of the work.
+    ``shared``: other gateways do part of the work.
     """
 
     shared = False
@@ -163,7 +163,7 @@ class Ledger(ABC):
         window: tuple[str, float],
         metadata: Mapping[str, str],
     ) -> tuple[Document, Batch]:
-        """What its key sees of it, and itself. Raises Refusal: 404, 429."""
+        """The document for its key, and the batch. Raises Refusal: 404, 429."""
         batch_id, now_s = new_id("batch_"), time.time()
         with self._db.transaction():
             if not self._db.row("SELECT 1 FROM files WHERE id = ? AND owner = ?", file_id, owner):
@@ -195,7 +195,7 @@ class Ledger(ABC):
         return _document(self._row(owner, batch_id))
 
     def listed(self, owner: str, after: str | None, limit: int) -> Document:
-        """A page of them, the newest first. Raises Refusal: 404."""
+        """A page of them, newest first. Raises Refusal: 404."""
         before = 2**62 if after is None else self._row(owner, after)["seq"]
         rows = self._db.rows(
             "SELECT * FROM batches WHERE owner = ? AND seq < ? ORDER BY seq DESC LIMIT ?",
@@ -204,7 +204,7 @@ class Ledger(ABC):
         return page([_document(row) for row in rows[:limit]], more=len(rows) > limit)
 
     def cancel(self, owner: str, batch_id: str) -> Document:
-        """Raises Refusal: 404, or 409 where it is over."""
+        """Raises Refusal: 404, or 409 if it has ended."""
         with self._db.transaction():
             row = self._row(owner, batch_id)
             if row["ended_at"] is not None or row["status"] == "finalizing":
@@ -217,17 +217,17 @@ class Ledger(ABC):
                 )
         return self.document(owner, batch_id)
 
-    # What runs
+    # Running batches
 
     def unfinished(self) -> list[Batch]:
-        """All that are not over, the earliest deadline first."""
+        """All unfinished batches, earliest deadline first."""
         rows = self._db.rows(
             "SELECT * FROM batches WHERE ended_at IS NULL ORDER BY expires_at, seq"
         )
         return [self._batch(row) for row in rows]
 
     def unfinished_named(self, batch_id: str) -> list[Batch]:
-        """That one, or none where it is over."""
+        """One unfinished batch; none if it has ended."""
         rows = self._db.rows("SELECT * FROM batches WHERE id = ? AND ended_at IS NULL", batch_id)
         return [self._batch(row) for row in rows]
 
@@ -250,7 +250,7 @@ class Ledger(ABC):
             left.setdefault(kind, Sums()).add(prompt, output)
             if state == WAITS:
                 waiting[model] += 1
-        # At once: the event loop reads them.
+        # In one assignment: the event loop reads them.
         batch.left, batch.waiting = left, waiting
 
     def _not_done_lines(self, seq: int) -> Iterator[Any]:
@@ -265,7 +265,7 @@ class Ledger(ABC):
             after = rows[-1]["number"]
 
     def read(self, batch: Batch, offset: int, size: int) -> BatchLine:
-        """A line that was found good before. Raises InputLost."""
+        """The text of a valid line. Raises InputLost."""
         file = self._inputs.get(batch.input_file_id)
         try:
             if file is None:
@@ -280,50 +280,50 @@ class Ledger(ABC):
 
     @abstractmethod
     def next_lines(self, batch: Batch, model: str, most: int) -> list[WaitingLine]:
-        """The next ones of a model that wait."""
+        """The next waiting lines of a model."""
 
     @abstractmethod
     def turn(
         self, answers: Sequence[Answer], sends: Sequence[WaitingLine]
     ) -> list[BatchLine | None]:
-        """Keep answers, and say that lines are out.
+        """Store answers, and mark lines as out.
 
         Returns:
-            What these have to say; None: the line is another gateway's by now.
+            The texts of these lines; None: another gateway has the line by now.
 
         Raises:
-            InputLost: what a line says is no longer there.
-            OSError, sqlite3.Error: nothing of it is done, and it may be tried again.
+            InputLost: a line's text is gone.
+            OSError, sqlite3.Error: nothing was done, and it may be retried.
         """
 
     @abstractmethod
     def finish(self, batch: Batch, status: str) -> bool:
-        """It is over: what is not done gets an error, and its files are there for its key.
+        """End a batch: lines that are not done get an error, and its files appear for its key.
 
-        It may be called again after an end in between. False: another gateway has lines of it out
-        yet, or does this.
+        It may be called again after a crash. False: another gateway still has lines of it
+        out, or is ending it.
         """
 
     @abstractmethod
     def note_problems(self, batch: Batch, problems: Sequence[tuple[int, LineProblem]]) -> None:
-        """Keep what is wrong with lines; the file of errors has all of it."""
+        """Store problems with lines; the file of errors has all of them."""
 
     def recover(self, batch: Batch) -> None:
-        """After a start: find what was answered, and have what was out go again."""
-        return  # of several gateways, none starts alone
+        """After a start: find answered lines, and send unanswered ones again."""
+        return  # gateways that share a ledger never start alone
 
     def claim(self, batch: Batch) -> bool:
-        """Whether its lines are this gateway's to look at."""
+        """Whether this gateway is to validate the batch."""
         return True
 
     def _check_mine(self, batch: Batch) -> None:
-        """In a transaction. Raises NotOurs: another gateway looks at its lines by now."""
-        return  # of one, nobody else does
+        """In a transaction. Raises NotOurs: another gateway validates it by now."""
+        return  # a single gateway has no competitor
 
     # Validation
 
     def begin_lines(self, batch: Batch) -> None:
-        """There are no lines (of a try that came to no end)."""
+        """Remove lines of an unfinished attempt."""
         with self._db.transaction():
             self._check_mine(batch)
             self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
@@ -339,7 +339,7 @@ class Ledger(ABC):
             )
 
     def twins(self, batch: Batch) -> Iterator[tuple[int, int]]:
-        """(number, number of the first) of lines whose custom_id another one has."""
+        """(number, number of the first) of lines with a repeated custom_id."""
         for first, custom in self._db.rows(
             "SELECT MIN(number), custom FROM lines WHERE batch = ? GROUP BY custom"
             " HAVING COUNT(*) > 1 ORDER BY 1 LIMIT 100000",
@@ -352,7 +352,7 @@ class Ledger(ABC):
                 yield number, first
 
     def lines_of(self, owner: str) -> int:
-        """How many lines a key's batches have that are not over."""
+        """The number of lines in a key's unfinished batches."""
         return self._db.number(
             "SELECT SUM(total - completed - failed) FROM batches WHERE owner = ?"
             " AND ended_at IS NULL",
@@ -360,7 +360,7 @@ class Ledger(ABC):
         )
 
     def begin(self, batch: Batch, total: int) -> bool:
-        """All lines are good: put them in order. False: it was cancelled meanwhile."""
+        """All lines are valid: put them in order. False: it was cancelled meanwhile."""
         work = "prompt_tokens + 4 * output_tokens"
         group = "COALESCE(prefix, -number)"
         self._db.run("DROP TABLE IF EXISTS places")
@@ -389,7 +389,7 @@ class Ledger(ABC):
         return bool(begun)
 
     def fail(self, batch: Batch, problems: Sequence[Document]) -> None:
-        """It does not begin: its lines, or the batch itself, are at fault."""
+        """It fails before it starts: its lines, or the batch itself, are invalid."""
         with self._db.transaction():
             self._check_mine(batch)
             self._db.run("DELETE FROM lines WHERE batch = ?", batch.seq)
@@ -414,7 +414,7 @@ class Ledger(ABC):
         )
 
     def _unsent(self, batch: Batch, row: Any, status: str) -> bytes:
-        """The error of a line that is not done as its batch ends.
+        """The error of a line that is not done when its batch ends.
 
         Args:
             row: its number, offset and size.
@@ -446,7 +446,7 @@ class Ledger(ABC):
 
 
 def problem_line(batch: Batch, number: int, problem: LineProblem) -> bytes:
-    """What is wrong with a line, as the file of errors says it."""
+    """A line of the file of errors, for an invalid line."""
     return error_line(
         *(line_id(batch, number), None, problem.code, problem.message),
         line=number,
@@ -455,7 +455,7 @@ def problem_line(batch: Batch, number: int, problem: LineProblem) -> bytes:
 
 
 def line_id(batch: Batch, number: int) -> str:
-    """By which an answer names its line, besides by the client's custom_id."""
+    """The id of a line in its answer, besides the client's custom_id."""
     return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
 
 

@@ -1,7 +1,7 @@
 """The files of batches in S3-compatible storage, under one prefix of a bucket.
 
-What comes in is on this machine until it is whole, in a file without a name, and then goes there;
-what is read is such a copy as well. So there is never a part of a file under its name.
+An upload is collected on this machine, in an unnamed file, and sent to the store when it is whole;
+reading uses such a copy as well. So the store never has an incomplete file.
 """
 
 import tempfile
@@ -19,9 +19,9 @@ from hetero_gateway.errors import ConfigError
 from hetero_gateway.serve.batches.storage import MEDIA_TYPE, StorageUnavailable
 
 _READ_BYTES = 1 << 20
-# Of 5 MiB each, in memory.
+# Parts of 5 MiB each, in memory.
 _PARTS_AT_ONCE = 2
-# What no row knows may be on its way in, at another gateway.
+# An object without a row may be an upload in progress at another gateway.
 _STRAY = timedelta(days=1)
 
 
@@ -54,14 +54,14 @@ class ObjectSink:
 
 
 class Objects:
-    """A bucket, or what is under a prefix of it. Keys and region are in the environment (AWS_*).
+    """A bucket, or a prefix of it. Keys and region are in the environment (AWS_*).
 
     Args:
         bucket: its name. prefix: "" or without a slash at its end.
-        endpoint: of another provider than AWS.
+        endpoint: of a provider other than AWS.
 
     Raises:
-        ConfigError: no such store can be.
+        ConfigError: such a store is impossible.
     """
 
     def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
@@ -141,5 +141,5 @@ def _in_words() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Of what the store says; requests are signed in their heads, which nobody quotes."""
+    """Of the store's error; it never contains the signed headers."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,7 +1,7 @@
 """The rows of batches in PostgreSQL, for gateways that share them.
 
-They are in a schema of their own, `hetero_gateway_batches`, which the first gateway makes. The SQL
-is that of SQLite as far as both understand it (``ledger``, ``files``).
+They are in a schema of their own, `hetero_gateway_batches`, which the first gateway creates. The
+SQL is SQLite's as far as both understand it (``ledger``, ``files``).
 """
 
 import errno
@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 _VERSION = 1
 _NAMESPACE = "hetero_gateway_batches"
-# Who changes something has this lock: transactions run one after the other, as in SQLite.
+# Writers hold this lock: transactions run one after the other, as in SQLite.
 _LOCK = 0x68672D62
 _CONNECT_S = 5
-# A gateway that is stopped in the midst of a transaction holds up the others for so long.
+# How long a gateway that stops in the middle of a transaction may block the others.
 _IDLE_S, _STATEMENT_S = 10, 60
 _OPTIONS = (
     f"-c search_path={_NAMESPACE} -c idle_in_transaction_session_timeout={_IDLE_S}s"
@@ -54,12 +54,12 @@ def _row_factory(cursor: psycopg.Cursor[Any]) -> Any:
 
 
 class PostgresDatabase:
-    """One connection, which is made anew when it was lost.
+    """One connection, reopened after it was lost.
 
     Args:
         url: without a password. password: None: as libpq finds one.
 
-    All that asks raises StorageUnavailable.
+    Every query may raise StorageUnavailable.
     """
 
     def __init__(self, url: str, password: str | None) -> None:
@@ -80,7 +80,7 @@ class PostgresDatabase:
                 application_name="hetero-gateway batches",
                 options=_OPTIONS,
                 row_factory=_row_factory,
-                # What is prepared is of no use behind a pooler.
+                # Prepared statements do not work behind a pooler.
                 prepare_threshold=None,
                 keepalives_idle=10,
                 keepalives_interval=5,
@@ -90,12 +90,12 @@ class PostgresDatabase:
         return self._db
 
     def prepare(self) -> None:
-        """Make what is missing. Raises ConfigError: it is of a newer gateway."""
+        """Create what is missing. Raises ConfigError: the schema is from a newer gateway."""
         with self._in_words():
             db = self._connected()
             with db.transaction():
                 db.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
-                # Who may make none may have been given one.
+                # A user without the right to create a schema may have been given one.
                 there = "SELECT 1 FROM pg_namespace WHERE nspname = %s"
                 if db.execute(there, (_NAMESPACE,)).fetchone() is None:
                     db.execute(f"CREATE SCHEMA {_NAMESPACE}")
@@ -107,7 +107,7 @@ class PostgresDatabase:
                         db.execute(statement.encode())
                     db.execute("INSERT INTO version VALUES (%s)", (_VERSION,))
         if version > _VERSION:
-            raise ConfigError("batches.database: it is of a newer version of the gateway")
+            raise ConfigError("batches.database: it was written by a newer version of the gateway")
 
     def close(self) -> None:
         if self._db is not None:
@@ -134,7 +134,7 @@ class PostgresDatabase:
                     db.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
                     yield
             except psycopg.OperationalError:
-                # Nobody knows whether it is any good.
+                # The connection may be broken.
                 db.close()
                 raise
             finally:
@@ -174,5 +174,5 @@ def _statements(schema: str) -> Iterator[str]:
 
 
 def _first_line(error: Exception) -> str:
-    """Of what PostgreSQL or its library say: neither quotes a password."""
+    """Of an error of PostgreSQL or its library: neither quotes a password."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,8 +1,8 @@
-"""Sends the lines of batches, and keeps what they are answered with.
+"""Sends the lines of batches, and stores their answers.
 
-One loop: what was answered since the last turn is written, what may be sent is chosen, and the
-database's thread does both in one transaction, which reads the bodies as well. Then they are sent
-(``dataplane/lines``). While that cannot be written nothing is sent, and answers are kept here.
+One loop: it collects new answers and chooses the lines to send, and the database's thread stores
+both in one transaction, which reads the bodies as well. Then the lines are sent
+(``dataplane/lines``). While the transaction fails nothing is sent, and answers are kept here.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # Between two turns, so that answers are synced together; without news; and without batches, when
-# others are watched all the same: who begins has to know them.
+# other requests are still measured: the first batch needs to know them.
 _PAUSE_S, _IDLE_S, _WATCH_S = 0.01, 0.25, 5.0
 _LOOK_S = 1.0
-# After what cannot be written.
+# After a failed transaction.
 _AGAIN_S = 2.0
 _HELD = 256
-# An answer like this may be another one later; the second ones only so often.
+# Statuses worth a retry; those of the second set only ``_MOST_TRIES`` times.
 _BUSY = frozenset((429, 503))
 _FAILED = frozenset((0, 500, 502, 504))
 _MOST_TRIES = 3
@@ -52,7 +52,7 @@ _LATELY = 64
 
 
 class RunnerParts(Protocol):
-    """Of a gateway, what its batches need."""
+    """The parts of a gateway that its batches need."""
 
     fleet: Fleet
     metrics: Metrics
@@ -82,8 +82,8 @@ class Runner:
     """See above. Needs a running event loop.
 
     Args:
-        of: whose lines they are.
-        ledger: of the database's thread, where ``call`` runs things.
+        of: the gateway's parts.
+        ledger: used in the database's thread, where ``call`` runs things.
         config: of batches.
     """
 
@@ -97,17 +97,17 @@ class Runner:
         self._cancelled: set[str] = set()
         self._out: dict[LineAttempts, _Out] = {}
         self._answers: list[Answer] = []
-        # (when, tie-break, line): those that go again; and how often lines have failed.
+        # (when, tie-break, line): lines to retry; and how often lines have failed.
         self._again: list[tuple[float, int, WaitingLine]] = []
         self._tries: dict[tuple[int, int], int] = {}
         self._number = 0
         self._wake = asyncio.Event()
         self._pace = Pace()
-        self._lately: deque[float] = deque(maxlen=_LATELY)  # work of lines, s
+        self._lately: deque[float] = deque(maxlen=_LATELY)  # how long lines took, s
         self._looked_s = -math.inf
         self._ends_s: dict[int, float] = {}  # by batch, monotonic
         self.paused = ""
-        self.stops = False  # nothing more is sent
+        self.stops = False  # no more lines are sent
         self.answered = {"completed": 0, "failed": 0, "retried": 0}
         self.choice = LineChoice(of.fleet, of.metrics, config.slowdown, self.target)
 
@@ -116,10 +116,10 @@ class Runner:
         route = self._of.dataplane.intake.routes.by_name.get(name)
         return route.targets[0][1] if route is not None and route.targets else name
 
-    # What others say
+    # Calls from outside
 
     def add(self, batch: Batch) -> None:
-        """It is to be run from now on."""
+        """Run it from now on."""
         if any(each.batch.seq == batch.seq for each in self.running):
             return
         if not self._out:
@@ -129,13 +129,13 @@ class Runner:
         self._wake.set()
 
     def cancel(self, batch_id: str) -> bool:
-        """Its lines are not sent any more. False: it does not run (yet)."""
+        """Send no more of its lines. False: it does not run (yet)."""
         self._cancelled.add(batch_id)
         self._wake.set()
         return any(each.batch.id == batch_id for each in self.running)
 
     def stop(self) -> None:
-        """Send nothing more; what is out is left, and goes again at the next start."""
+        """Send nothing more; lines that are out are abandoned, and sent again at the next start."""
         self.stops = True
         for attempts in list(self._out):
             attempts.on_end = None
@@ -143,18 +143,18 @@ class Runner:
         self._out.clear()
 
     async def keep_answers(self) -> None:
-        """Write what was answered and is not written. Raises OSError, sqlite3.Error."""
+        """Store the collected answers. Raises OSError, sqlite3.Error."""
         answers, self._answers = self._answers, []
         await self._call(self._ledger.turn, answers, [])
 
     def drain(self) -> None:
-        """Send nothing more; what is out may be answered yet."""
+        """Send nothing more; lines that are out may still be answered."""
         self.stops = True
         self._wake.set()
 
     @property
     def idle(self) -> bool:
-        """Nothing is out, and nothing is to be written."""
+        """No line is out, and no answer is to be stored."""
         return not self._out and not self._answers
 
     # The loop
@@ -173,7 +173,7 @@ class Runner:
             except (OSError, sqlite3.Error) as error:
                 await self._pause(error)
             except InputLost as error:
-                _log.error("%s cannot go on: %s", error.batch.id, error)
+                _log.error("%s cannot continue: %s", error.batch.id, error)
                 error.batch.outcome = "failed"
             except Exception:
                 _log.exception("batches: a turn failed")
@@ -183,7 +183,7 @@ class Runner:
     async def _pause(self, error: OSError | sqlite3.Error) -> None:
         why = reason(error)
         if not self.paused:
-            _log.error("batches are paused, and nothing is lost: %s", why)
+            _log.error("batches are paused; nothing is lost: %s", why)
         self.paused = shown_reason(error)
         self._wake.set()
         await asyncio.sleep(_AGAIN_S)
@@ -194,26 +194,26 @@ class Runner:
             self._looked_s = now_s
             self.choice.look(now_s)
             self._foresee(now_s)
-        # With nothing to write, whether that goes again shows as a line is said to be out.
+        # With no answers to store, marking lines as out shows whether writing works again.
         picks = [] if self.stops or (self.paused and self._answers) else await self._pick(now_s)
         answers, self._answers = self._answers, []
         if answers or picks:
             try:
                 bodies = await self._call(self._ledger.turn, answers, [p.line for p in picks])
             except Exception:
-                # Not where this is cancelled: then what was begun comes to its end.
+                # Shielded: if this is cancelled, a running transaction still completes.
                 self._answers[:0] = answers
                 self._take_back(picks)
                 raise
             if self.paused:
-                _log.warning("batches go on")
+                _log.warning("batches continue")
                 self.paused = ""
             self._send(picks, bodies)
         for each in list(self.running):
             await self._end_if_over(each)
 
     async def _pick(self, now_s: float) -> list[Pick]:
-        """What is to be sent now; its lines are out as soon as that is kept."""
+        """The lines to send now; they are out once that is stored."""
         live = [each for each in self.running if self._outcome(each.batch) is None]
         for each in live:
             for model, waiting in list(each.batch.waiting.items()):
@@ -222,7 +222,7 @@ class Runner:
                     each.held[model].extend(lines)
                     each.moved_s[model] = now_s
                     if not lines:
-                        each.batch.waiting[model] = 0  # others have them
+                        each.batch.waiting[model] = 0  # other gateways have them
         due: list[WaitingLine] = []
         while self._again and self._again[0][0] <= now_s:
             due.append(heapq.heappop(self._again)[2])
@@ -235,7 +235,7 @@ class Runner:
         return picks
 
     def client_of(self, owner: str) -> Client | None:
-        """Whose lines they are, as a client of batches; None: its key is gone, or expired."""
+        """The client of a batch's lines; None: its key is gone, or expired."""
         admission = self._of.admission
         client = admission.named(owner)
         if owner and not admission.knows(owner):
@@ -245,7 +245,7 @@ class Runner:
         return dataclasses.replace(client, request_class=BATCH_CLASS, classes=frozenset())
 
     def _take_back(self, picks: Iterable[Pick]) -> None:
-        """They were not sent."""
+        """Lines that were not sent."""
         for pick in reversed(list(picks)):
             running = self._running(pick.line.batch)
             if _key(pick.line) in self._tries:
@@ -269,10 +269,10 @@ class Runner:
                 self._tries[_key(line)] = 0
                 line.batch.waiting[line.model] -= 1
             if body is None:
-                del self._tries[_key(line)]  # another gateway has it
+                del self._tries[_key(line)]  # another gateway has the line
                 continue
             if running is None or client is None or self.stops:
-                continue  # it is out in the database alone, and done with its batch, or again
+                continue  # out only in the database: it ends with its batch, or is retried
             running.moved_s[line.model] = time.monotonic()
             known, choice = self._of.fleet.instances, self.choice
             attempts = LineAttempts.of(
@@ -289,7 +289,7 @@ class Runner:
                 attempts.client_gone()
 
     def _ended(self, attempts: LineAttempts) -> None:
-        """A line is over: its answer is kept, or it goes again."""
+        """A line has ended: its answer is stored, or it is retried."""
         out = self._out.pop(attempts, None)
         if out is None:
             return
@@ -338,7 +338,7 @@ class Runner:
     # Ends
 
     def _outcome(self, batch: Batch) -> str | None:
-        """What it ends as although lines are left; None: it goes on."""
+        """The final status of a batch that ends with lines left; None: it continues."""
         if batch.outcome is not None:
             return batch.outcome
         if batch.id in self._cancelled or batch.status == "cancelling":
@@ -384,10 +384,10 @@ class Runner:
     def take_up(
         self, new: Iterable[Batch], known: Iterable[Batch], there: AbstractSet[int]
     ) -> None:
-        """Run what others have begun, and leave what they have ended.
+        """Run batches that others began, and drop those that others ended.
 
         Args:
-            known: what was asked about. there: the numbers of those that are not over.
+            known: the batches asked about. there: the numbers of unfinished ones.
         """
         gone = {each.seq for each in known} - there
         for running in [each for each in self.running if each.batch.seq in gone]:
@@ -400,15 +400,15 @@ class Runner:
                 self.add(batch)
 
     def note_elsewhere(self, lines: int) -> None:
-        """So many are done by other gateways: as long as those that were done here lately."""
+        """Other gateways finished so many: assume the recent duration of lines here."""
         if lines and self._lately:
             self._pace.note(lines * sum(self._lately) / len(self._lately))
 
     def stuck(self, for_s: float, rest_s: float) -> list[WaitingLine]:
-        """Lines that found no place here for so long: they are let go, for others to send.
+        """Lines that found no place here for this long: released, for others to send.
 
         Args:
-            rest_s: for so long none are fetched in their place.
+            rest_s: no others are fetched in their place for this long.
         """
         now_s, lines = time.monotonic(), list[WaitingLine]()
         for each in self.running:
@@ -419,7 +419,7 @@ class Runner:
                     each.rests_s[model] = now_s + rest_s
         return lines
 
-    # What is to be expected
+    # Predictions
 
     def _foresee(self, now_s: float) -> None:
         out: dict[int, list[LineOut]] = {each.batch.seq: [] for each in self.running}
@@ -434,7 +434,7 @@ class Runner:
             each.seen.look(lines)
             waits_s, theirs_s = work_of(each.batch.left, lines, each.seen, self._work_s)
             if elsewhere:
-                # Lines that other gateways have out are as those here; the earliest ones first.
+                # Lines out at other gateways count like those here; the earliest ones first.
                 waiting = sum(sums.lines for sums in each.batch.left.values()) - len(lines)
                 theirs = max(0, min(elsewhere, waiting))
                 elsewhere -= theirs
@@ -446,7 +446,7 @@ class Runner:
         drains_s = []
         for number, each in enumerate(self.running):
             lines = out[each.batch.seq] or [line for those in out.values() for line in those]
-            # Where others follow, their lines take the places.
+            # If other batches follow, their lines take the places.
             step_s = self._full_step_s if any(works_s[number + 1 :]) else self.choice.step_s
             drains_s.append(drain_s(lines, each.seen, step_s))
         for each, in_s in zip(self.running, ends_in_s(works_s, drains_s, pace), strict=True):
@@ -456,23 +456,23 @@ class Runner:
         return self.choice.step_s(at, self.choice.out[at])
 
     def predicted_end_unix_s(self, batch: Batch) -> float | None:
-        """When it will be done; None: that is not known yet."""
+        """When it will be done; None: not known yet."""
         end_s = self._ends_s.get(batch.seq, math.inf)
         return time.time() + end_s - time.monotonic() if end_s < math.inf else None
 
     def is_late(self, batch: Batch) -> bool:
-        """Whether it will not be done in its window."""
+        """Whether it will miss its window."""
         end_s = self.predicted_end_unix_s(batch)
         return end_s is not None and end_s > batch.expires_at
 
 
 def reason(error: OSError | sqlite3.Error) -> str:
-    """Why something cannot be written."""
+    """Why a write failed."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def shown_reason(error: OSError | sqlite3.Error) -> str:
-    """The same for clients, who do not hear where the storage is."""
+    """The same for clients, without the storage's location."""
     if isinstance(error, StorageUnavailable):
         return "The storage cannot be reached"
     return reason(error)

@@ -1,7 +1,7 @@
-"""Batches of a running gateway: opened, validated, run, and let go.
+"""Batches of a running gateway: opened, validated, run, and closed.
 
-While the storage cannot be used, since another gateway has the folder (as during a takeover) or the
-database is away, this one answers 503 on these paths and waits.
+While the storage cannot be used, because another gateway has the folder (as during a takeover) or
+the database is away, this one answers 503 on these paths and waits.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 _LOCK_S = 0.5
 _TIDY_S = 3600.0
 _AGAIN_S = 5.0
-# Beside a body's own bytes, those of a line.
+# Bytes of memory per line, besides its body.
 _AROUND_BYTES = 1 << 16
 
 
@@ -46,14 +46,14 @@ class Batches:
 
     Args:
         of: the gateway.
-        store: what they are kept in.
+        store: where batches are kept.
     """
 
     def __init__(self, of: RunnerParts, store: BatchStore) -> None:
         self._of = of
         self._store = store
         self.config = of.config.batches
-        # One thread has the database; the other one looks at lines, for as long as that takes.
+        # One thread has the database; the other one validates lines, however long that takes.
         self._thread = ThreadPoolExecutor(1, "batches")
         self._reading = ThreadPoolExecutor(1, "batch-lines")
         self._ends = False
@@ -68,12 +68,12 @@ class Batches:
         self.files: Files
         self.ledger: Ledger
         self.runner: Runner | None = None
-        self._validation_waits = ""  # why nothing is validated now
+        self._validation_waits = ""  # why validation waits
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Raises ConfigError."""
         self._loop = asyncio.get_running_loop()
-        # What is elsewhere may keep one waiting: no other request waits for that.
+        # Remote storage may be slow: other requests must not wait for it.
         if self._store.is_here and await self._take():
             await self._open(tasks)
         else:
@@ -97,7 +97,7 @@ class Batches:
                 self._store.release()
                 return
             if why != told:
-                _log.warning("batches wait: %s", why)
+                _log.warning("batches are waiting: %s", why)
             told = why
             await asyncio.sleep(_LOCK_S)
 
@@ -124,7 +124,7 @@ class Batches:
             self._tasks.append(tasks.create_task(work))
 
     def _look_at(self, batch: Batch) -> None:
-        """Have its lines looked at."""
+        """Queue its lines for validation."""
         if batch.seq not in self._queued:
             self._queued.add(batch.seq)
             self._to_validate.put_nowait(batch)
@@ -132,7 +132,7 @@ class Batches:
     def _read(self) -> list[Batch]:
         """In the database's thread."""
         if self._rows is not None:
-            self._rows.close()  # of a try before
+            self._rows.close()  # of an earlier attempt
         self._rows = rows = self._store.rows()
         self.files = Files(rows, self._store.blobs, self.config)
         self.ledger = self._store.ledger(rows)
@@ -140,17 +140,18 @@ class Batches:
         batches = self.ledger.unfinished()
         for batch in batches:
             if not batch.total:
-                continue  # its lines are looked at again, though it be cancelled
+                continue  # validated again, even if it is cancelled
             self.ledger.recover(batch)
             if batch.repeated:
-                _log.warning("%s: %d lines go again", batch.id, batch.repeated)
+                _log.warning("%s: %d lines are sent again", batch.id, batch.repeated)
         if batches or stray:
-            _log.info("batches: %d to go on with, %d stray files", len(batches), stray)
+            _log.info("batches: %d to continue, %d stray files", len(batches), stray)
         return batches
 
     def drain(self) -> None:
-        """The gateway is ending, or another one takes over: nothing more is sent, and when what is
-        out was answered, the folder is free. May come from a signal.
+        """The gateway is ending, or another one takes over: nothing more is sent, and once all
+        lines that are out are answered, the folder is released. May be called from a signal
+        handler.
         """
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_leaving)
@@ -161,12 +162,12 @@ class Batches:
             self._leaving = asyncio.get_running_loop().create_task(self._leave(self.runner))
 
     async def _leave(self, runner: Runner) -> None:
-        while not runner.idle:  # noqa: ASYNC110 - for moments, once
+        while not runner.idle:  # noqa: ASYNC110 - briefly, once
             await asyncio.sleep(_LOCK_S)
         await self.stop()
 
     async def stop(self) -> None:
-        """Write what was answered, and let the folder go."""
+        """Store the answers, and release the folder."""
         if self._stopping is None:
             self._ends = True
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
@@ -184,7 +185,7 @@ class Batches:
             try:
                 await self.runner.keep_answers()
             except (OSError, sqlite3.Error) as error:
-                _log.error("batches: the last answers are lost, and asked for again: %s", error)
+                _log.error("batches: the last answers are lost and requested again: %s", error)
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
@@ -203,7 +204,7 @@ class Batches:
         """Run something there. Raises what it raises."""
         loop = asyncio.get_running_loop()
         running = loop.run_in_executor(self._thread, functools.partial(function, *args))
-        # What was begun comes to its end, whoever waits for it.
+        # A started call completes even if its caller is cancelled.
         return await asyncio.shield(running)
 
     async def ask(self, function: Callable[..., _T], /, *args: Any) -> _T:
@@ -214,7 +215,7 @@ class Batches:
             raise _refused(error) from error
 
     async def bring(self, incoming: Incoming | Joining) -> None:
-        """Keep a file that has come in, while the database's thread goes on. Raises Refusal."""
+        """Keep a received file, while the database's thread goes on. Raises Refusal."""
         bring = incoming.finish if isinstance(incoming, Incoming) else incoming.run
         running = asyncio.get_running_loop().run_in_executor(None, bring)
         try:
@@ -223,7 +224,7 @@ class Batches:
             raise _refused(error) from error
 
     async def join(self, owner: str, upload_id: str, part_ids: Sequence[str]) -> Document:
-        """An upload's parts become a file. Raises Refusal: 400, 404, 507."""
+        """Join an upload's parts into a file. Raises Refusal: 400, 404, 507."""
         joining = await self.ask(self.files.begin_joining, owner, upload_id, part_ids)
         try:
             await self.bring(joining)
@@ -241,12 +242,12 @@ class Batches:
     # Batches
 
     async def create(self, owner: str, *args: Any) -> Document:
-        """As ``Ledger.create``, and have it validated. Raises Refusal."""
+        """As ``Ledger.create``, and queue it for validation. Raises Refusal."""
         loop = asyncio.get_running_loop()
 
         def made() -> Document:
             document, batch = self.ledger.create(owner, *args)
-            # Whether or not somebody waits for the answer yet.
+            # Even if the caller no longer waits for the answer.
             loop.call_soon_threadsafe(self._look_at, batch)
             return document
 
@@ -260,7 +261,7 @@ class Batches:
         return self.with_outlook(document)
 
     def with_outlook(self, document: Document) -> Document:
-        """With what is to be expected of a batch that runs."""
+        """The document of a batch, with predictions if it runs."""
         running = {} if self.runner is None else {e.batch.id: e for e in self.runner.running}
         each = running.get(document["id"])
         told: Document = {"predicted_end_at": None, "late": False, "paused": None}
@@ -344,7 +345,7 @@ class Batches:
         return await loop.run_in_executor(self._reading, look)
 
     def _judge_model(self, owner: str, model: str) -> LineProblem | None:
-        """Why the key's lines may not ask for a model; None: they may."""
+        """Why the key's lines may not use a model; None: they may."""
         assert self.runner is not None
         client = self.runner.client_of(owner)
         if client is None:
@@ -382,20 +383,20 @@ class Batches:
         prefix = keys.hashes[0] if keys is not None and keys.hashes else None
         return Estimate(parsed.model, max(1, tokens), output, prefix)
 
-    # Now and then
+    # Periodic work
 
     async def _tidy(self) -> None:
         while True:
             try:
                 await self.call(self.files.forget_old, time.time())
             except (OSError, sqlite3.Error) as error:
-                _log.error("batches: what is old stays: %s", error)
+                _log.error("batches: old files cannot be removed: %s", error)
             await asyncio.sleep(_TIDY_S)
 
-    # What is shown
+    # For display
 
     def describe(self) -> list[Document]:
-        """The batches that run, as the dashboard shows them."""
+        """The running batches, as the dashboard shows them."""
         runner = self.runner
         if runner is None:
             return []
@@ -444,7 +445,7 @@ class Batches:
 
 
 def _refused(error: OSError | sqlite3.Error) -> Exception:
-    """What a client hears of it."""
+    """The error for a client."""
     if is_full(error):
         return no_space()
     if isinstance(error, StorageUnavailable):
@@ -459,7 +460,7 @@ def _whole(seconds: float | None) -> int | None:
 
 
 def is_full(error: OSError | sqlite3.Error) -> bool:
-    """Whether it says that the disk is."""
+    """Whether the error means that the disk is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL

@@ -1,17 +1,17 @@
 """The ledger that several gateways share.
 
-    gateways   who is there: a lease, by the database's clock, which each renews; and what it asks
-    lines      holder: whose a line is to send, while it waits or is out
-    batches    holder: who looks at its lines, or ends it
-    answers    of batches that are not over, in the order in which they came; then they are a file
+    gateways   those present: a lease, by the database's clock, which each renews; and its load
+    lines      holder: the gateway to send a line, while it waits or is out
+    batches    holder: the gateway that validates or ends it
+    answers    of unfinished batches, in order of arrival; then they become a file
 
-A gateway holds a few of the lines that wait, and sends no others. Where one's lease is over, what
-it held is anybody's again: what was out goes again, and says so. It may be alive all the same, and
-answer: of two answers the first one is kept, in the transaction that says that the line is done.
+A gateway holds a few of the waiting lines, and sends no others. When a lease expires, the lines it
+held are free again: those that were out are sent again, and marked so. The gateway may still be
+alive, and answer: of two answers the first is kept, in the transaction that marks the line as done.
 
-A batch ends by one gateway, when no other one has lines of it out: what is not done becomes an
-error, after which nothing of it changes any more, and its answers become its files. Should that
-gateway end, or be slow, another one writes the same files again.
+One gateway ends a batch, when no other one has lines of it out: unfinished lines become errors,
+after which nothing of it changes any more, and its answers become its files. Should that gateway
+crash, or be slow, another one writes the same files again.
 
 Transactions of all gateways run one after the other (``BatchRows``), as those of a folder do.
 """
@@ -42,7 +42,7 @@ from hetero_gateway.serve.batches.storage import BatchRows, Blobs
 _LEASE_S = 10.0
 _MOST_HELD = 64
 _AT_ONCE = 500
-# Of a file of answers, read at a time.
+# Bytes of a file of answers, read at a time.
 _ANSWERS_AT_ONCE = 32
 _FORGOTTEN_S = 3600.0
 
@@ -64,9 +64,9 @@ _ALIVE = "(SELECT name FROM gateways WHERE alive_until > ?)"
 
 
 class BatchProgress(NamedTuple):
-    """What others have done of batches.
+    """What others have done for batches.
 
-    ``new``: those that they have begun; ``there``: the numbers of all that are not over;
+    ``new``: those that they started; ``there``: the numbers of all unfinished ones;
     ``done_elsewhere``: lines, since the last look.
     """
 
@@ -76,10 +76,10 @@ class BatchProgress(NamedTuple):
 
 
 class Presence:
-    """A gateway's lease, and what the gateways say to each other; for a thread of its own.
+    """A gateway's lease, and the reports between gateways; for a thread of its own.
 
     Args:
-        rows: a connection of its own, so that nothing holds it up.
+        rows: a connection of its own, so that nothing blocks it.
         name: of the gateway.
     """
 
@@ -88,11 +88,12 @@ class Presence:
         self._name = name
 
     def renew(self, told: object) -> dict[str, str]:
-        """Be there, and say something; returns what the others that are there say, by name.
+        """Renew the lease with a report; returns the reports of the other gateways present, by
+        name.
 
-        Raises OSError, sqlite3.Error.
+                Raises OSError, sqlite3.Error.
         """
-        # Each statement by itself: a lease waits for no transaction of others.
+        # Separate statements: a lease must not wait for others' transactions.
         now_s = self._db.now_s()
         self._db.run(
             "INSERT INTO gateways VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE"
@@ -107,7 +108,7 @@ class Presence:
         return {row["name"]: row["told"] for row in rows}
 
     def end(self) -> None:
-        """Not be there: what is held is anybody's. Raises OSError, sqlite3.Error."""
+        """Give up the lease: held lines are free. Raises OSError, sqlite3.Error."""
         self._db.run("DELETE FROM gateways WHERE name = ?", self._name)
 
 
@@ -115,7 +116,7 @@ class SharedLedger(Ledger):
     """See above.
 
     Args:
-        name: of this gateway, which nobody else has.
+        name: of this gateway, which no other has.
     """
 
     shared = True
@@ -146,7 +147,7 @@ class SharedLedger(Ledger):
         return [WaitingLine(batch, *row) for row in rows]
 
     def let_go(self, lines: Iterable[WaitingLine]) -> None:
-        """They were not sent: they are anybody's."""
+        """Lines that were not sent: they are free again."""
         with self._db.transaction():
             self._db.run_many(
                 "UPDATE lines SET holder = NULL WHERE batch = ? AND number = ? AND holder = ?"
@@ -165,7 +166,8 @@ class SharedLedger(Ledger):
         with self._db.transaction():
             for seq, theirs in by_batch.items():
                 left = self._not_done(seq, [each.line.number for each in theirs])
-                # What another gateway has answered, or its batch is over, is not written twice.
+                # A line that another gateway has answered, or of an ended batch, is not written
+                # twice.
                 mine = [each for each in theirs if each.line.number in left]
                 good = sum(each.status < 400 for each in mine)
                 texts = [self._answer(each, left[each.line.number]) for each in mine]
@@ -191,7 +193,8 @@ class SharedLedger(Ledger):
         ]
 
     def _say_out(self, lines: Sequence[WaitingLine]) -> set[tuple[int, int]]:
-        """Say that they are; returns which: the others are another gateway's by now."""
+        """Mark lines as out; returns those that succeeded: others belong to other gateways by
+        now."""
         numbers: dict[int, list[int]] = {}
         for line in lines:
             numbers.setdefault(line.batch.seq, []).append(line.number)
@@ -206,7 +209,7 @@ class SharedLedger(Ledger):
         return out
 
     def _not_done(self, seq: int, numbers: Sequence[int]) -> dict[int, int]:
-        """Those lines that are not, and how often each goes again."""
+        """Those lines that are not done, with their number of retries."""
         rows = self._db.rows(
             "SELECT number, repeats FROM lines WHERE batch = ?"
             f" AND state < {DONE} AND number IN ({_marks(numbers)})",
@@ -215,7 +218,7 @@ class SharedLedger(Ledger):
         return {row["number"]: row["repeats"] for row in rows}
 
     def _write(self, seq: int, rows: Sequence[tuple[int | None, bool, bytes]]) -> None:
-        """Keep texts, and say that their lines are done. ``rows``: (number, whether good, text)."""
+        """Store texts, and mark their lines as done. ``rows``: (number, whether good, text)."""
         self._db.run_many(
             "INSERT INTO answers (batch, number, good, text) VALUES (?, ?, ?, ?)",
             [(seq, number, int(good), text) for number, good, text in rows],
@@ -232,7 +235,7 @@ class SharedLedger(Ledger):
             seq,
         )
 
-    # Who does what
+    # Division of work
 
     def claim(self, batch: Batch) -> bool:
         with self._db.transaction():
@@ -256,7 +259,7 @@ class SharedLedger(Ledger):
             raise NotOurs(batch.id)
 
     def unlooked(self) -> list[Batch]:
-        """Batches whose lines nobody looks at, and nobody has looked at."""
+        """Batches that are not validated and that nobody validates."""
         rows = self._db.rows(
             "SELECT * FROM batches WHERE ended_at IS NULL AND total = 0"
             f" AND (holder IS NULL OR holder NOT IN {_ALIVE})",
@@ -265,7 +268,7 @@ class SharedLedger(Ledger):
         return [self._batch(row) for row in rows]
 
     def reclaim(self) -> int:
-        """What gateways held that are not there is anybody's; returns how many lines were out."""
+        """Free what absent gateways held; returns how many lines were out."""
         gone = self._db.rows(
             "SELECT DISTINCT holder FROM lines WHERE holder IS NOT NULL"
             f" AND holder NOT IN {_ALIVE}",
@@ -296,10 +299,10 @@ class SharedLedger(Ledger):
         return len(out)
 
     def progress(self, known: Sequence[Batch], recount: bool) -> BatchProgress:
-        """Bring what is known of batches up to date.
+        """Update what is known of batches.
 
         Args:
-            recount: count what is left of each line by line, too.
+            recount: also count each batch's remaining lines one by one.
         """
         rows = self._db.rows(
             "SELECT * FROM batches WHERE ended_at IS NULL AND total > 0 ORDER BY expires_at, seq"
@@ -392,7 +395,7 @@ class SharedLedger(Ledger):
         return True
 
     def _begin_finishing(self, batch: Batch, status: str) -> str | None:
-        """What it ends as, if this is who ends it. What was said first holds."""
+        """The final status, if this gateway ends it. The first stored status holds."""
         with self._db.transaction():
             theirs = self._db.row(
                 f"SELECT 1 FROM lines WHERE batch = ? AND state = {OUT} AND holder <> ?"
@@ -416,7 +419,7 @@ class SharedLedger(Ledger):
         return outcome
 
     def _write_files(self, batch: Batch) -> None:
-        """Of the answers; nothing of them changes any more. Their lengths are the batch's then."""
+        """Write the answers' files; nothing of them changes any more. Stores their lengths."""
         sizes = []
         for file_id, good in ((batch.output_file_id, 1), (batch.error_file_id, 0)):
             size, after, sink = 0, -1, None
@@ -449,5 +452,5 @@ def _marks(values: Sequence[object]) -> str:
 
 
 def gateway_name() -> str:
-    """Of one start of a gateway: nobody else has it."""
+    """A name for one run of a gateway, which no other has."""
     return new_id("gateway-")

@@ -25,7 +25,7 @@ class SharedBatchStore:
     """Storage that other gateways use at the same time.
 
     Raises:
-        ConfigError: the password is missing, or no such storage can be.
+        ConfigError: the password is missing, or such storage is impossible.
     """
 
     def __init__(self, config: BatchesConfig) -> None:

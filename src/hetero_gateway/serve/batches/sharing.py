@@ -1,8 +1,8 @@
-"""Batches that several gateways share: who is there, whose lines are whose, how far they are.
+"""Batches that several gateways share: who is present, who holds which lines, and progress.
 
-A thread of its own renews the lease, so that nothing that takes long holds it up. What each gateway
-asks of each engine, besides lines, goes with it: how many lines an engine may have is a matter of
-what all ask there.
+A thread of its own renews the lease, so that nothing slow delays it. The renewal carries each
+gateway's load on each engine, besides lines: how many lines an engine may have depends on the load
+of all gateways there.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from hetero_gateway.serve.batches.storage import BatchRows
 
 _log = logging.getLogger(__name__)
 
-# Between two renewals, and two looks at how far others are.
+# Between two renewals, and two looks at others' progress.
 _TURN_S = 2.0
-# Lines that are left are counted so many a second, as others do some: for when it will be done.
+# How many remaining lines are recounted per second, as others do some: for the predicted end.
 _COUNTED_PER_S = 5000
-# Lines that wait for a place here for so long may be sent from elsewhere, if that is soon done.
+# Lines that wait this long for a place are released to others, and none fetched for the second.
 _STUCK_S, _REST_S = 5.0, 2.5
 
 
@@ -36,7 +36,7 @@ class SharedWork:
     Args:
         rows: a connection of its own. name: of this gateway.
         ledger, call: of the database's thread.
-        look_at: has a batch's lines looked at.
+        look_at: queues a batch for validation.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SharedWork:
         self._others: dict[str, Told] = {}
 
     async def run(self) -> None:
-        # Apart: a look may have to wait for the database's thread, and a lease may not.
+        # Separate: a look may have to wait for the database's thread, and a lease may not.
         await asyncio.gather(self._every_turn(self.renew), self._every_turn(self._look))
 
     async def _every_turn(self, do: Callable[[], Awaitable[None]]) -> None:
@@ -70,14 +70,14 @@ class SharedWork:
                 failed = False
             except (OSError, sqlite3.Error) as error:
                 if not failed:
-                    _log.error("batches: other gateways are not heard: %s", reason(error))
+                    _log.error("batches: other gateways cannot be heard: %s", reason(error))
                 failed = True
             except Exception:
                 _log.exception("batches: a look at other gateways failed")
             await asyncio.sleep(_TURN_S)
 
     async def renew(self) -> None:
-        """Be there. Raises OSError, sqlite3.Error."""
+        """Renew the lease. Raises OSError, sqlite3.Error."""
         loop, choice = asyncio.get_running_loop(), self._runner.choice
         told = await loop.run_in_executor(self._thread, self._presence.renew, choice.told())
         self._others = _read(told)
@@ -85,7 +85,7 @@ class SharedWork:
 
     async def _look(self) -> None:
         if out := await self._call(self._ledger.reclaim):
-            _log.warning("a gateway is gone: %d lines that it had out go again", out)
+            _log.warning("a gateway is gone: its %d open lines are sent again", out)
         now_s = time.monotonic()
         known = [each.batch for each in self._runner.running]
         lines = sum(each.total - each.done for each in known)
@@ -101,21 +101,21 @@ class SharedWork:
             self._look_at(batch)
 
     def close(self) -> None:
-        """What is held is others'. For another thread than the loop's."""
+        """Free what is held. For a thread other than the loop's."""
         try:
             self._thread.submit(self._presence.end).result()
         except (OSError, sqlite3.Error) as error:
-            _log.warning("batches: others wait for the end of a lease: %s", reason(error))
+            _log.warning("batches: other gateways must wait for a lease to end: %s", reason(error))
         self._thread.submit(self._rows.close).result()
         self._thread.shutdown()
 
 
 def _read(told: dict[str, str]) -> dict[str, Told]:
-    """What others say; nothing of what is malformed."""
+    """Parse others' reports; malformed ones count as empty."""
     read = {}
     for name, text in told.items():
         try:
             read[name] = msgspec.json.decode(text, type=Told)
         except (msgspec.DecodeError, ValueError):
-            _log.warning("batches: what %s says is malformed", name)
+            _log.warning("batches: a message from %s is malformed", name)
     return read

@@ -1,8 +1,8 @@
-"""What batches are kept in, behind two interfaces: rows, and bytes under a name.
+"""The storage of batches, behind two interfaces: rows, and bytes under a name.
 
-Of one gateway these are SQLite and files in a folder (``database``, ``folder``); of several that
-share the work, PostgreSQL and S3-compatible storage (``postgres``, ``objects``). What rows mean is
-``ledger``'s and ``files``', whose SQL both databases take.
+For one gateway these are SQLite and files in a folder (``database``, ``folder``); for several that
+share the work, PostgreSQL and S3-compatible storage (``postgres``, ``objects``). The meaning of
+rows is up to ``ledger`` and ``files``, whose SQL works in both databases.
 """
 
 import errno
@@ -16,7 +16,7 @@ MEDIA_TYPE = "application/octet-stream"
 
 
 class StorageUnavailable(OSError):
-    """The storage cannot be reached now: what was begun is not done, and may be tried again."""
+    """The storage is not reachable now: the operation was not done, and may be retried."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EIO, message)
@@ -25,12 +25,12 @@ class StorageUnavailable(OSError):
 class BatchRows(Protocol):
     """One connection to a database, for one thread at a time.
 
-    Values stand for ``?``; a row has its columns by number and by name. Of several connections one
-    at a time is in a transaction.
+    ``?`` are placeholders for values; a row has its columns by number and by name. Of several
+    connections one at a time is in a transaction.
     """
 
     def transaction(self) -> AbstractContextManager[None]:
-        """All that is changed inside, or nothing; at the end it stays."""
+        """All changes inside, or none; durable at the end."""
 
     def run(self, sql: str, *values: Any) -> Any:
         """A cursor: it can be iterated, and has ``rowcount``."""
@@ -42,7 +42,7 @@ class BatchRows(Protocol):
     def rows(self, sql: str, *values: Any) -> list[Any]: ...
 
     def number(self, sql: str, *values: Any) -> int:
-        """One whole number; 0 where it is NULL."""
+        """One integer; 0 for NULL."""
 
     def now_s(self) -> float:
         """Unix time by the database's clock."""
@@ -51,30 +51,30 @@ class BatchRows(Protocol):
 
 
 class BlobSink(Protocol):
-    """Bytes on their way in."""
+    """Bytes being received."""
 
     def write(self, data: bytes) -> None: ...
 
     def finish(self) -> None:
-        """They are all here, whatever happens from now on."""
+        """Make them durable."""
 
     def drop(self) -> None:
-        """They are not wanted; may be called after ``finish``, too."""
+        """Discard them; may also be called after ``finish``."""
 
 
 class Blobs(Protocol):
-    """Bytes under a name that a row has: none is of a client's making. All raise OSError."""
+    """Bytes under a name from a row: clients never choose it. All methods raise OSError."""
 
     def create(self, name: str) -> BlobSink: ...
 
     def open(self, name: str) -> BinaryIO:
-        """To read anywhere in it: a file of this machine, or a copy that goes when it is closed."""
+        """A seekable file: on this machine, or a copy that is removed when closed."""
 
     def response(self, name: str, size: int) -> Response:
-        """That sends it to a client. ``size``: its bytes."""
+        """The response that sends it to a client. ``size``: its bytes."""
 
     def unlink(self, name: str) -> None:
-        """It may be gone already."""
+        """Remove it; it may be gone already."""
 
     def sweep(self, known: set[str]) -> int:
-        """Remove what no row knows; returns how many. For a start alone."""
+        """Remove contents without a row; returns how many. Only at a start."""

@@ -1,4 +1,4 @@
-"""Where a gateway's batches are: what the service opens, and what it waits for before it does."""
+"""Where a gateway's batches are: the storage that the service opens, and waits for."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from hetero_gateway.serve.batches.storage import BatchRows, Blobs
 
 
 class WorkSharing(Protocol):
-    """What a gateway does so that others may do a part (``sharing``)."""
+    """A gateway's part in shared work (``sharing``)."""
 
     async def renew(self) -> None: ...
     async def run(self) -> None: ...
@@ -24,7 +24,7 @@ class WorkSharing(Protocol):
 class BatchStore(Protocol):
     """Storage of batches.
 
-    ``is_here``: on this machine; ``waits_for``: what ``take`` waits for, in words.
+    ``is_here``: on this machine; ``waits_for``: a text on what ``take`` waits for.
     """
 
     blobs: Blobs
@@ -35,7 +35,7 @@ class BatchStore(Protocol):
         """Begin to use it; False: not now. It may take seconds. Raises ConfigError."""
 
     def release(self) -> None:
-        """It is not used any more."""
+        """It is no longer used."""
 
     def rows(self) -> BatchRows:
         """A connection of its own, for a thread. Raises ConfigError, OSError."""
@@ -49,11 +49,11 @@ class BatchStore(Protocol):
         runner: Runner,
         look_at: Callable[[Batch], None],
     ) -> WorkSharing | None:
-        """The work of several gateways; None: nobody else has it."""
+        """The shared work of several gateways; None: it is not shared."""
 
 
 class FolderStore:
-    """A folder that is one gateway's at a time.
+    """A folder that one gateway uses at a time.
 
     Raises:
         ConfigError: it cannot be used.
@@ -86,10 +86,10 @@ class FolderStore:
 
 
 def store_of(config: BatchesConfig, base_dir: Path) -> BatchStore:
-    """What a configuration names. Raises ConfigError."""
+    """The storage that a configuration names. Raises ConfigError."""
     if config.directory is not None:
         return FolderStore(base_dir / config.directory, config)
-    # Its libraries come with it.
+    # Its libraries are loaded with it.
     from hetero_gateway.serve.batches.shared_store import SharedBatchStore
 
     return SharedBatchStore(config)

@@ -1,4 +1,4 @@
-"""Looking at every line of a batch before anything of it runs: for a thread of its own."""
+"""Validates every line of a batch before any of it runs: for a thread of its own."""
 
 import hashlib
 import time
@@ -8,25 +8,25 @@ from typing import Any, BinaryIO
 from hetero_gateway.files.batch_lines import BatchLine, LineProblem, read_line
 from hetero_gateway.serve.batches.ledger import Batch, Estimate, Ledger, NewLine
 
-# A slice of work between two pauses, in which the event loop has its turn: lines are long or short.
+# Seconds of work between two pauses that let the event loop run: lines are long or short.
 _SLICE_S, _PAUSE_S = 0.001, 0.001
 _ROWS_AT_ONCE = 500
-# That the batch itself shows; its file of errors has all of them.
+# Problems shown in the batch itself; its file of errors has all of them.
 _SHOWN = 100
 _BOM = b"\xef\xbb\xbf"
 
-# What serves a line, or why nothing does. It may wait.
+# Estimates a line, or says why nothing can serve it. It may wait.
 Judge = Callable[[BatchLine], Estimate | LineProblem]
 
 
 class Validation:
-    """Of one batch.
+    """Validation of one batch.
 
     Args:
         ledger: of this thread.
-        judge: looks at a line that is well formed.
-        most_line_bytes: how long a line may be.
-        most_lines: how many there may be in it, and most_key_lines in all of its key's batches.
+        judge: estimates a well-formed line.
+        most_line_bytes: maximum length of a line.
+        most_lines: how many lines it may have, and most_key_lines all of its key's batches.
         stopped: whether to leave off, as the gateway ends.
     """
 
@@ -52,10 +52,11 @@ class Validation:
         self._bad = 0
 
     def run(self, file: BinaryIO) -> bool | None:
-        """Whether it is to be run now; None: the gateway ends, and it begins anew another time.
+        """Whether it is to be run now; None: the gateway ends, and validation restarts another
+        time.
 
-        Raises:
-            OSError, sqlite3.Error: it cannot be kept now.
+                Raises:
+                    OSError, sqlite3.Error: the result cannot be stored now.
         """
         ledger, batch = self._ledger, self._batch
         ledger.begin_lines(batch)

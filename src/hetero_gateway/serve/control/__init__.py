@@ -1,1 +1,1 @@
-"""What a person sees and changes: admin, dashboard."""
+"""What operators see and change: admin, dashboard."""

@@ -1,6 +1,6 @@
-"""/admin: the instances, what was decided and why, and reloading the configuration.
+"""/admin: the instances, decisions and their reasons, and reloading the configuration.
 
-Who may ask is ``access``'s to say. Each change leaves a line in the log (``_audit``).
+``access`` decides who may use it. Each change leaves a line in the log (``_audit``).
 """
 
 import asyncio
@@ -70,7 +70,7 @@ _log = logging.getLogger("hetero_gateway.audit")
 
 
 class InstancePatch(BaseModel):
-    """What can be changed while serving."""
+    """The properties that can be changed while serving."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -111,18 +111,17 @@ class _Route(APIRoute):
 
 
 def _audit(request: Request, status: int, came_of_it: str) -> None:
-    """A line in the log for each change that somebody makes, or tries to make.
+    """Log each change that somebody makes or attempts.
 
         audit: POST /admin/instances: 201; instance a100-3 added; by key, from 10.0.0.9
 
-    Logger ``hetero_gateway.audit``, level INFO; WARNING for what was refused. Never a key or a
-    body.
+    Logger ``hetero_gateway.audit``, level INFO; WARNING for refused ones. Never a key or a body.
     """
     path = request.url.path[:200]
     peer = peer_of(request) or getattr(request.state, ADMIN_LISTENER, "an unknown address")
     by = f"nobody who may, from {peer}" if status in (401, 403) else f"{how(request)}, from {peer}"
     text = f"{request.method} {path}: {status}; {came_of_it}; {by}"
-    # Ids and paths are a caller's: none of them may begin a line of its own.
+    # Ids and paths come from a caller: none of them may start a log line of its own.
     shown = "".join(c if c.isprintable() else "?" for c in text)
     _log.log(logging.INFO if status < 400 else logging.WARNING, "audit: %s", shown)
 
@@ -134,7 +133,7 @@ router = APIRouter(
 
 @router.get("/instances")
 async def list_instances(request: Request) -> Response:
-    """Every instance: configuration, health, load; and what is odd about the set-up."""
+    """Every instance: configuration, health, load; and problems of the setup."""
     gateway = gateway_of(request)
     return await _listing(
         {
@@ -159,7 +158,7 @@ async def list_instances(request: Request) -> Response:
 
 
 async def _describe_all(gateway: Gateway) -> AsyncIterator[dict[str, Any]]:
-    """A few at a time: of hundreds, all at once would hold up every stream."""
+    """A few at a time: hundreds at once would delay every stream."""
     fleet = gateway.fleet
     async for instances in in_turns(tuple(fleet.instances.values()), _DESCRIBED_AT_ONCE):
         for instance in instances:
@@ -187,20 +186,20 @@ async def add_instance(request: Request) -> Response:
 
 
 def _described(gateway: Gateway, name: str, places: list[Instance], status: int = 200) -> Response:
-    """An instance; or one whose ranks are a place each."""
+    """One instance; or one whose ranks are separate places."""
     rows = [describe_instance(gateway, each) for each in places]
     document = rows[0] if places[0].id == name else {"id": name, "places": rows}
     return json_answer(document, status)
 
 
 async def _check_added(gateway: Gateway, config: InstanceConfig) -> None:
-    """What a caller names must not be a means to something else. Raises ConfigError."""
+    """A caller's instance must not give access to anything else. Raises ConfigError."""
     if config.api_key_env not in gateway.known_key_names:
         # Else a caller could have any secret of the environment sent to a host of its choice.
         raise ConfigError("body: api_key_env: only a name that the configuration file uses")
     for name in ("ca_file", "certificate_file", "key_file"):
         if getattr(config, name) not in gateway.known_tls_files:
-            # Else a caller could find out which files there are.
+            # Else a caller could find out which files exist.
             raise ConfigError(f"body: {name}: only a file that the configuration file names")
     profile = Path(config.profile or "")
     if profile.is_absolute() or ".." in profile.parts:
@@ -218,7 +217,7 @@ async def _check_added(gateway: Gateway, config: InstanceConfig) -> None:
 
 
 async def _addresses_of(base_url: str) -> list[str]:
-    """Of a name; none where it has none (yet)."""
+    """Of a name; none if it does not resolve (yet)."""
     host = urlsplit(base_url).hostname or ""
     try:
         async with asyncio.timeout(_LOOK_UP_S):
@@ -230,12 +229,12 @@ async def _addresses_of(base_url: str) -> list[str]:
 
 @router.patch("/instances/{instance_id}")
 async def change_instance(request: Request, instance_id: str) -> Response:
-    """Change ``draining`` or ``weight``, or bring the original profile back.
+    """Change ``draining`` or ``weight``, or restore the original profile.
 
-    With ``draining`` true and ``deadline_s``, what has not ended by then goes on elsewhere, as far
-    as it can.
-    ``recalibrated`` false restores the constants that the configuration names (or none) and keeps
-    them; true lets them follow the traffic again, where ``scheduler.recalibrate`` is on.
+    With ``draining`` true and ``deadline_s``, requests that have not ended by then continue
+    elsewhere, as far as possible.
+    ``recalibrated`` false restores the constants that the configuration names (or none) and
+    keeps them; true lets them follow the traffic again, if ``scheduler.recalibrate`` is on.
     """
     gateway = gateway_of(request)
     places = _known(gateway, instance_id)
@@ -265,7 +264,7 @@ async def change_instance(request: Request, instance_id: str) -> Response:
 
 @router.delete("/instances/{instance_id}")
 async def remove_instance(request: Request, instance_id: str) -> Response:
-    """Remove an instance. Its load is settled now; its open responses go on to their end."""
+    """Remove an instance. Its load is settled now; its open responses continue to their end."""
     gateway = gateway_of(request)
     places = _known(gateway, instance_id)
     request.state.change = f"instance {instance_id} removed"
@@ -276,9 +275,9 @@ async def remove_instance(request: Request, instance_id: str) -> Response:
 @router.get("/instances/{instance_id}/engine/{call:path}")
 @router.post("/instances/{instance_id}/engine/{call:path}")
 async def call_engine(request: Request, instance_id: str, call: str) -> Response:
-    """What concerns an engine: LoRA adapters, sleep and wake, pause, cache reset; its own answer.
+    """Call an engine: LoRA adapters, sleep and wake, pause, cache reset; returns its own answer.
 
-    ``call``: vLLM's path and query, as ``sleep?level=1``.
+    ``call``: vLLM's path and query, such as ``sleep?level=1``.
     """
     gateway = gateway_of(request)
     return await engine.call_one(gateway, request, _known(gateway, instance_id)[0], call)
@@ -334,10 +333,10 @@ async def explain(
 
 @router.get("/observations")
 async def list_observations(request: Request, instance: str) -> Response:
-    """What was seen of an instance, oldest first: rows that a profile can be fitted from.
+    """Observations of an instance, oldest first: rows that a profile can be fitted to.
 
-    Sums and means of many requests' tokens and times; no prompt and no request's id. ``hit_tokens``
-    is null where it is not known (yet) how many of the prompts' tokens were cached.
+    Sums and means of many requests' tokens and times; no prompt and no request's id.
+    ``hit_tokens`` is null if it is not known (yet) how many of the prompts' tokens were cached.
     """
     gateway = gateway_of(request)
     known = _known(gateway, instance)[0]
@@ -366,7 +365,7 @@ async def list_observations(request: Request, instance: str) -> Response:
 
 @router.get("/events")
 async def events(request: Request) -> Response:
-    """What the dashboard shows, as server-sent events: everything once, then what changes."""
+    """The dashboard's data, as server-sent events: everything once, then the changes."""
     board = gateway_of(request).board
     board.check_room()
     headers = NO_STORE | {"x-accel-buffering": "no"}
@@ -381,13 +380,13 @@ async def list_decisions(
     over: bool = False,
     request_id: str | None = None,
 ) -> Response:
-    """The last decisions, newest first, each with what came of it.
+    """The last decisions, newest first, each with its outcome.
 
-    ``outcome`` is null while a request goes on (or where its end is no longer kept); ``over=true``
+    ``outcome`` is null while a request is open (or if its end is no longer kept); ``over=true``
     leaves those out.
 
-    ``candidates=false`` leaves out the candidates' figures, which grow with the instances: a page
-    that polls asks for them by ``request_id`` when somebody looks.
+    ``candidates=false`` leaves out the candidates' figures, which grow with the instances: a
+    page that polls requests them by ``request_id`` when somebody looks.
     """
     gateway = gateway_of(request)
     policy = gateway.config.scheduler.policy
@@ -399,9 +398,9 @@ async def list_decisions(
 
 @router.get("/requests")
 async def list_requests(request: Request) -> Response:
-    """The last finished requests that generated, as a trace: CSV, lengths and times alone."""
+    """The last finished generation requests, as a trace: CSV, only lengths and times."""
     history = list(gateway_of(request).dataplane.history)
-    # In a thread: ten thousand rows take longer than a stream's readers should wait.
+    # In a thread: ten thousand rows would delay streams.
     text = await asyncio.to_thread(as_trace, history, time.time() - time.monotonic())
     return Response(text, headers=NO_STORE, media_type="text/csv")
 
@@ -414,14 +413,14 @@ async def show_request(request: Request, request_id: str) -> Response:
 
 @router.get("/following")
 async def list_following(request: Request) -> Response:
-    """How many instances of each type the load needs, and why; nothing where it is off."""
+    """How many instances of each type the load needs, and why; empty if this is off."""
     following = gateway_of(request).following
     return json_answer({"models": [] if following is None else following.describe()})
 
 
 @router.get("/clients")
 async def list_clients(request: Request) -> Response:
-    """The clients that have names: what they may, how they stand, what they used since the start.
+    """The named clients: their rights, current use of limits, and usage since the start.
 
     Never a key nor its hash. ``within_a_minute``: what counts against the limits now.
     """
@@ -432,9 +431,9 @@ async def list_clients(request: Request) -> Response:
 
 @router.get("/usage")
 async def list_usage(request: Request) -> Response:
-    """What clients used, by day (UTC) and model, as CSV: 31 days that had requests at most.
+    """Clients' usage, by day (UTC) and model, as CSV: at most 31 days that had requests.
 
-    With what earlier runs of this gateway have used, or all that share through Redis.
+    Including earlier runs of this gateway, or all gateways that share through Redis.
     """
     gateway = gateway_of(request)
     gateway.metrics.catch_up()
@@ -448,7 +447,7 @@ async def list_usage(request: Request) -> Response:
 
 
 async def _usage_by_day(admission: Admission, kept: list[KeptRow]) -> AsyncIterator[str]:
-    """A day at a time, in a thread: of many clients it is long."""
+    """A day at a time, in a thread: with many clients it is long."""
     usage, groups = admission.usage, {c.name: c.group for c in admission}
     by_day: dict[int, list[KeptRow]] = {day: [] for day in usage.days()}
     for row in kept:
@@ -460,9 +459,10 @@ async def _usage_by_day(admission: Admission, kept: list[KeptRow]) -> AsyncItera
 
 @router.post("/reload")
 async def reload(request: Request) -> Response:
-    """Read the configuration file again and take it up, or refuse it whole.
+    """Read the configuration file again and apply it, or refuse it as a whole.
 
-    Says which instances came, left or changed, which settings did, and which need a restart.
+    Returns which instances were added, removed or changed, which settings were changed, and
+    which need a restart.
     """
     gateway = gateway_of(request)
     if gateway.config_path is None:
@@ -476,7 +476,7 @@ async def reload(request: Request) -> Response:
 
 
 def _known(gateway: Gateway, instance_id: str) -> list[Instance]:
-    """It, or all places of it."""
+    """The instance, or all places of it."""
     places = places_named(gateway.fleet, instance_id)
     if not places:
         raise Refusal(404, "instance_not_found", f"there is no instance {instance_id[:64]!r}")
@@ -494,7 +494,7 @@ async def _read_json(request: Request) -> Any:
 async def _listing(
     head: dict[str, Any], name: str, rows: AsyncIterable[dict[str, Any]]
 ) -> Response:
-    """A document whose last field is a long list: written row by row, as they are made."""
+    """A document whose last field is a long list: written row by row, as rows are made."""
     parts = [msgspec.json.encode(row) async for row in rows]
     opened = msgspec.json.encode({**head, name: []})
     body = b"".join((opened[:-2], b",".join(parts), opened[-2:]))

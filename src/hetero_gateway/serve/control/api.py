@@ -1,6 +1,6 @@
-"""/admin, the dashboard, /docs and /openapi.json: what FastAPI serves.
+"""/admin, the dashboard, /docs and /openapi.json: the paths that FastAPI serves.
 
-``control`` imports this module when one of them is asked for first.
+``control`` imports this module when one of them is first requested.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from hetero_gateway.serve.control.errors import HANDLERS
 from hetero_gateway.serve.control.public import PlainPath
 from hetero_gateway.serve.wiring.gateway import Gateway
 
-# The page shows names that clients and instances chose: nothing but its own files may run in it,
-# and trusted types refuse any write of markup.
+# The page shows names that clients and instances chose: only its own files may run in it, and
+# trusted types refuse any write of markup.
 _PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -48,19 +48,19 @@ _PAGE_FILES = {
 
 
 def make_api(gateway: Gateway, plain: Sequence[PlainPath]) -> FastAPI:
-    """``plain``: paths that are described with the others, and answered elsewhere."""
+    """``plain``: paths that are described with the others, but served elsewhere."""
     api = FastAPI(
         title="hetero-gateway",
         version=__version__,
         summary="A load-balancing gateway for unequal vLLM instances",
         redirect_slashes=False,
-        # /docs and /openapi.json are below, with a setting each and nothing from elsewhere.
+        # /docs and /openapi.json are below, each with a setting, and without external resources.
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
         exception_handlers=HANDLERS,
     )
-    # As they stand: included, each would be made anew for every gateway.
+    # Used as they are: included routes would be rebuilt for every gateway.
     api.router.routes += admin.router.routes
     _add_pages(api, gateway, plain)
     api.state.gateway, api.state.routes = gateway, api.routes
@@ -88,7 +88,7 @@ def _add_pages(api: FastAPI, gateway: Gateway, plain: Sequence[PlainPath]) -> No
 
     @api.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
-        """What /admin and the other control paths take."""
+        """The description of /admin and the other control paths."""
         await check_exposed(request, expose.openapi)
         return JSONResponse(document())
 

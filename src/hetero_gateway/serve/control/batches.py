@@ -1,4 +1,4 @@
-"""/v1/files, /v1/uploads and /v1/batches, as OpenAI's SDKs ask for them."""
+"""/v1/files, /v1/uploads and /v1/batches, as OpenAI's SDKs use them."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,7 +22,7 @@ _MOST_BODY_BYTES = 1 << 20
 _MOST_LISTED, _LISTED_FILES, _LISTED_BATCHES = 10_000, 1000, 20
 _MOST_BATCHES_LISTED = 100
 _WHOLE = re.compile(r"[0-9]{1,9}")
-_METADATA = 16, 64, 512  # pairs, characters of a key and of a value, as OpenAI has them
+_METADATA = 16, 64, 512  # pairs, characters of a key and of a value, OpenAI's limits
 _MOST_NAME_CHARACTERS = 255
 _MOST_PARTS = 10_000
 
@@ -45,7 +45,7 @@ class _Completed(msgspec.Struct):
 
 
 class _Incoming:
-    """A file on its way in, as ``read_form`` wants it: the disk is another thread's."""
+    """An uploaded file, for ``read_form``: another thread writes to the disk."""
 
     def __init__(self, batches: Batches, begin: Callable[..., Incoming], *args: str) -> None:
         self._batches = batches
@@ -61,7 +61,7 @@ class _Incoming:
         await self._batches.ask(self.incoming.write, data)
 
     async def bring(self) -> None:
-        """It is all here."""
+        """The whole file has arrived."""
         assert self.incoming is not None
         await self._batches.bring(self.incoming)
 
@@ -71,7 +71,7 @@ class _Incoming:
 
 
 class _Paths:
-    """What answers them. Each: who asks, then what."""
+    """The handlers. Each first identifies the client, then answers."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -115,7 +115,7 @@ class _Paths:
         )
 
     async def file(self, request: Request) -> Response:
-        """What is known of a file; or delete it."""
+        """A file's description; or delete it."""
         batches, owner = self._who(request)
         wanted = request.path_params["file_id"]
         if request.method == "DELETE":
@@ -123,7 +123,7 @@ class _Paths:
         return JSONResponse(await batches.ask(batches.files.document, owner, wanted))
 
     async def content(self, request: Request) -> Response:
-        """The file itself."""
+        """The file's content."""
         batches, owner = self._who(request)
         row = await batches.ask(batches.files.row, owner, request.path_params["file_id"])
         return batches.files.blobs.response(row["id"], row["bytes"])
@@ -131,7 +131,7 @@ class _Paths:
     # Uploads
 
     async def uploads(self, request: Request) -> Response:
-        """A file that comes in parts: its `filename`, `bytes` and `purpose`."""
+        """A file to be sent in parts: its `filename`, `bytes` and `purpose`."""
         batches, owner = self._who(request)
         asked = await _body(request, _Upload)
         _check_purpose(asked.purpose)
@@ -159,7 +159,7 @@ class _Paths:
         return JSONResponse(document)
 
     async def complete(self, request: Request) -> Response:
-        """The parts, in the order of `part_ids`, are the file."""
+        """Join the parts, in the order of `part_ids`, into the file."""
         batches, owner = self._who(request)
         asked = await _body(request, _Completed)
         if len(asked.part_ids) > _MOST_PARTS:
@@ -168,7 +168,7 @@ class _Paths:
         return JSONResponse(await batches.join(owner, upload_id, asked.part_ids))
 
     async def cancel_upload(self, request: Request) -> Response:
-        """No more parts come, and those that are here go."""
+        """Accept no more parts, and remove those received."""
         batches, owner = self._who(request)
         wanted = request.path_params["upload_id"]
         return JSONResponse(await batches.ask(batches.files.cancel_upload, owner, wanted))
@@ -176,7 +176,7 @@ class _Paths:
     # Batches
 
     async def batches(self, request: Request) -> Response:
-        """The key's batches, the newest first, or a new one."""
+        """The key's batches, newest first, or a new one."""
         batches, owner = self._who(request)
         if request.method == "POST":
             asked = await _body(request, _Created)
@@ -203,7 +203,7 @@ class _Paths:
         return JSONResponse(listed)
 
     async def batch(self, request: Request) -> Response:
-        """How far a batch is, and when it is likely to end."""
+        """A batch's progress, and when it is likely to end."""
         batches, owner = self._who(request)
         wanted = request.path_params["batch_id"]
         return JSONResponse(
@@ -211,13 +211,13 @@ class _Paths:
         )
 
     async def cancel(self, request: Request) -> Response:
-        """Send no more of its lines; those that are out may end."""
+        """Send no more of its lines; those already sent may finish."""
         batches, owner = self._who(request)
         return JSONResponse(await batches.cancel(owner, request.path_params["batch_id"]))
 
 
 def batch_paths(gateway: Gateway) -> list[PlainPath]:
-    """What answers them, where ``batches`` are configured."""
+    """The routes, if ``batches`` are configured."""
     paths = _Paths(gateway)
     form = {"multipart/form-data": {"schema": _FORM}}
     part = {"multipart/form-data": {"schema": _PART}}
@@ -256,7 +256,7 @@ def batch_paths(gateway: Gateway) -> list[PlainPath]:
     ]
 
 
-# What /openapi.json says of them
+# Their part of /openapi.json
 _TEXT: Document = {"type": "string"}
 _ID: Document = {"type": "string", "minLength": 1}
 _PAGE: Document = {"after": _TEXT, "limit": {"type": "integer", "minimum": 1}}
@@ -306,7 +306,7 @@ def _json(schema: Document) -> Document:
     return {"application/json": {"schema": schema}}
 
 
-# What is asked
+# Parsing requests
 
 
 def _bad(message: str, param: str | None = None) -> Refusal:

@@ -1,4 +1,4 @@
-"""/docs: the OpenAPI document as one page. No script, nothing from anywhere else."""
+"""/docs: the OpenAPI document as one page. No script, no external resources."""
 
 import json
 from html import escape

@@ -1,4 +1,4 @@
-"""What /admin is asked, and answers: instances, profiles and decisions as JSON."""
+"""Request bodies and answers of /admin: instances, profiles and decisions as JSON."""
 
 import dataclasses
 import time
@@ -16,7 +16,7 @@ from hetero_gateway.errors import Refusal
 from hetero_gateway.gateway.fleet.instances import Instance
 from hetero_gateway.serve.wiring.gateway import Gateway
 
-# What finish-time reports of a candidate beside the figures that every policy has.
+# finish-time's figures of a candidate besides those that every policy has.
 _ESTIMATES = (
     "ttft_s", "latency_s", "delay_s", "memory_price_s", "late_price_s", "slo_price_s", "cost_s",
     "room",
@@ -28,7 +28,7 @@ NO_STORE = {"cache-control": "no-store"}
 
 
 async def body_of(request: Request) -> bytes:
-    """What a request of /admin brings. Raises Refusal: 413."""
+    """The body of a request to /admin. Raises Refusal: 413."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -38,8 +38,8 @@ async def body_of(request: Request) -> bytes:
 
 
 def json_answer(document: dict[str, Any], status: int = 200) -> Response:
-    # Not FastAPI's encoder: it walks the document in Python, and with hundreds of instances that
-    # holds up the streams.
+    # Not FastAPI's encoder: it walks the document in Python, which with hundreds of instances
+    # delays streams.
     return Response(msgspec.json.encode(document), status, NO_STORE, "application/json")
 
 
@@ -48,10 +48,10 @@ def describe_decision(
 ) -> list[dict[str, Any]]:
     """The candidates of a decision as JSON; figures that an excluded one never had are null.
 
-    A policy that estimates (finish-time) adds its estimates; without any profile they are no
-    times, and of them only the cost is told: sequences per weight. ``prefix``: what of the prompt
-    is thought to be cached there, where any instance has some; by what source, where ``caches`` are
-    those of the decision's moment.
+    A policy that estimates (finish-time) adds its estimates; without any profile they are not
+    times, and only the cost is included: sequences per weight. ``prefix``: how much of the
+    prompt is believed to be cached there, if any instance has some; with the source, if ``caches``
+    are those at the time of the decision.
     """
     estimates, missing = "room" in decision.choice.figures, dict.fromkeys(_ESTIMATES)
     return [
@@ -80,7 +80,7 @@ def _describe_cached(row: Candidate, caches: PrefixCaches | None) -> dict[str, A
 
 
 def _describe_prefixes(gateway: Gateway, instance: Instance) -> dict[str, Any]:
-    """What the gateway's index has of an instance's prefix cache; null where there is no index."""
+    """The gateway's index of an instance's prefix cache; null if there is no index."""
     caches = gateway.fleet.scheduler.caches
     used, room = (None, None) if caches is None else caches.index.bytes_on(instance.id)
     return {
@@ -168,7 +168,7 @@ def describe_instance(gateway: Gateway, instance: Instance) -> dict[str, Any]:
 
 
 def _describe_outcomes(instance: Instance) -> dict[str, Any]:
-    """What came of its requests, and what follows; see core/instances/outcomes.py."""
+    """The outcomes of its requests, and the consequences; see core/instances/outcomes.py."""
     outcomes, now_s = instance.outcomes, time.monotonic()
     outcomes.ring.advance(now_s)
     ejected = outcomes.ejected
@@ -183,7 +183,7 @@ def _describe_outcomes(instance: Instance) -> dict[str, Any]:
 
 
 def describe_drift(seen: InstanceSnapshot) -> dict[str, Any] | None:
-    """How far what was seen is from the profile; None: there is no profile."""
+    """How far observations are from the profile; None: there is no profile."""
     if not seen.profiled:
         return None
     told = seen.drift
@@ -197,7 +197,7 @@ def describe_drift(seen: InstanceSnapshot) -> dict[str, Any] | None:
 
 
 def describe_slowness(seen: InstanceSnapshot) -> dict[str, Any] | None:
-    """How long its last seconds took beside what its profile says; None: there is no profile."""
+    """Its recent times compared with its profile; None: there is no profile."""
     if not seen.profiled:
         return None
     since_s = seen.slow_since_s

@@ -1,6 +1,6 @@
-"""/admin/…/engine/…: calls that concern an engine, to one instance or to all that serve a model.
+"""/admin/…/engine/…: calls to an engine, for one instance or all that serve a model.
 
-What an engine answers is passed on, whole and bounded; a broadcast reports each answer.
+An engine's answer is passed on whole, up to a size; a broadcast reports each answer.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from hetero_gateway.http.failures import InstanceError
 from hetero_gateway.serve.control.documents import body_of, json_answer
 from hetero_gateway.serve.wiring.gateway import Gateway
 
-# Of a broadcast's answers, what is shown of each.
+# How much of each answer a broadcast shows.
 _MOST_SHOWN_BYTES = 1 << 16
 _AT_ONCE = 16
 
@@ -27,7 +27,7 @@ _AT_ONCE = 16
 async def call_one(gateway: Gateway, request: Request, instance: Instance, call: str) -> Response:
     """The engine's own answer.
 
-    Raises Refusal: 404 and 405 for what is no such call, 502 to 504 where none came.
+    Raises Refusal: 404 and 405 for an unknown call, 502 to 504 if no answer came.
     """
     path = _path_of(request, call)
     body = await body_of(request)
@@ -44,9 +44,9 @@ async def call_one(gateway: Gateway, request: Request, instance: Instance, call:
 
 
 async def call_all(gateway: Gateway, request: Request, model: str, call: str) -> Response:
-    """What each instance of a model answers: 200 where all of them succeeded, else 502.
+    """The answers of all instances of a model: 200 if all of them succeeded, else 502.
 
-    Raises Refusal: 404 and 405 for what is no such call, and for a model that nobody serves.
+    Raises Refusal: 404 and 405 for an unknown call, and for a model that nobody serves.
     """
     path = _path_of(request, call)
     body = await body_of(request)
@@ -78,7 +78,7 @@ def _path_of(request: Request, call: str) -> str:
     method = ENGINE_CALLS.get(path)
     if method is None:
         known = ", ".join(sorted(ENGINE_CALLS))
-        raise Refusal(404, "not_found", f"{path[:200]} is no engine call; there are {known}")
+        raise Refusal(404, "not_found", f"{path[:200]} is not an engine call; these are: {known}")
     if request.method != method and not (request.method == "HEAD" and method == "GET"):
         allow = [(b"allow", method.encode())]
         raise Refusal(405, "method_not_allowed", f"{path} takes {method}.", headers=allow)

@@ -1,4 +1,4 @@
-"""Errors of all paths that are no engine's, with OpenAI's body."""
+"""Errors of all non-engine paths, with OpenAI's body."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ async def _render_http_error(request: Request, failure: Exception) -> Response:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """The methods of all routes at a request's path: an error names those of the first alone."""
+    """The methods of all routes at a request's path: the framework's error has only the first's."""
     methods: set[str] = set()
     for route in request.app.state.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
@@ -52,12 +52,12 @@ def _methods_at(request: Request) -> list[str]:
 
 
 async def _render_bug(request: Request, _: Exception) -> Response:
-    """An exception that nobody expected; the server logs it."""
+    """An unexpected exception; the server logs it."""
     refusal = Refusal(500, "internal_error", "The gateway failed.", kind="server_error")
     return error(refusal, request.url.path)
 
 
-# What an application renders its errors by.
+# An application's exception handlers.
 HANDLERS: dict[Any, Any] = {
     Refusal: _render_error,
     HTTPException: _render_http_error,

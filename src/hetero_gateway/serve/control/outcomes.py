@@ -1,4 +1,4 @@
-"""Decisions beside what came of them, as JSON: of the last ones, and all of one request."""
+"""Decisions with their outcomes, as JSON: the last ones, and all of one request."""
 
 import time
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ _CANDIDATES_AT_ONCE = 1000
 async def describe_decisions(
     gateway: Gateway, limit: int, *, candidates: bool, over: bool, request_id: str | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """The last decisions, newest first; ``over``: only those of which it is known what came."""
+    """The last decisions, newest first; ``over``: only those with a known outcome."""
     log = gateway.dataplane.request_log
     find, failed = log.by_placement(), log.failed_ids()
     records: list[tuple[LoggedDecision, EndedRequest | None]] = []
@@ -42,7 +42,7 @@ async def describe_decisions(
 
 
 def describe_request(gateway: Gateway, request_id: str) -> dict[str, Any]:
-    """All that is kept of a request. Raises Refusal: 404, nothing."""
+    """Everything kept about a request. Raises Refusal: 404, nothing."""
     log, offset_s = gateway.dataplane.request_log, _unix_less_monotonic_s()
     raw_id = request_id.encode("utf-8", "replace")
     records = list(gateway.dataplane.decisions.newest_first(raw_id))
@@ -88,7 +88,7 @@ def describe_request(gateway: Gateway, request_id: str) -> dict[str, Any]:
 def _take(
     failed: list[FailedAttempt], instance_id: InstanceId, placed_s: float
 ) -> FailedAttempt | None:
-    """The failure of an attempt that was placed there and then, which is taken out."""
+    """The failure of an attempt placed there at that time, removed from the list."""
     for each in failed:
         if each.instance_id == instance_id and each.failed_s >= placed_s:
             failed.remove(each)
@@ -119,7 +119,7 @@ def _decision(gateway: Gateway, record: LoggedDecision) -> dict[str, Any]:
 
 
 def _outcome(ended: EndedRequest, failed: int) -> dict[str, Any]:
-    """What came of it. ``ttft_s``, ``latency_s``: from its placement, as they are predicted."""
+    """The outcome. ``ttft_s``, ``latency_s``: from its placement, like the predictions."""
     tokens, first_s = ended.tokens, ended.first_body_at_s
     broke_off = ended.outcome.value != "completed"
     return {
@@ -131,13 +131,13 @@ def _outcome(ended: EndedRequest, failed: int) -> dict[str, Any]:
         "output_tokens": None if tokens is None else tokens.output,
         "input_tokens": None if tokens is None else tokens.prompt,
         "client": ended.client or None,
-        # An attempt that failed, and after which the client got an error, was not tried again.
+        # A failed attempt after which the client got an error was not retried.
         "retries": max(0, failed - (ended.outcome.value in ("upstream_error", "timed_out"))),
     }
 
 
 def _first_token(gateway: Gateway, ended: EndedRequest, failed: int) -> dict[str, Any] | None:
-    """What its client waited for until its first byte."""
+    """How long its client waited for the first byte."""
     instance = gateway.fleet.instances.get(InstanceId(ended.instance_id))
     parts = parts_of(ended, failed, None if instance is None else instance.round_trip_s)
     return None if parts is None else {"ttft_s": sum(parts), **parts._asdict()}

@@ -1,14 +1,14 @@
-"""The paths for everybody that say how the gateway is and what it serves.
+"""The public paths on the gateway's state and models.
 
-A gateway of one process answers them by its fleet; a worker by what the scheduler process said
-last, so that these are answered at once whatever has become of that process.
+A single-process gateway answers them from its fleet; a worker from the scheduler process's last
+report, so that answers are immediate even if that process fails.
 
-    /livez, /health, /ping    this process works: 200, whatever the instances do
-    /readyz                   what comes now can be placed: 503 while no instance can take requests,
+    /livez, /health, /ping    this process works: 200, whatever the state of the instances
+    /readyz                   new requests can be placed: 503 while no instance can take requests,
                               and from SIGTERM on. A worker places by itself without the scheduler
                               process, and is ready then as well
 
-They are asked for every few seconds: plain starlette answers them. FastAPI, which describes them
+They are requested every few seconds: plain starlette answers them. FastAPI, which describes them
 with the others (``api``), is not loaded for them.
 """
 
@@ -45,10 +45,10 @@ def is_public(path: str) -> bool:
 
 
 class PlainPath(NamedTuple):
-    """A path that plain starlette answers, and what /openapi.json says of it.
+    """A path that plain starlette answers, and its description in /openapi.json.
 
-    ``tag``: None: nothing. ``document``: the type of what it answers; None: it is not told.
-    ``extra``: what else is said, as OpenAPI has it.
+    ``tag``: None: not described. ``document``: the type of its answer; None: not described.
+    ``extra``: further fields in OpenAPI's format.
     """
 
     path: str
@@ -71,7 +71,7 @@ def plain_app(
 
 
 def public_paths(gateway: Parts) -> list[PlainPath]:
-    # Of each, the description is what /docs shows.
+    # The docstring of each is its description in /docs.
     async def live(_: Request) -> Response:
         """The process is alive; says nothing of the instances."""
         return JSONResponse({"status": "ok"})

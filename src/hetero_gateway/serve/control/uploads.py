@@ -1,4 +1,4 @@
-"""A form with one file, from the connection to the disk: memory has no more of it than a read."""
+"""A form with one file, streamed from the connection to the disk, one read at a time in memory."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -10,20 +10,20 @@ from hetero_gateway.errors import Refusal
 
 _MOST_FIELD_BYTES, _MOST_PARTS = 4096, 16
 _MOST_HEADER_BYTES = 4096
-# Written together.
+# Bytes written together.
 _WRITTEN_BYTES = 1 << 18
 _MOST_NAME_CHARACTERS = 255
 
 
 class Sink(Protocol):
-    """Where the file goes; each call is awaited."""
+    """The destination of the file; each call is awaited."""
 
     async def begin(self) -> None: ...
     async def write(self, data: bytes) -> None: ...
 
 
 class Form(NamedTuple):
-    """What else was in the form, and the name of its file."""
+    """The other fields of the form, and the name of its file."""
 
     fields: dict[str, str]
     filename: str
@@ -34,13 +34,13 @@ def _bad(message: str, param: str | None = None) -> Refusal:
 
 
 class _Reader:
-    """Takes what the parser finds."""
+    """Receives the parser's callbacks."""
 
     def __init__(self, file_field: str) -> None:
         self._file_field = file_field
         self.fields: dict[str, bytearray] = {}
         self.filename: str | None = None
-        self.pieces: list[bytes] = []  # of the file, that are to be written
+        self.pieces: list[bytes] = []  # of the file, to be written
         self.ended = False
         self._parts = 0
         self._name, self._value = bytearray(), bytearray()
@@ -117,7 +117,7 @@ async def read_form(request: Request, file_field: str, sink: Sink) -> Form:
     """Read a form whose file is in the field of that name, and write the file into the sink.
 
     Raises:
-        Refusal: 400, and what the sink raises.
+        Refusal: 400, and the sink's errors.
         ClientDisconnect: it left before the end.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))

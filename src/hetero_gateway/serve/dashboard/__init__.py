@@ -1,1 +1,1 @@
-"""What the dashboard shows, and its page."""
+"""The dashboard's data, and its page."""

@@ -1,8 +1,7 @@
-"""What is wrong now, in an operator's words: what, how much, since when, and what to do about it.
+"""Current problems in an operator's words: what, how much, since when, and what to do about it.
 
-Whether a profile has drifted or an instance is slow is for ``core/instances/drift.py`` and
-``slowness.py`` to judge, with their thresholds; the others stand here. Small absolute errors raise
-nothing.
+``core/instances/drift.py`` and ``slowness.py`` judge, with their thresholds, whether a profile has
+drifted or an instance is slow; the other thresholds are here. Small absolute errors raise no alarm.
 """
 
 import time
@@ -22,17 +21,17 @@ from hetero_gateway.serve.dashboard.trend import MINUTE_STEPS, Trend
 if TYPE_CHECKING:
     from hetero_gateway.scaleout.sharing.peers import Sharing
 
-# Of requests within the last minute.
+# Share of requests within the last minute.
 _MOST_FAILED = 0.05
 _LEAST_FAILED = 3
-# Of attempts on one instance: most of them are tried again elsewhere.
+# Share of attempts on one instance: most of them are retried elsewhere.
 _MOST_FAILED_ON = 0.2
 _FULL = 0.95
 _NAMED = 3
 
 
 class ShownBatches(Protocol):
-    """What the dashboard shows of batches."""
+    """Data on batches that alarms need."""
 
     def describe(self) -> list[dict[str, Any]]: ...
     def alarms(self) -> Iterable[tuple[str, str]]:
@@ -40,7 +39,7 @@ class ShownBatches(Protocol):
 
 
 class Shown(Protocol):
-    """What the dashboard shows of a gateway."""
+    """Data on a gateway that alarms need."""
 
     admission: Admission
     dataplane: DataPlane
@@ -60,12 +59,12 @@ class Shown(Protocol):
 
 
 class _Found(NamedTuple):
-    """Something that is wrong.
+    """A problem.
 
     Args:
-        kind: what; since when is counted for each name of a kind.
+        kind: of problem; its start is remembered for each name of a kind.
         names: the instances that it is about, or "".
-        since_s: monotonic, where that is known; None: since it was first found.
+        since_s: monotonic, if known; None: since it was first found.
     """
 
     severity: str
@@ -77,13 +76,13 @@ class _Found(NamedTuple):
 
 
 class Alarms:
-    """Finds out what is wrong, and remembers since when; to be asked every few seconds."""
+    """Finds problems, and remembers since when; to be asked every few seconds."""
 
     def __init__(self, gateway: Shown, trend: Trend) -> None:
         self._gateway = gateway
         self._trend = trend
         self._since_s: dict[tuple[str, str], float] = {}  # monotonic
-        # Taken once: what stands still is not to look new whenever clocks are set.
+        # Taken once: an old problem must not look new when the system clock is set.
         self._unix_less_monotonic_s = time.time() - time.monotonic()
 
     def now(self) -> list[dict[str, Any]]:
@@ -124,10 +123,10 @@ class Alarms:
     def _of_the_gateway(self) -> Iterator[_Found]:
         gateway = self._gateway
         if gateway.draining:
-            text = "This gateway is ending: it takes no new connections soon."
+            text = "This gateway is shutting down and will soon accept no new connections."
             yield _Found("bad", "ending", [""], text, "Send clients to another gateway.")
         if not gateway.metrics.reloaded[0]:
-            text = "The configuration file was refused; the one before is in effect."
+            text = "The configuration file was refused; the previous one stays in effect."
             advice = "hetero-gateway validate -c FILE says what is wrong with it."
             yield _Found("bad", "reload", [""], text, advice)
         workers, wanted = gateway.metrics.workers, gateway.config.server.workers
@@ -138,9 +137,13 @@ class Alarms:
             )
         failing = [each.config.name for each in gateway.discovery.followers() if each.problem]
         if failing:
-            text = f"The source {_listed(failing)} cannot be asked."
+            text = f"The source {_listed(failing)} cannot be read."
             yield _Found(
-                "warning", "sources", failing, text, "What it listed stays; see /admin/instances."
+                "warning",
+                "sources",
+                failing,
+                text,
+                "The instances it listed stay; see /admin/instances.",
             )
 
     def _of_instances(self) -> Iterator[_Found]:
@@ -156,18 +159,18 @@ class Alarms:
             yield _Found("bad", "none up", [""], text, "The rows below say why.")
         if down := by_state.get("down"):
             text = f"{_these(down)} down{_reason(down, down[0].shown_down_reason)}."
-            advice = "Look at its server and its log; the gateway asks it again by itself."
+            advice = "Check its server and its log; the gateway keeps probing it."
             yield _Found("bad", "down", [i.id for i in down], text, advice)
         if ejected := by_state.get("ejected"):
             why = _reason(ejected, ejected[0].outcomes.reason)
             text = f"{_these(ejected)} ejected, as requests failed there{why}."
-            advice = "Look at its log; the gateway tries it again with one request at a time."
+            advice = "Check its log; the gateway retries it with one request at a time."
             yield _Found("bad", "ejected", [i.id for i in ejected], text, advice)
         for failing in by_state.get("up", ()):
             failed, attempts = self._trend.failed_on(failing.id)
             if failed >= _LEAST_FAILED and failed > _MOST_FAILED_ON * attempts:
                 text = f"{failing.id} fails: {failed} of its last minute's {attempts} attempts."
-                advice = "Look at its log; what failed before its first byte was tried elsewhere."
+                advice = "Check its log; requests that failed before a first byte were retried."
                 yield _Found("warning", "fails", [failing.id], text, advice)
         if full := [i.id for i in instances if i.up and (i.engine_kv_usage or 0) > _FULL]:
             text = f"The KV cache of {_listed(full)} is full: the engine preempts."
@@ -175,8 +178,8 @@ class Alarms:
             yield _Found("warning", "kv", list(full), text, advice)
         refused = self._gateway.fleet.scheduler.legs.refused(time.monotonic())
         for prefill, decode in refused:
-            text = f"{decode} cannot fetch prompts that {prefill} has computed."
-            advice = "Put engines that differ into different kv_transfer groups."
+            text = f"{decode} cannot fetch the prompts that {prefill} computes."
+            advice = "Put engines that differ in different kv_transfer groups."
             yield _Found("warning", "pairs", [f"{prefill} {decode}"], text, advice)
 
     def _of_requests(self) -> Iterator[_Found]:
@@ -189,7 +192,7 @@ class Alarms:
             worst = max(shares, key=lambda each: shares[each], default=None)
             if worst is not None and shares[worst] > 0:
                 text += f", most on {worst} ({shares[worst]:.0%} of its own)"
-            advice = "The last decisions say what they failed of; drain an instance that fails."
+            advice = "The last decisions show why; drain an instance that fails."
             yield _Found("bad", "failing", [""], f"{text}.", advice)
         if trend.queue_grows():
             text = f"The queue grows: {self._gateway.fleet.scheduler.queued} requests wait."
@@ -207,7 +210,7 @@ class Alarms:
             times = f"{factor:.1f}" if factor < MOST else f"more than {MOST:.0f}"
             text = f"{instance_id} is slow: it takes {times} times as long as its profile says."
             advice = (
-                "Look for other work on its machine or a throttled accelerator; drain it meanwhile."
+                "Check its machine for other work or a throttled accelerator; drain it meanwhile."
             )
             yield _Found("warning", "slow", [instance_id], text, advice, since_s)
         if len(slow) > _NAMED:
@@ -234,7 +237,7 @@ class Alarms:
 
 
 def state_of(instance: Instance) -> str:
-    """Whether it takes requests, in a word."""
+    """Whether it takes requests, in one word."""
     if not instance.up:
         return "down"
     if instance.outcomes.ejected:
@@ -251,7 +254,7 @@ def _these(instances: list[Instance]) -> str:
 
 
 def _reason(instances: list[Instance], reason: str) -> str:
-    """Of one alone: why."""
+    """The reason, for a single instance."""
     return f": {reason.rstrip('.')}" if len(instances) == 1 and reason else ""
 
 

@@ -1,17 +1,17 @@
-"""What the dashboard shows, kept up to date for all who look: server-sent events of what changed.
+"""The dashboard's data, kept up to date for all viewers: server-sent events of the changes.
 
-A viewer gets the whole picture once, and from then on what has changed; each change is written once
-for all viewers. Figures have three digits that count, so that what stands still stays quiet. While
-nobody looks, only the trend's steps are made, and alarms learn since when they are.
+A viewer gets the whole picture once, and then the changes; each change is written once for all
+viewers. Figures are rounded to three significant digits, so that steady ones cause no events.
+While nobody looks, only the trend's steps are made, and alarms note their start.
 
-    event       what
+    event       content
     all         everything; ``columns`` names the figures of an instance's row
-    rows        rows of instances that changed, by their place in ``all``
-    capacities  requests/s of usual lengths that each instance can do, where any changed
-    head        alarms, queue, totals, where any of them changed
-    use         clients, what they wait for, retries: of the last minute's requests, with each step
+    rows        rows of instances that changed, by their index in ``all``
+    capacities  requests/s of usual lengths that each instance can serve, if any changed
+    head        alarms, queue, totals, if any of them changed
+    use         clients, their waiting times, retries: of the last minute's requests, at each step
     trend       figures now and over 15 minutes, of all models and of each; the newest point, and
-                of the last six hours, where there is a new one
+                that of the last six hours, if there is a new one
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from hetero_gateway.serve.dashboard.use import describe_use
 
 _log = logging.getLogger(__name__)
 
-# Who else wants to look gets 503.
+# Further viewers get 503.
 MOST_VIEWERS = 64
 _EVERY_S = 1.0
 # From this many instances on, rows are sent half as often.
 _MANY = 50
 _QUIET_S = 15.0
 _AT_ONCE = 32
-# A request of which nothing is known, for what an instance can do.
+# A request with unknown properties, to compute an instance's capacity.
 _USUAL = (800.0, 200.0)
 _IN_SECONDS = ("finish-time", "min-max", "paper", "least-work")
 
@@ -61,7 +61,7 @@ class Board:
     """See above. Needs a running event loop.
 
     Args:
-        gateway: whose board it is.
+        gateway: the gateway that it shows.
     """
 
     def __init__(self, gateway: Shown) -> None:
@@ -74,7 +74,7 @@ class Board:
         self._news = b""
         self._next = asyncio.Event()  # set with the next version
         self._capacities: list[float | None] = []
-        self._plain: list[dict[str, Any]] = []  # what seldom changes of each instance
+        self._plain: list[dict[str, Any]] = []  # properties of each instance that seldom change
         self._rows: list[list[Any]] = []
         self._head: dict[str, Any] = {}
         self._use: dict[str, Any] = {}
@@ -90,7 +90,7 @@ class Board:
         self._tell(b"")
 
     def let_go(self) -> None:
-        """The gateway is ending: nobody is to wait for those who look. May come from a signal."""
+        """The gateway is ending: disconnect the viewers. May be called from a signal handler."""
         self._loop.call_soon_threadsafe(self._tell, b"")
 
     def _tell(self, news: bytes) -> None:
@@ -102,16 +102,16 @@ class Board:
     def _step(self) -> None:
         self._timer = self._loop.call_later(STEP_S, self._step)
         fleet = self._gateway.fleet
-        if self.trend.steps % MINUTE_STEPS == 0:  # it is seen which models are gone
+        if self.trend.steps % MINUTE_STEPS == 0:  # models that are gone are noticed
             self._gateway.metrics.forget_unserved(fleet.serves, time.monotonic())
         self.trend.step(fleet.scheduler.queued)
         if not self.viewers:
-            self.alarms.now()  # so that whoever looks later sees since when
+            self.alarms.now()  # so that their start is known later
 
-    # Looking
+    # Viewers
 
     def check_room(self) -> None:
-        """Raises Refusal: 503, too many look already."""
+        """Raises Refusal: 503, there are too many viewers already."""
         if self.viewers >= MOST_VIEWERS:
             message = f"{MOST_VIEWERS} are looking already."
             raise Refusal(503, "too_many_viewers", message, kind="server_error", retry_after_s=5)
@@ -130,9 +130,9 @@ class Board:
                     async with asyncio.timeout(_QUIET_S):
                         await self._next.wait()
                 except TimeoutError:
-                    yield b": nothing new\n\n"  # and a viewer that is gone is noticed
+                    yield b": nothing new\n\n"  # and a closed connection is noticed
                     continue
-                # Who was too slow for a change gets everything.
+                # A viewer too slow for a change gets everything.
                 late = self._version != seen + 1
                 seen = self._version
                 yield self._everything() if late else self._news
@@ -150,11 +150,12 @@ class Board:
                 if news := await self._look():
                     self._tell(news)
             except Exception:
-                # The boundary of a background loop: one figure that cannot be shown ends nothing.
+                # The boundary of a background loop: one figure that cannot be shown must not end
+                # it.
                 _log.exception("what the dashboard shows cannot be made")
 
     async def _look(self) -> bytes:
-        """See what has changed; returns it as events."""
+        """Find the changes; returns them as events."""
         gateway, events = self._gateway, []
         plain, rows, capacities = [], [], []
         usual = self._usual()
@@ -167,7 +168,7 @@ class Board:
                 rows.append(self._row_of(instance))
         head = self._head_of()
         use = self._use
-        if self.trend.steps != self._used:  # it may take long, and hardly changes in a second
+        if self.trend.steps != self._used:  # it may be slow, and hardly changes in a second
             self._used, use = self.trend.steps, await self._use_of()
         before, self._use = self._use, use
         if [each["id"] for each in plain] != [each["id"] for each in self._plain]:
@@ -302,7 +303,7 @@ class Board:
 
 
 def _rounded(tokens: float) -> float:
-    """A length to one step of a quarter: what can be done of it need not change all the time."""
+    """A length rounded to steps of a quarter, so that capacities do not change all the time."""
     return float(1.25 ** round(math.log(max(1.0, tokens), 1.25)))
 
 
@@ -312,7 +313,7 @@ def _part_of(instance: Instance) -> str:
 
 
 def _why(instance: Instance) -> str:
-    """Why it gets no requests, or fewer than it could; "" where it gets its share."""
+    """Why it gets no requests, or fewer than it could; "" if it gets its share."""
     reasons = []
     if not instance.up:
         reasons.append(instance.shown_down_reason or "unknown reason")

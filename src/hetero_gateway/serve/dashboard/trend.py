@@ -1,9 +1,9 @@
 """The last fifteen minutes, in steps of five seconds: rates, first tokens, errors, the queue; and
 the last six hours, in steps of two minutes, of all requests together.
 
-Nothing is added to a request's way: each step reads the counts that ``metrics`` keeps and remembers
-what has come to them. Memory is bounded: counts and histograms of each step, for all requests and
-for each of the first models (some 70 KB each), and a minute of plain counts for each instance.
+Requests cost nothing extra: each step reads the counts that ``metrics`` keeps and stores the
+differences. Memory is bounded: counts and histograms of each step, for all requests and for each
+of the first models (some 70 KB each), and a minute of plain counts for each instance.
 """
 
 import math
@@ -20,12 +20,12 @@ from hetero_gateway.gateway.records.series import TPOT_BOUNDS_S, TTFT_BOUNDS_S, 
 
 STEP_S = 5.0
 STEPS = 180
-# What "now" means on the page: enough requests for a percentile at moderate rates.
+# "Now" on the page: enough requests for a percentile at moderate rates.
 NOW_STEPS = 6
 MINUTE_STEPS = 12
-# Steps of a point of the last hours, of which as many are kept.
+# Steps per point of the last hours; the same number of points is kept.
 LONG_STEPS = 24
-# Models with a ring of their own; all others are in the sum alone.
+# Models with a ring of their own; the others are only in the sum.
 MOST_MODELS = 16
 
 _FAILED = ("upstream_error", "timed_out", "unavailable", "internal_error")
@@ -43,7 +43,7 @@ _Columns = Sequence[int]
 
 
 class _Ring:
-    """The last steps, and all of them together."""
+    """The last steps, and their sum."""
 
     __slots__ = ("rows", "total")
 
@@ -71,7 +71,7 @@ class Trend:
     """See above. ``step`` is called every ``STEP_S`` seconds.
 
     Args:
-        metrics: whose counts are read.
+        metrics: the source of the counts.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -79,16 +79,16 @@ class Trend:
         self._before: dict[tuple[str, str], tuple[Series, _Columns]] = {}
         self._all = _Ring()
         self._models: dict[str, _Ring] = {}
-        # Of an instance, by step of the last minute: requests, attempts beside them that failed and
-        # were tried again, all that failed, output tokens.
+        # Per instance and step of the last minute: requests, failed attempts that were retried, all
+        # failed attempts, output tokens.
         self._instances: dict[str, deque[tuple[int, int, int, int]]] = {}
-        self._errors: dict[str, int] = {}  # attempts that failed, of each since the start
+        self._errors: dict[str, int] = {}  # failed attempts of each since the start
         self._queue: deque[int] = deque(maxlen=STEPS)
         self._long: deque[list[float | int | None]] = deque(maxlen=STEPS)
-        self.steps = 0  # that ever came
+        self.steps = 0  # ever made
 
     def step(self, queued: int) -> None:
-        """Remember what has come since the last time. ``queued``: now."""
+        """Store the differences since the last step. ``queued``: now."""
         self._metrics.catch_up()
         series = self._metrics.every_series
         for key in [key for key in self._before if key not in series]:
@@ -133,7 +133,7 @@ class Trend:
             self._long.append(_point(self._all.last(LONG_STEPS), longest, LONG_STEPS))
 
     def _errors_since(self) -> dict[str, int]:
-        """Attempts that failed on each instance since the last step."""
+        """Failed attempts on each instance since the last step."""
         before, self._errors = self._errors, {}
         for (instance_id, _), count in self._metrics.upstream_errors.items():
             self._errors[instance_id] = self._errors.get(instance_id, 0) + count
@@ -141,11 +141,11 @@ class Trend:
         return {each: count for each, count in came.items() if count > 0}
 
     def _came(self, model: str, instance_id: str, series: Series) -> _Columns | None:
-        """What has come to a series since the last step; None: nothing."""
+        """The increase of a series since the last step; None: nothing."""
         key = (model, instance_id)
         before = self._before.get(key)
         requests = sum(series.outcomes.values())
-        # What one began with, it may have had when the gateway first looked.
+        # Initial counts may be from before the gateway first looked.
         known = before is not None and before[0] is series
         if before is not None and known and before[1][_REQUESTS] == requests:
             return None
@@ -176,7 +176,7 @@ class Trend:
         return found
 
     def models(self) -> list[str]:
-        """Those with figures of their own."""
+        """The models with figures of their own."""
         return sorted(self._models)
 
     def points(self, number: int = STEPS) -> list[list[float | int | None]]:
@@ -186,11 +186,11 @@ class Trend:
         return [_point(row, queued) for row, queued in steps[-number:]]
 
     def long_points(self) -> list[list[float | int | None]]:
-        """The same of ``LONG_STEPS`` each, over hours; of the queue its longest."""
+        """The same in steps of ``LONG_STEPS``, over hours; the queue's maximum in each."""
         return list(self._long)
 
     def of_instance(self, instance_id: str) -> tuple[float, float, float]:
-        """(requests/s, output tokens/s, share of attempts that failed) over the last minute."""
+        """(requests/s, output tokens/s, share of failed attempts) over the last minute."""
         failed, attempts = self.failed_on(instance_id)
         minute = self._instances.get(instance_id, ())
         span_s = STEP_S * max(1, min(MINUTE_STEPS, self.steps))
@@ -198,7 +198,7 @@ class Trend:
         return requests / span_s, tokens / span_s, failed / attempts if failed else 0.0
 
     def failed_on(self, instance_id: str) -> tuple[int, int]:
-        """(attempts that failed, all attempts) on an instance over the last minute."""
+        """(failed attempts, all attempts) on an instance over the last minute."""
         minute = self._instances.get(instance_id, ())
         requests, again, failed = (sum(row[column] for row in minute) for column in range(3))
         return failed, requests + again
@@ -240,7 +240,7 @@ def _counts_of(series: Series, requests: int, model: str) -> _Columns:
 
 
 def _percentiles(counts: _Columns, bounds: Sequence[float]) -> tuple[float, float] | None:
-    """(p50, p99), as Prometheus' histogram_quantile reads them; None: there is none."""
+    """(p50, p99), computed as Prometheus' histogram_quantile does; None: there is none."""
     cumulative = list(accumulate(counts))
     total = cumulative[-1]
     if not total:
@@ -259,7 +259,7 @@ def _percentiles(counts: _Columns, bounds: Sequence[float]) -> tuple[float, floa
 
 
 def short(value: float, digits: int = 3) -> float:
-    """With this many digits that count: more say nothing, and cost bytes."""
+    """Rounded to this many significant digits: more say nothing, and cost bytes."""
     if not value or not math.isfinite(value):
         return 0.0
     return float(f"{value:.{digits}g}")

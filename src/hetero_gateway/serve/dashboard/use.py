@@ -1,6 +1,6 @@
-"""Who uses the gateway and what they wait for, over the last minute of its log of requests.
+"""Clients' use and waiting times over the last minute, from the gateway's log of requests.
 
-Made when somebody looks. Everything is of the same requests, so that parts add up to their sums.
+Computed when somebody looks. All figures are of the same requests, so that parts add up to sums.
 """
 
 import time
@@ -27,14 +27,15 @@ _AT_ONCE = 128
 async def describe_use(
     log: RequestLog, fleet: Fleet, denied: Mapping[tuple[str, str], int]
 ) -> dict[str, Any]:
-    """{"span_s", "requests", "retried", "retries", "waits", "clients"}, in turns of the event loop.
+    """{"span_s", "requests", "retried", "retries", "waits", "clients"}, in slices of the event
+    loop.
 
-    Args:
-        denied: what clients were refused since the start, by name and limit.
+        Args:
+            denied: clients' refusals since the start, by name and limit.
     """
     now_s, failed = time.monotonic(), log.failed_ids()
     ended = list(log.newest_first(now_s - OVER_S))
-    # Of more than are kept, those that are span less than a minute.
+    # If more arrive than are kept, those kept span less than a minute.
     full = len(ended) == MOST_ENDED
     retried = retries = 0
     waits = _Waits()
@@ -59,7 +60,7 @@ async def describe_use(
 
 
 class _Waits:
-    """What streams waited for, s, summed."""
+    """Streams' waiting times, s, summed."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * len(WaitParts._fields)
@@ -82,7 +83,7 @@ class _Waits:
 
 
 def _count(counts: list[int], ended: EndedRequest) -> None:
-    """A client's requests, output tokens, and what failed."""
+    """A client's requests, output tokens, and failures."""
     counts[0] += 1
     counts[1] += 0 if ended.tokens is None else ended.tokens.output
     broke = ended.outcome is not COMPLETED and ended.outcome is not CLIENT_DISCONNECTED

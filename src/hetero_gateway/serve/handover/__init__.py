@@ -1,1 +1,1 @@
-"""``serve --takeover``: a gateway's sockets and what it knows, given to the one that follows it."""
+"""``serve --takeover``: a gateway's sockets and state, handed to its successor."""

@@ -1,11 +1,12 @@
-"""A gateway's part in a hand-over: taking over when it starts, and handing over when it is asked.
+"""A gateway's part in a handover: taking over when it starts, and handing over on request.
 
-    taking over    ``begin`` before its instances are probed; ``own`` once it is the one that serves
-    handing over   it listens at a Unix socket from then on; who asks there, and is this user's, has
-                   its listening sockets, and at ``Accepting`` this gateway ends its requests
+    taking over    ``begin`` before its instances are probed; ``own`` once it is the serving one
+    handing over   afterwards it listens at a Unix socket; a process of the same user that asks
+                   there gets its listening sockets, and at ``Accepting`` this gateway ends its
+                   requests
 
-The later one accepts connections before the earlier one stops to, so somebody always does, and what
-waits in a listening socket waits for both.
+The successor accepts connections before the predecessor stops, so somebody always does, and
+connections that wait in a listening socket wait for both.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from hetero_gateway.serve.handover.knowledge import Handed, instances_of, take_u
 from hetero_gateway.serve.handover.predecessor import Predecessor, is_same_user, socket_of
 from hetero_gateway.serve.handover.twin import Twin
 
-# The next gateway has so long from asking for the sockets to serving.
+# The successor's time limit from asking for the sockets to serving.
 START_S = 120.0
 _FAREWELL_S = 2.0
 
@@ -38,9 +39,9 @@ class Handover:
 
     Args:
         server: of the configuration.
-        secret: that the next one has as well, for the keys of prompts and of /admin.
-        end: has this gateway end, with all of its processes.
-        predecessor: what it takes over from; None: it is the first one, or the only one by now.
+        secret: passed to the successor, for the keys of prompts and of /admin.
+        end: ends this gateway, with all of its processes.
+        predecessor: the gateway to take over from; None: there is none, or no longer.
         clients: the sockets that its workers listen on; none: it listens itself.
 
     ``taken``: another gateway serves by now.
@@ -70,7 +71,7 @@ class Handover:
     # Taking over
 
     async def begin(self, gateway: Handed) -> None:
-        """Know what the predecessor knows, and count what it has from now on."""
+        """Take in the predecessor's state, and count its load from now on."""
         self._gateway = gateway
         if (predecessor := self.predecessor) is not None:
             state, predecessor.state = predecessor.state, []
@@ -84,11 +85,11 @@ class Handover:
 
     @property
     def waits(self) -> bool:
-        """Another gateway is the one that serves, still."""
+        """Another gateway is still the serving one."""
         return self.predecessor is not None
 
     def own(self) -> None:
-        """It is the one that serves."""
+        """This gateway is the serving one now."""
         self.predecessor = None
         if self._path is not None:
             self._opening = asyncio.get_running_loop().create_task(self._open(self._path))
@@ -129,7 +130,7 @@ class Handover:
         return asker.channel
 
     def refusal(self, claim: messages.Claim) -> str:
-        """Why another gateway may not have what it wants; "": it may."""
+        """Why another gateway's request is refused; "": it is not."""
         if claim.protocol != messages.PROTOCOL:
             return (
                 f"it hands over by protocol {messages.PROTOCOL}, and version {claim.version} "
@@ -148,9 +149,9 @@ class Handover:
         return [kind for kind, _ in self._sockets], [each for _, each in self._sockets]
 
     def hand_over(self) -> None:
-        """The next one serves."""
+        """The successor serves now."""
         self.taken = True
-        _log.warning("another gateway serves from now on: this one ends its requests")
+        _log.warning("another gateway has taken over; this one finishes its requests")
         self._close_server()
         for asker in self._askers:
             asker.say_yours()
@@ -161,21 +162,21 @@ class Handover:
         self._askers.discard(asker)
 
     async def close(self) -> None:
-        """Its requests are over."""
+        """This gateway's requests have ended."""
         self._close_server()
         if self.taken:
             states = self.gateway.fleet.scheduler.members.table.states.values()
             left = (sum(s.in_flight for s in states), sum(s.load_s for s in states))
-            _log.info("the requests of this gateway are over: %d left, with %g s of load", *left)
+            _log.info("this gateway's requests have finished: %d left, with %g s of load", *left)
         if self._before is not None:
             if self.taken:
-                await self._before.over.wait()  # the next one hears of it from here
+                await self._before.over.wait()  # the successor hears of it from here
             self._before.close()
         for asker in list(self._askers):
             await asker.farewell()
 
     def twin_of(self, channel: Channel) -> Twin:
-        """Of the gateway after this one: it counts what the one before still has, too."""
+        """The twin of the successor, which also counts what the predecessor still has."""
         before = None if self._before is None else self._before.twin
         return Twin(self.gateway, channel, before=before, earlier=True)
 
@@ -190,7 +191,7 @@ class Handover:
 
 
 def _listener_at(path: Path) -> tuple[socket.socket, int]:
-    """And its inode. It has its name once it listens.
+    """The listener and its inode. It gets its name once it listens.
 
     Raises OSError: another gateway is asked there.
     """
@@ -216,7 +217,7 @@ def _listener_at(path: Path) -> tuple[socket.socket, int]:
 
 
 class _Before:
-    """The gateway before this one, until its requests are over."""
+    """The predecessor, until its requests have ended."""
 
     def __init__(self, handover: Handover) -> None:
         self.channel: Channel
@@ -227,13 +228,13 @@ class _Before:
         self.twin = Twin(self._handover.gateway, self.channel, earlier=False)
         for each in told:
             self.twin.hear(each)
-        self.channel.send(messages.Loads([]))  # from now on it is listened to
+        self.channel.send(messages.Loads([]))  # from now on its messages are read
         self.twin.start()
 
     def received(self, told: list[Any]) -> None:
         for each in told:
             if isinstance(each, messages.KnownInstances):
-                gateway = self._handover.gateway  # somebody may have changed one since
+                gateway = self._handover.gateway  # an operator may have changed one since
                 take_up(gateway, each, gateway.roster.admit)
             elif isinstance(each, messages.Yours):
                 self._handover.own()
@@ -243,10 +244,10 @@ class _Before:
                 self.twin.hear(each)
 
     def unsent(self, message: Any, error: Exception) -> None:
-        pass  # it says the same again
+        pass  # a repeated message
 
     def lost(self) -> None:
-        _log.warning("the gateway before this one is gone, and what it had with it")
+        _log.warning("the previous gateway is gone, and its requests with it")
         self._end()
         if self._handover.waits:
             self._handover.own()
@@ -262,11 +263,11 @@ class _Before:
 
 
 class _Asker:
-    """Who asks this gateway, over one connection."""
+    """A connection of another gateway that asks this one."""
 
     def __init__(self, handover: Handover) -> None:
         self.channel: Channel
-        self.takes = False  # it has the sockets
+        self.takes = False  # it has got the sockets
         self._handover = handover
         self._twin: Twin | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -292,7 +293,7 @@ class _Asker:
         handover = self._handover
         handover.forget(self)
         if self.takes and not handover.taken:
-            _log.warning("the gateway that was to take over is gone: this one goes on")
+            _log.warning("the gateway that was taking over is gone; this one continues")
         if self._timer is not None:
             self._timer.cancel()
         if self._telling is not None:
@@ -342,7 +343,7 @@ class _Asker:
         self._refuse(f"it did not serve within {START_S:.0f} s")
 
     async def _tell(self) -> None:
-        """All that is known, and no more until that is listened to."""
+        """Send the whole state; no more until messages are read."""
         assert self._twin is not None
         self._twin.say(usage=True)
         for told in told_of(self._handover.gateway):
@@ -350,7 +351,7 @@ class _Asker:
             self.channel.flush()
             await asyncio.sleep(0)
         if self._handover.taken:
-            self.say_yours()  # a process that was started again
+            self.say_yours()  # a restarted process
 
     def _serving(self) -> None:
         if not self.takes or self._handover.taken or self._handover.gateway.draining:
@@ -366,7 +367,7 @@ class _Asker:
         self.channel.send(messages.Yours())
 
     async def farewell(self) -> None:
-        """Say what is left to say."""
+        """Send what is left to send."""
         if self._twin is not None and not self.channel.closed:
             self._twin.say(usage=True)
             self.channel.send(messages.Bye())

@@ -1,4 +1,4 @@
-"""What a gateway knows, as messages, and taken up from them."""
+"""A gateway's state as messages, and back."""
 
 import hashlib
 import time
@@ -23,7 +23,7 @@ _MOST_RESPONSES = 10_000
 
 
 class Handed(Protocol):
-    """A gateway, as far as it is handed over."""
+    """The parts of a gateway that are handed over."""
 
     fleet: Fleet
     admission: Admission
@@ -41,7 +41,7 @@ class Handed(Protocol):
 
 
 def told_of(gateway: Handed) -> Iterator[Any]:
-    """All that it knows but for loads and accounts, a message at a time."""
+    """The whole state except loads and accounts, one message at a time."""
     gateway.dataplane.recorder.catch_up()
     fleet, intake = gateway.fleet, gateway.dataplane.intake
     yield instances_of(fleet)
@@ -65,7 +65,7 @@ def told_of(gateway: Handed) -> Iterator[Any]:
 
 
 def instances_of(fleet: Fleet) -> messages.KnownInstances:
-    """All but those that are about to go."""
+    """All instances except those being removed."""
     table = fleet.scheduler.members.table
     return messages.KnownInstances(
         [
@@ -84,7 +84,7 @@ def instances_of(fleet: Fleet) -> messages.KnownInstances:
 
 
 def take_up(gateway: Handed, told: Any, admit: Callable[[Instance], object]) -> None:
-    """Know what a message of ``told_of`` says; ``admit``: takes in an instance that is missing."""
+    """Apply a message of ``told_of``; ``admit``: adds a missing instance."""
     if isinstance(told, messages.KnownInstances):
         for row in told.instances:
             instance = _instance_of(gateway.fleet, row, admit)
@@ -103,7 +103,7 @@ def _take_up_lengths(gateway: Handed, told: messages.KnownLengths) -> None:
     scheduler, intake = gateway.fleet.scheduler, gateway.dataplane.intake
     scheduler.residual.observe_many(told.finished)
     gateway.bytes_per_token.observe_many(told.reports)
-    same = told.prefixes == _name_of(gateway.prefix_secret)  # else no prompt has these beginnings
+    same = told.prefixes == _name_of(gateway.prefix_secret)  # else the keys of prompts differ
     if isinstance(intake.predictor, BucketMeanPredictor):
         intake.predictor.take_over(each for each in told.means if same or each[0] != "beginning")
     now_s = time.monotonic()
@@ -126,11 +126,11 @@ def _instance_of(
             known.source, known.source_key = row.source, row.source_key
             admit(known)
         except ConfigError:
-            return None  # its certificate is gone, say
+            return None  # for example, its certificate is gone
     if known is None or known.config.base_url != config.base_url:
         return None
     if row.weight != config.weight:
-        known.weight = row.weight  # somebody has changed it; the file does not say
+        known.weight = row.weight  # changed by an operator, not in the file
     return known
 
 

@@ -1,23 +1,23 @@
-"""What two gateways of one user say while the later one takes over, on a Unix socket.
+"""The messages between two gateways of one user during a takeover, on a Unix socket.
 
-Frames as those of ``scaleout/workers/messages``. The one that is to take over connects twice: who
-holds the clients' sockets is to have them (its supervisor, where it has workers), and who schedules
-is to know what is known.
+Frames are those of ``scaleout/workers/messages``. The successor connects twice: the process that
+will hold the clients' sockets asks for them (its supervisor, if it has workers), and the one that
+schedules asks for the state.
 
     the new one             the old one
-    Claim, of the sockets   Sockets, with descriptors: a pipe that the gateway's secret is in, and
-                            the listening sockets; or Denied
+    Claim, of the sockets   Sockets, with descriptors: a pipe with the gateway's secret, and the
+                            listening sockets; or Denied
     Accepting                 Yours: it takes no more connections, and ends its requests; or Denied
     Claim, of the state     Accounts, KnownInstances, KnownLengths, KnownPrefixes of each instance,
                             AllKnown; or Denied
     Loads, Accounts         Loads, Accounts, while both have requests
                             KnownInstances once more, Yours
-    closes                  Bye: its requests are over
+    closes                  Bye: its requests have ended
 
-Until ``Accepting`` the old one goes on as if nothing had been, whatever becomes of the new one.
-Nothing here is pickled: what does not fit these types ends the connection. No key of a client, of
-/admin or of an instance is in them, and no text of a request. Times are of the monotonic clock,
-which all processes of a machine share, in seconds.
+Until ``Accepting`` the old one continues as if nothing had happened, whatever becomes of the new
+one. Nothing here is pickled: a message that does not fit these types ends the connection. They
+contain no key of a client, of /admin or of an instance, and no text of a request. Times are of the
+monotonic clock, which all processes of a machine share, in seconds.
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ from hetero_gateway.core.instances.learnt import Learnt
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.engines.vllm import ModelCard
 
-# Rises whenever one side would not understand the other.
+# Raised whenever one side would not understand the other.
 PROTOCOL = 1
-# What the later one says is small; the earlier one may know of millions of beginnings of prompts.
+# The successor's messages are small; the predecessor may know millions of prompts' beginnings.
 MOST_ASKED_BYTES, MOST_TOLD_BYTES = 1 << 24, 1 << 30
 
 _Amounts = tuple[int, int, int, int]
@@ -42,7 +42,7 @@ class _Record(msgspec.Struct, array_like=True, gc=False):
 
 
 class Claim(_Record, tag=1):
-    """``wants``: "sockets" or "state". ``listen``: HOST:PORT that it is to serve at."""
+    """``wants``: "sockets" or "state". ``listen``: HOST:PORT that it will serve at."""
 
     protocol: int
     version: str
@@ -55,7 +55,7 @@ class Accepting(_Record, tag=2):
 
 
 class Sockets(_Record, tag=3):
-    """``kinds``: of the descriptors behind the secret's: "clients" or "admin"."""
+    """``kinds``: of the descriptors after the secret's: "clients" or "admin"."""
 
     kinds: list[str]
 
@@ -73,7 +73,7 @@ class Bye(_Record, tag=6):
 
 
 class Loads(_Record, tag=7):
-    """What one has on instances, where that has changed; None: nothing."""
+    """One gateway's load on instances, if it has changed; None: nothing."""
 
     loads: list[tuple[InstanceId, PeerLoad | None]]
 
@@ -89,8 +89,8 @@ class AccountNow(_Record):
 
 
 class Accounts(_Record, tag=8):
-    """Those that have changed. ``usage``: of the old one, by day, client and model, what came to it
-    since it was last said.
+    """The accounts that have changed. ``usage``: of the old one, the increase by day, client and
+    model since the last message.
     """
 
     accounts: list[AccountNow]
@@ -127,9 +127,9 @@ class KnownInstances(_Record, tag=9):
 
 
 class KnownLengths(_Record, tag=10):
-    """What was learnt of lengths, by ``core/lengths``; and of responses, as workers' ``Known``.
+    """What was learnt about lengths, by ``core/lengths``; and responses, as in workers' ``Known``.
 
-    ``prefixes``: names the secret that keys of prompts begin with, without giving it away.
+    ``prefixes``: identifies the secret that keys of prompts begin with, without revealing it.
     ``lately``: ``PrefixCaches.lately``; None: there are none.
     """
 
@@ -154,7 +154,7 @@ class KnownPrefixes(_Record, tag=11):
 
 
 class AllKnown(_Record, tag=12):
-    """That was all."""
+    """The state is complete."""
 
 
 FromNew: Any = Claim | Accepting | Loads | Accounts

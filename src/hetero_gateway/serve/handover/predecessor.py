@@ -1,4 +1,4 @@
-"""The gateway that runs, as the one that is to take over asks it: before there is an event loop."""
+"""The running gateway, as its successor asks it: before there is an event loop."""
 
 import contextlib
 import logging
@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 def socket_of(server: ServerConfig, port: int) -> Path:
-    """Where a gateway is asked: the configuration's path, or one beside the key of /admin.
+    """The socket of a gateway's handover: the configuration's path, or one next to /admin's key.
 
-    Raises OSError: there is no directory that is this user's alone.
+    Raises OSError: there is no directory that belongs to this user alone.
     """
     if server.takeover_socket is not None:
         with opened_private(server.takeover_socket.absolute().parent):
@@ -50,7 +50,7 @@ def socket_of(server: ServerConfig, port: int) -> Path:
 def is_same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end is this user's, as far as the system says."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the directory, which is this user's alone, has to do
+        return True  # the private directory has to suffice
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     _, user, _ = _PEER.unpack(data)
     return bool(user == os.geteuid())
@@ -61,10 +61,10 @@ class _Gone(HeteroGatewayError):
 
 
 class Predecessor:
-    """A connection to it. Raises HeteroGatewayError for whatever goes wrong there.
+    """A connection to it. Raises HeteroGatewayError for anything that goes wrong there.
 
     Args:
-        server: of the configuration, with the port of the gateway that runs.
+        server: of the configuration, with the port of the running gateway.
         wants: see ``Claim``.
 
     Raises:
@@ -80,7 +80,7 @@ class Predecessor:
         self.clients: list[socket.socket] = []
         self.admin: list[socket.socket] = []
         self.secret = ""
-        self.state: list[Any] = []  # all that it knows
+        self.state: list[Any] = []  # its whole state
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.settimeout(_ANSWER_S)
         try:
@@ -139,13 +139,13 @@ class Predecessor:
         self.connection.setblocking(False)
 
     def serving(self) -> None:
-        """This gateway accepts connections: that one is to end."""
+        """This gateway accepts connections: the predecessor should end."""
         try:
             with self._clearly():
-                with contextlib.suppress(BrokenPipeError):  # it has refused meanwhile, or is gone
+                with contextlib.suppress(BrokenPipeError):  # it refused, or is gone
                     self.connection.sendall(frame([messages.Accepting()]))
                 self._next()
         except _Gone:
-            _log.warning("the gateway before this one is gone: its sockets are here")
+            _log.warning("the previous gateway is gone; this one has its sockets")
         finally:
             self.connection.close()

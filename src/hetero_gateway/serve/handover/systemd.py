@@ -1,4 +1,4 @@
-"""What systemd is told, and what it gives: sd_notify(3) and sd_listen_fds(3)."""
+"""Messages to systemd, and its sockets: sd_notify(3) and sd_listen_fds(3)."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ _FIRST = 3  # descriptor
 
 
 def tell_ready() -> None:
-    """This process serves, and is the one to look after; a successor of the first one, too."""
+    """Tell systemd that this process serves, and is the main one; also for a successor."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address[:1] not in ("/", "@"):
         return
@@ -18,7 +18,7 @@ def tell_ready() -> None:
 
 
 def given_sockets() -> list[socket.socket]:
-    """Those that it listens on for this process."""
+    """The sockets that systemd listens on for this process."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return []
     count = int(os.environ.pop("LISTEN_FDS", "0"))

@@ -1,8 +1,8 @@
 """Two gateways on the same instances, while the earlier one ends its requests.
 
-Each says every ``_EVERY_S`` what it has on the instances and what its clients have used, as far as
-that has changed. So both decide by the sum, and limits hold over both. Once the earlier one is
-gone, the later one counts what that had used as its own.
+Each sends every ``_EVERY_S`` its load on the instances and its clients' use of limits, as far as
+they have changed. So both decide by the sum, and limits hold over both. Once the earlier one is
+gone, the later one counts its use as its own.
 """
 
 import asyncio
@@ -25,13 +25,14 @@ _NAME = "twin"
 
 
 class Twin:
-    """What one of them says to the other, and makes of what that says.
+    """The messages of one of them to the other, and the effect of the other's.
 
     Args:
-        gateway: this one. Where it shares loads and limits with others by a store, the other one is
-            among these, and only usage is said here.
+        gateway: this one. If it shares loads and limits with others by a store, the other one
+            is among these, and only usage is sent here.
         channel: to the other one.
-        before: to the one before this one, which ends, too: what it has, the other one hears here.
+        before: to the one before this one, which also ends: its load is reported to the other
+            here.
         earlier: this is the one that ends.
     """
 
@@ -44,7 +45,7 @@ class Twin:
         self._before = before
         self._earlier = earlier
         self.heard: dict[InstanceId, PeerLoad] = {}  # the other's loads
-        # As said, and as heard.
+        # As sent, and as received.
         self._loads: dict[InstanceId, PeerLoad] = {}
         self._used: dict[str, tuple[int, int, int]] = {}
         self._usage: dict[tuple[int, str, str], Amounts] = {}
@@ -80,10 +81,10 @@ class Twin:
         if self._fleet.on_change is not None:
             self._fleet.on_change()
 
-    # What is here
+    # Sending
 
     def say(self, *, usage: bool) -> None:
-        """``usage``: of clients, too, which is long where these are many."""
+        """``usage``: also clients' usage, which is long if there are many."""
         now_s = time.monotonic()
         if loads := self._changed_loads(now_s):
             self._channel.send(messages.Loads(loads))
@@ -99,7 +100,7 @@ class Twin:
         for instance_id in self._fleet.instances if self._shares else ():
             state, more = table[instance_id], before.get(instance_id)
             if state.in_flight or more is not None:
-                # What was seen of its speed is the other's own by now.
+                # The other one has its own observations of the speed by now.
                 load = state.own_load(now_s)._replace(observed_s=0.0, modelled_s=0.0)
                 if more is not None:
                     load = PeerLoad(*map(sum, zip(load, more, strict=True)))
@@ -133,10 +134,10 @@ class Twin:
                 rows.append((*key, (a, b, c, d)))
         return rows
 
-    # What is there
+    # Receiving
 
     def hear(self, told: Any) -> None:
-        """A message of the other one's ``say``; of others, nothing."""
+        """Handle a message of the other one's ``say``; ignore others."""
         if isinstance(told, messages.Loads):
             now_s = time.monotonic()
             for instance_id, load in told.loads:

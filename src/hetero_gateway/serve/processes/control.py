@@ -1,4 +1,4 @@
-"""What is not an engine's path, passed on to the scheduler process by HTTP over its Unix socket."""
+"""Non-engine paths, passed on to the scheduler process by HTTP over its Unix socket."""
 
 import asyncio
 import re
@@ -14,36 +14,36 @@ from hetero_gateway.http.errors import error_body
 from hetero_gateway.plain_httpx import httpx
 from hetero_gateway.serve.control.access import PEER_HEADER
 
-# A body that /admin takes is smaller; it says so itself.
+# /admin accepts less, and reports its own limit.
 _MOST_BODY_BYTES = 2**20 + 1
 _TRIES, _PAUSE_S = 40, 0.05
-# A process that hangs accepts connections all the same: whether it is away, the worker knows.
+# A hanging process still accepts connections: the worker knows whether it is away.
 _AWAY_S, _LOOK_S = 5.0, 0.25
 _TIMEOUT_S = 60.0
 _ENGINE_CALL = re.compile(rb"/admin/(?:instances|models)/.*/engine/")
-# Files of batches, which may be of any length in either direction.
+# Files of batches, which may have any length in either direction.
 _FILES = re.compile(rb"/v1/(?:files|uploads)(?:/|\?|\Z)")
 _ENGINE_CALL_S = 10.0 + ENGINE_CALL_S
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length"))
 
 
 _PEER = PEER_HEADER.encode()
-# Of an answer that was read whole: its body, among the extensions that httpx leaves to others.
+# The body of an answer read whole: in the extensions, which httpx leaves to others.
 _BODY = "hetero_gateway.body"
 
 
 class ControlRelay:
-    """An ASGI application. While the scheduler process is away, it is waited for, five seconds.
+    """An ASGI application. It waits up to five seconds for an absent scheduler process.
 
     Args:
         path: of the socket.
-        is_away: whether that process is gone, or has said nothing for some seconds.
+        is_away: whether that process is gone, or has been silent for some seconds.
     """
 
     def __init__(self, path: str, is_away: Callable[[], bool]) -> None:
         self._is_away = is_away
         self._client = httpx.AsyncClient(
-            # None is kept open: one that a process left behind would fail its next request.
+            # No connection is kept open: one to a crashed process would fail its next request.
             transport=httpx.AsyncHTTPTransport(
                 uds=path, limits=httpx.Limits(max_keepalive_connections=0)
             ),
@@ -66,7 +66,7 @@ class ControlRelay:
         ]
         if scope.get("client") is not None:
             headers.append((_PEER, scope["client"][0].encode("latin-1", "replace")))
-        # The host is the client's, and is looked at.
+        # The Host header is the client's, and is checked.
         if not any(name == b"host" for name, _ in headers):
             headers.append((b"host", b""))
         try:
@@ -97,7 +97,7 @@ class ControlRelay:
     async def _upload(
         self, target: bytes, headers: list[tuple[bytes, bytes]], receive: Receive
     ) -> httpx.Response:
-        """Pass a body on as it comes. Raises httpx.HTTPError, ClientDisconnect."""
+        """Pass a body on as it arrives. Raises httpx.HTTPError, ClientDisconnect."""
 
         async def body() -> AsyncIterator[bytes]:
             more = True
@@ -115,7 +115,7 @@ class ControlRelay:
     async def _ask_in_time(
         self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> httpx.Response:
-        """As long as the process is there, what it is asked may take its time.
+        """Ask without a time limit, as long as the process is present.
 
         Raises httpx.HTTPError, TimeoutError.
         """
@@ -125,7 +125,7 @@ class ControlRelay:
                 if not self._is_away():
                     await asyncio.wait({asking}, timeout=_LOOK_S)
                     continue
-                # Its successor takes up what waits at the socket.
+                # Its successor takes connections that wait at the socket.
                 await asyncio.wait({asking}, timeout=_AWAY_S)
                 if not asking.done() and self._is_away():
                     raise TimeoutError
@@ -148,12 +148,12 @@ class ControlRelay:
                 )
                 answer = await self._client.send(request, stream=True)
                 if not _is_stream(answer) and not _FILES.match(target):
-                    # As it came: it may be compressed.
+                    # Raw bytes: it may be compressed.
                     parts = [part async for part in answer.aiter_raw()]
                     answer.extensions[_BODY] = b"".join(parts)
                 return answer
             except httpx.TransportError as error:
-                # What only reads may be asked again, wherever the process was when it ended.
+                # Reads may be retried, wherever the process was when it ended.
                 again = isinstance(error, httpx.ConnectError) or method in ("GET", "HEAD")
                 late = isinstance(error, httpx.TimeoutException)
                 if late or not again or not tries_left:
@@ -163,7 +163,7 @@ class ControlRelay:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """The request's; cut off above what anybody takes. None: the client is gone."""
+    """The request's body; cut off above the accepted size. None: the client is gone."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -185,7 +185,7 @@ def _is_stream(answer: httpx.Response) -> bool:
 async def _pass_on(
     answer: httpx.Response, fields: list[tuple[bytes, bytes]], receive: Receive, send: Send
 ) -> None:
-    """A stream of events, as they come, until it ends or the client is gone."""
+    """Pass on a stream of events, as they arrive, until it ends or the client is gone."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,14 +1,15 @@
-"""Starts the scheduler process and the workers, and starts anew what dies or hangs (``heartbeat``).
+"""Starts the scheduler process and the workers, and restarts those that die or hang
+(``heartbeat``).
 
-It holds their listening sockets. While a worker is away or silent, the others accept what comes in
-at its socket, so its own connections are all that it takes with it. It serves nothing itself.
+It holds their listening sockets. While a worker is away or silent, the others accept connections at
+its socket, so only its open connections are lost with it. It serves nothing itself.
 
-    signal            what is done
+    signal            effect
     SIGHUP            the scheduler process reads the configuration again, and informs the workers
     SIGTERM, SIGINT   the workers end as ``serve`` does, then the scheduler process
-    SIGUSR1           of the scheduler process: another gateway serves. They end in this order, but
-                      their requests may take as long as ever
-    its own end       however it came: the others see it, and end as after SIGTERM
+    SIGUSR1           from the scheduler process: another gateway serves. They end in this order,
+                      but their requests have no time limit
+    its own end       for whatever reason: the others notice, and end as after SIGTERM
 """
 
 import asyncio
@@ -42,9 +43,9 @@ from hetero_gateway.scaleout.workers.hub import listen
 from hetero_gateway.serve.heartbeat import LOOK_S, Condition, Pulse, is_stopped, tell_cover
 from hetero_gateway.serve.server import BACKLOG, NOTHING_GIVEN, Given, url_of
 
-# Who has lived for less is given a pause before the next start.
+# A process that lived for less is restarted after a pause.
 _SHORT_LIFE_S, _PAUSE_S = 5.0, 1.0
-# After the time that requests have to end.
+# After the time limit for requests to end.
 _GRACE_S = 10.0
 _HUB, _CONTROL, _CONFIG = "scheduler.sock", "control.sock", "gateway.json"
 _PREFIX, _LOCK = "hetero-gateway-", "lock"
@@ -53,18 +54,18 @@ _log = logging.getLogger(__name__)
 
 
 class Role(msgspec.Struct):
-    """What a process of the gateway is to be.
+    """The role of one process of the gateway.
 
     Args:
         worker: its number; None: the scheduler process.
         listeners: descriptors of the sockets that it listens on: a worker's for clients; or the
             workers' and the control paths'.
-        heart: descriptor of its end of what ``heartbeat`` describes.
-        life: descriptor that ends when the supervisor does.
+        heart: descriptor of its end of the ``heartbeat`` sockets.
+        life: descriptor that is closed when the supervisor ends.
         directory: of the Unix sockets.
-        clients, admin: of the scheduler process, descriptors of all sockets for clients, which it
-            can hand over, and of what was handed over for /admin.
-        takes_over: it asks the gateway before this one what that knows.
+        clients, admin: for the scheduler process, descriptors of all sockets for clients, which
+            it can hand over, and of the inherited ones for /admin.
+        takes_over: it asks the predecessor for its state.
     """
 
     worker: int | None
@@ -89,12 +90,12 @@ class Role(msgspec.Struct):
         return _config_in(self.directory)
 
     def keep_config(self, config: GatewayConfig) -> None:
-        """Another one is in effect: for whoever starts from now on."""
+        """Store another configuration, for processes started from now on."""
         try:
             write_whole(Path(self.directory) / _CONFIG, config.model_dump_json(), mode=0o600)
         except OSError as error:
             _log.error(
-                "%s: %s; a process that is started again has the configuration before",
+                "%s: %s; a restarted process has the previous configuration",
                 self.directory,
                 error.strerror,
             )
@@ -118,7 +119,7 @@ class Role(msgspec.Struct):
 
 
 def sockets_of(descriptors: list[int]) -> list[socket.socket]:
-    """Those that a process has inherited."""
+    """The sockets that a process has inherited."""
     sockets = [socket.socket(fileno=fd) for fd in descriptors]
     for listener in sockets:
         listener.setblocking(False)
@@ -135,11 +136,11 @@ class _Process:
         self.worker = worker
         self.listeners = listeners
         self.running: asyncio.subprocess.Process | None = None
-        self.ready = asyncio.Event()  # it has been up once
+        self.ready = asyncio.Event()  # set once it has been up
         self.pulse: Pulse | None = None  # None: it does not run
         self.link: socket.socket | None = None
         self.is_covered = False
-        self.is_replaced = False  # it was killed as it hung
+        self.is_replaced = False  # it was killed because it hung
 
     @property
     def is_up(self) -> bool:
@@ -159,8 +160,8 @@ class Supervisor:
         _config: of the gateway.
         _command: starts a process of it; ``Role`` as JSON is appended.
         _on_ready: called with the gateway's URL, once all serve.
-        _secret: what all processes have in common, in all their lives.
-        _given: sockets to serve at; of ``clients`` none: the configuration says where.
+        _secret: shared by all processes, across restarts.
+        _given: sockets to serve at; no ``clients``: the configuration says where.
         _takes_over: there is a gateway before this one.
 
     ``taken``: another gateway serves by now.
@@ -201,7 +202,8 @@ class Supervisor:
         self._life, lifeline = os.pipe()
         scheduler = _Process("the scheduler process", None, [hub, control])
         self._clients = clients
-        # As many sockets as the gateway before had workers: all are accepted from.
+        # Inherited: as many sockets as the predecessor had workers; each needs somebody who
+        # accepts.
         workers = [
             _Process(f"worker {i}", i, clients[i :: server.workers] or [clients[i % len(clients)]])
             for i in range(server.workers)
@@ -245,7 +247,7 @@ class Supervisor:
         return code
 
     def _hand_over(self, processes: list[_Process]) -> None:
-        """The scheduler process says that another gateway serves."""
+        """The scheduler process reports that another gateway serves."""
         assert self._ending is not None
         if not self._ending.done():
             self.taken = True
@@ -255,13 +257,13 @@ class Supervisor:
         assert self._ending is not None
         if self._ending.done():
             for process in processes:
-                process.send(number)  # once more: at once
+                process.send(number)  # a second time: at once
         else:
             self._signal = number
             self._ending.set_result(0)
 
     async def _or_end(self, process: _Process) -> None:
-        """Wait until a process serves, or nobody needs to any more."""
+        """Wait until a process serves, or the gateway ends."""
         assert self._ending is not None
         ready = asyncio.ensure_future(process.ready.wait())
         either: set[asyncio.Future[Any]] = {ready, self._ending}
@@ -274,10 +276,10 @@ class Supervisor:
         for worker in workers:
             self._cover(worker, on=False)
         for listener in clients:
-            listener.close()  # who comes now is refused rather than kept waiting
+            listener.close()  # new connections are refused, not kept waiting
         config = _config_in(self._directory)
         limit_s = config.server.drain_s + config.server.shutdown_timeout_s + _GRACE_S
-        # Nobody looks whether the scheduler process is ready once the workers are gone.
+        # Nobody checks whether the scheduler process is ready once the workers are gone.
         for group, number in ((workers, self._signal), ([scheduler], signal.SIGINT)):
             running = []
             for process in group:
@@ -288,7 +290,7 @@ class Supervisor:
                 await asyncio.wait(running, timeout=None if self.taken else limit_s)
 
     async def _keep(self, process: _Process) -> None:
-        """Run a process, again and again, until the end."""
+        """Run a process, restarting it until the end."""
         assert self._ending is not None
         while not self._ending.done():
             began_s = time.monotonic()
@@ -296,11 +298,11 @@ class Supervisor:
             if self._ending.done():
                 return
             if not process.ready.is_set():
-                # It could not even start: what it said about that is on stderr.
+                # It could not even start: its own message is on stderr.
                 self._ending.set_result(code if code > 0 else 1)
                 return
             how = f"signal {-code}" if code < 0 else f"code {code}"
-            _log.error("%s ended by %s; it is started again", process.name, how)
+            _log.error("%s ended by %s; restarting it", process.name, how)
             if process.is_replaced:
                 process.is_replaced = False
             elif time.monotonic() - began_s < _SHORT_LIFE_S:
@@ -328,7 +330,7 @@ class Supervisor:
                 pass_fds=(*role.listeners, *handed, role.heart, self._life),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, SECRET_ENV: self._secret},
-                # A terminal's SIGINT is for the supervisor, who sees to the order of the ends.
+                # A terminal's SIGINT is for the supervisor, which ends the processes in order.
                 start_new_session=True,
             )
         finally:
@@ -357,7 +359,7 @@ class Supervisor:
             if not was_up:
                 self._came_up(process)
 
-    # Who hangs
+    # Hanging processes
 
     async def _watch(self, processes: list[_Process]) -> None:
         while True:
@@ -366,7 +368,7 @@ class Supervisor:
                 try:
                     self._look(process)
                 except Exception:  # the boundary of a loop that must go on
-                    _log.exception("%s cannot be looked at", process.name)
+                    _log.exception("%s cannot be checked", process.name)
 
     def _look(self, process: _Process) -> None:
         if process.pulse is None or process.running is None:
@@ -374,7 +376,7 @@ class Supervisor:
         condition = process.pulse.look(stopped=is_stopped(process.running.pid))
         if condition in (Condition.STOPPED, Condition.HANGS):
             why = "is stopped" if condition is Condition.STOPPED else "has hung for too long"
-            _log.error("%s (process %d) %s: it is killed", process.name, process.running.pid, why)
+            _log.error("%s (process %d) %s: killing it", process.name, process.running.pid, why)
             process.is_replaced = True
             process.send(signal.SIGKILL)
         elif process.is_up:
@@ -389,7 +391,7 @@ class Supervisor:
                         tell_cover(process.link, self._clients.index(listener), listener)
 
     def _cover(self, process: _Process, *, on: bool) -> None:
-        """Whether the other workers accept what comes in at this one's socket."""
+        """Whether the other workers accept connections at this one's socket."""
         assert self._ending is not None
         on = on and not self._ending.done()
         if process.worker is None or process.is_covered == on:
@@ -403,15 +405,15 @@ class Supervisor:
 
 
 def listen_together(host: str, port: int, number: int) -> list[socket.socket]:
-    """This many sockets that share an address; the kernel deals connections out between them.
+    """This many sockets that share an address; the kernel distributes connections among them.
 
-    Raises HeteroGatewayError: somebody else has it, or it cannot be had.
+    Raises HeteroGatewayError: the address is taken, or unavailable.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # Alone first: a socket that shares would join a stranger that shares as well.
+        # First without sharing: a shared socket would join a stranger's that is shared as well.
         with socket.socket(family, socket.SOCK_STREAM) as alone:
             alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             alone.bind(address)
@@ -431,10 +433,10 @@ def listen_together(host: str, port: int, number: int) -> list[socket.socket]:
 
 
 class SocketDirectory:
-    """A new one for Unix sockets, in the system's temporary one, held until ``remove``.
+    """A new directory for Unix sockets, in the system's temporary one, held until ``remove``.
 
-    It goes when the gateway does: the supervisor removes it; if that was killed, its processes do
-    as they end; if all were killed at once, the next gateway that is started.
+    It goes with the gateway: the supervisor removes it; if that was killed, its processes do as
+    they end; if all were killed at once, the next gateway that starts.
 
     Raises HeteroGatewayError: there is no room for it.
     """
@@ -465,19 +467,19 @@ def _held(path: Path) -> int:
     made = path / "new-lock"
     lock = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # It has its name once it is held: no other gateway finds it free.
+    # It gets its name once it is locked: no other gateway finds it unlocked.
     made.rename(made.with_name(_LOCK))
     return lock
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Those of this user whose supervisors are gone."""
+    """Remove directories of this user whose supervisors are gone."""
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             seen = path.lstat()
             if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid():
                 continue
-            # One without a lock is being made at this moment.
+            # One without a lock is just being made.
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue

@@ -1,8 +1,8 @@
 """A worker: the data plane, whose scheduler is in another process.
 
-It has what ``wiring.Gateway`` has but for probes, sharing and control: an own fleet and scheduler,
-which follow the scheduler process and decide while that is away. It answers the public paths
-itself; all others that are not an engine's are passed on to that process (``control``).
+It has the parts of ``wiring.Gateway`` except probes, sharing and control: its own fleet and
+scheduler, which follow the scheduler process and decide while that is away. It answers the public
+paths itself; other non-engine paths are passed on to that process (``control``).
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from hetero_gateway.serve.processes.control import ControlRelay
 from hetero_gateway.serve.wiring.gateway import Parts
 
 _RECONNECT_S = 0.05
-# Predictors that look at lengths alone.
+# Predictors that use only lengths.
 _BY_LENGTH = ("bucket-mean", "constant", "normal")
 
 _log = logging.getLogger(__name__)
 
 
 def share_of(config: GatewayConfig, workers: int) -> GatewayConfig:
-    """The configuration of one of this many workers: of what is limited, each has its part."""
+    """The configuration for one of this many workers: each has its part of every limit."""
     server, pool = config.server, config.pool
     of_server = {"max_buffered_bytes": math.ceil(server.max_buffered_bytes / workers)}
     if server.max_connections is not None:
@@ -86,15 +86,15 @@ class Worker(Parts):
 
     @property
     def listing(self) -> InstanceListing:
-        """What /readyz and /v1/models answer by: what the scheduler process said last."""
+        """The data for /readyz and /v1/models: the scheduler process's last report."""
         return self.remote.mirror
 
     async def start(self) -> None:
-        """Connect to the scheduler process; returns once it has named the instances."""
+        """Connect to the scheduler process; returns once it has sent the instances."""
         self._relay = ControlRelay(self._control_path, lambda: self.remote.alone)
         self._stack.push_async_callback(self._relay.close)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        # Probes are the scheduler process's: none of these is ever started.
+        # The scheduler process probes: these probes are never started.
         self._begin_placing(lambda _: None, recalibrate=False)
         self.fleet.on_publish = self.deadlines.leave_silent
         health = HealthMonitor(self.fleet, self.config.health, tasks)
@@ -126,7 +126,7 @@ class Worker(Parts):
         try:
             change = self.settings.prepare(share_of(config, self.config.server.workers))
         except ConfigError as error:
-            _log.error("worker %d cannot take up the configuration: %s", self.number, error)
+            _log.error("worker %d cannot apply the configuration: %s", self.number, error)
             return
         self.settings.apply(change)
         self.remote.headers = self.dataplane.intake.described_headers

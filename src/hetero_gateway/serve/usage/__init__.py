@@ -1,1 +1,1 @@
-"""What clients have used, kept beyond a process."""
+"""Clients' usage, kept beyond a process."""

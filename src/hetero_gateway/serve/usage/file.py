@@ -1,4 +1,4 @@
-"""What clients have used, in an SQLite file: one row per run, day, client and model."""
+"""Clients' usage in an SQLite file: one row per run, day, client and model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _READ = """
            sum(requests), sum(input_tokens), sum(cached_tokens), sum(output_tokens)
     FROM usage WHERE (run = ?) = ? GROUP BY day, client, model
 """
-# Of another gateway that writes at this moment.
+# For another gateway's write in progress.
 _TIMEOUT_S = 5.0
 
 
 class UsageFile:
-    """One file. It is made when there is something to keep, its owner's alone.
+    """One file. It is created when there is something to store, readable by its owner only.
 
     Args:
-        path: of the file; in a folder that is there.
-        run: by which this run's rows are known.
+        path: of the file; its folder must exist.
+        run: identifies this run's rows.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -66,7 +66,7 @@ class UsageFile:
             raise UsageStoreError(f"clients.usage_file: {self._path}: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
-        # Who has used what is nobody else's business.
+        # Usage is private.
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         database = sqlite3.connect(self._path, timeout=_TIMEOUT_S, check_same_thread=False)

@@ -1,11 +1,11 @@
-"""Keeps what clients have used beyond this process: in a file beside the keys, or in Redis.
+"""Keeps clients' usage beyond this process: in a file next to the keys, or in Redis.
 
-What is counted stays where it is (``admission/usage``), and no request waits for a store: every
-``SAVE_EVERY_S`` seconds, and at the end, what has changed is written. Each run of a gateway has
-rows of its own; a row is written whole, so that writing it twice counts nothing twice. A scheduler
-process that is started again, and a gateway that takes over, go on with the same run: the first
-counts on from what is kept, the second has been told all of it. What other runs have used (earlier
-ones, or other gateways that share the store) is read when somebody asks for all of it.
+The counts stay where they are (``admission/usage``), and no request waits for a store: every
+``SAVE_EVERY_S`` seconds, and at the end, changes are written. Each run of a gateway has rows of its
+own; a row is written whole, so that writing it twice counts nothing twice. A restarted scheduler
+process, and a gateway that takes over, continue the same run: the former counts on from the stored
+rows, the latter has been told everything. Rows of other runs (earlier ones, or other gateways that
+share the store) are read when somebody asks for the total.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ SAVE_EVERY_S = 10.0
 
 
 class UsageStore(Protocol):
-    """Where rows are kept. Both raise UsageStoreError."""
+    """The storage of rows. Both methods raise UsageStoreError."""
 
     async def save(self, rows: Sequence[KeptRow]) -> None:
-        """Keep these of this run, in place of those of the same day, client and model."""
+        """Store these rows of this run, replacing those of the same day, client and model."""
 
     async def read(self, *, own: bool) -> list[KeptRow]:
-        """What this run has kept, or all others; of the days that are kept."""
+        """The stored rows of this run, or of all others."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
 
 
 class UsageKeeper:
     """Saves one gateway's counts.
 
     Args:
-        usage: what is counted here.
-        store: where it is kept.
-        catch_up: called ahead: has what waits to be counted counted.
+        usage: the counts.
+        store: where they are kept.
+        catch_up: called first, to count what is still pending.
     """
 
     def __init__(self, usage: ClientUsage, store: UsageStore, catch_up: Callable[[], None]) -> None:
@@ -54,16 +54,16 @@ class UsageKeeper:
         self._store = store
         self._catch_up = catch_up
         self._saved: dict[tuple[int, str, str], KeptRow] = {}
-        # What this run had kept before this process began; None: it is not known yet.
+        # What this run had stored before this process started; None: not known yet.
         self._before: dict[tuple[int, str, str], KeptRow] | None = None
         self._problem = ""
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
     def start(self, tasks: asyncio.TaskGroup, *, continues: bool) -> None:
-        """Save again and again, until ``stop``.
+        """Save periodically, until ``stop``.
 
-        ``continues``: what this run has used so far, this process has been told.
+        ``continues``: this process has been told this run's usage so far.
         """
         if continues:
             self._before = {}
@@ -75,7 +75,7 @@ class UsageKeeper:
             await self.save()
 
     async def save(self) -> None:
-        """Write what has changed since the last time."""
+        """Write the changes since the last time."""
         async with self._turn:
             self._catch_up()
             if not self._usage.days():
@@ -88,12 +88,14 @@ class UsageKeeper:
                 await self._store.save(rows)
             except UsageStoreError as error:
                 if str(error) != self._problem:
-                    _log.error("what clients use is not kept, and a restart forgets it: %s", error)
+                    _log.error(
+                        "clients' usage cannot be saved and would be lost at a restart: %s", error
+                    )
                 self._problem = str(error)
                 return
             self._saved |= {row[:3]: row for row in rows}
             if self._problem:
-                _log.info("what clients use is kept again")
+                _log.info("clients' usage is saved again")
                 self._problem = ""
 
     async def _what_was_before(self) -> dict[tuple[int, str, str], KeptRow]:
@@ -112,12 +114,12 @@ class UsageKeeper:
         return changed
 
     async def others(self) -> list[KeptRow]:
-        """What was used beside what is counted here. Raises UsageStoreError."""
+        """The usage not counted here. Raises UsageStoreError."""
         before = await self._what_was_before()
         return [*await self._store.read(own=False), *before.values()]
 
     async def stop(self, *, taken: bool = False) -> None:
-        """``taken``: another process counts on, under the same name, and has all of it."""
+        """``taken``: another process continues the run, and has all of it."""
         if self._task is not None:
             self._task.cancel()
         if not taken:

@@ -1,1 +1,1 @@
-"""The running parts of a gateway, wired together, and how they take up a changed file."""
+"""The running parts of a gateway, wired together, and how they apply a changed file."""

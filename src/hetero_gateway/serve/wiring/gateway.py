@@ -74,11 +74,11 @@ def _tls_files(config: GatewayConfig) -> set[Path | None]:
 
 
 class Parts:
-    """What a gateway of one process has, and each worker of several.
+    """The parts of a single-process gateway, and of each of several workers.
 
     Args:
         config: of this process.
-        config_path: the file that it came from; what it names is relative to that.
+        config_path: the file that it came from; names in it are relative to that.
     """
 
     has_admin = False  # in this process
@@ -86,10 +86,10 @@ class Parts:
     def __init__(self, config: GatewayConfig, config_path: Path | None) -> None:
         self.settings = Settings(config)
         self.draining = False
-        # Takes the lines of the access log; None: nobody does.
+        # Takes the lines of the access log; None: there is none.
         self.access: Callable[[list[bytes]], None] | None = None
         base_dir = self._base_dir = config_path.parent if config_path else Path()
-        # Where clients are served as well as at their address; None: nowhere.
+        # A further listener for clients besides their address; None: there is none.
         socket_path = config.server.client_socket
         self.client_socket = None if socket_path is None else base_dir / socket_path
         clients = config.clients
@@ -99,7 +99,7 @@ class Parts:
             secret(clients.hash_key_env, "clients.hash_key_env"),
         )
         self.tls = server_tls(config.server, base_dir, section="server", protocol="http/1.1")
-        # What all workers have in common; the keys of prompts begin with it, or the operator's own.
+        # Shared by all workers; the keys of prompts begin with it, or with the operator's own.
         shared = os.environ.get(SECRET_ENV)
         named = secret(config.scheduler.prefix_key_env, "scheduler.prefix_key_env")
         self._named_prefix_secret = named.encode() if named else None
@@ -119,12 +119,12 @@ class Parts:
 
     @property
     def config(self) -> GatewayConfig:
-        """The configuration in effect, in this process."""
+        """The configuration in effect in this process."""
         return self.settings.config
 
     @property
     def listing(self) -> InstanceListing:
-        """What /readyz and /v1/models answer by."""
+        """The data for /readyz and /v1/models."""
         raise NotImplementedError
 
     async def start(self) -> None:
@@ -135,7 +135,7 @@ class Parts:
         await self._stack.aclose()
 
     def drain(self) -> None:
-        """It was asked to stop, and is to end soon: no longer ready."""
+        """It was asked to stop, and will end soon: no longer ready."""
         self.draining = True
 
     def serves(self, clients: Sequence[socket.socket], admin: Sequence[socket.socket]) -> None:
@@ -145,7 +145,7 @@ class Parts:
         """It was asked to read its configuration again."""
 
     def _begin_placing(self, ask: Callable[[Instance], None], *, recalibrate: bool) -> None:
-        """``ask``: has an instance's /health asked now."""
+        """``ask``: checks an instance's /health now."""
         self.outcomes = OutcomeWatch(self.fleet, self.metrics)
         self._stack.callback(self.outcomes.close)
         self.deadlines = Deadlines(self.config.timeouts)
@@ -160,7 +160,7 @@ class Parts:
         self._stack.callback(watch.close)
 
     def _write_about_requests(self) -> None:
-        traces: Tracing | None = None  # it is off, and nothing of it is imported
+        traces: Tracing | None = None  # off, and not imported
         if self.config.traces.endpoint is not None:
             from hetero_gateway.gateway.dataplane.tracing import Tracer
 
@@ -170,13 +170,13 @@ class Parts:
 
 
 class Gateway(Parts):
-    """What the control paths and the data plane share. ``start`` needs a running event loop.
+    """The parts shared by control paths and data plane. ``start`` needs a running event loop.
 
     Args:
         config: the whole configuration.
         config_path: the file it came from, for reloading; profile files are relative to it.
         hub_listener: where workers connect, if it decides for them.
-        record: the file that keeps a line of each request; None: none does.
+        record: the file that keeps a line for each request; None: there is none.
         flags: dotted names of fields that the command line has set, and their values.
     """
 
@@ -190,7 +190,7 @@ class Gateway(Parts):
         record: Path | None = None,
         flags: Mapping[str, Any] | None = None,
     ) -> None:
-        # What this start made, where the configuration leaves it to the gateway.
+        # Created at this start, if the configuration leaves it to the gateway.
         self.made_admin_key = made_admin_key(config.server, os.environ.get(SECRET_ENV))
         named = secret(config.server.admin_key_env, "server.admin_key_env")
         self.admin_key = named or self.made_admin_key
@@ -199,7 +199,7 @@ class Gateway(Parts):
         self.config_path = config_path
         self._hub_listener = hub_listener
         self.hub: Hub | None = None
-        # Where there are workers: remembers the configuration for processes that start.
+        # If there are workers: stores the configuration for processes that start.
         self.keep_config: Callable[[GatewayConfig], None] | None = None
         # None is one of them: an instance without a key.
         self.known_key_names = _key_names(config)
@@ -221,14 +221,14 @@ class Gateway(Parts):
         )
         self.health: HealthMonitor
         self.engine_calls: EngineCalls
-        self.kv_events: kv_events.KvEventReaders | None = None  # None: nobody could hear them
+        self.kv_events: kv_events.KvEventReaders | None = None  # None: not available
         self.board: Board
         self.following: Following | None = None  # None: it is off
         self.roles: RoleSearch | None = None  # the same
         self.batches: Batches | None = None  # the same
-        self.usage_keeper = self._make_usage_keeper()  # None: what clients use is not kept
+        self.usage_keeper = self._make_usage_keeper()  # None: usage is not kept
         if config.batches.on:
-            # SQLite comes with it.
+            # SQLite is loaded with it.
             from hetero_gateway.serve.batches import service, stores
 
             self.batches = service.Batches(self, stores.store_of(config.batches, base_dir))
@@ -304,7 +304,7 @@ class Gateway(Parts):
             await self.handover.begin(self)
             self._stack.push_async_callback(self.handover.close)
         await self.health.start()
-        if self.fleet.instances or not self.config.discovery:  # which has not begun yet
+        if self.fleet.instances or not self.config.discovery:  # which starts later
             self.setup.look()
         self._stack.callback(tasks.create_task(self.setup.run()).cancel)
         self.discovery.start(tasks)
@@ -329,11 +329,11 @@ class Gateway(Parts):
         self.metrics.per_backend = config.metrics.per_backend
 
     def _make_sharing(self) -> "Sharing | None":
-        """Of ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
+        """For ``scheduler.shared``; None: this gateway is alone. Raises ConfigError."""
         config = self.config.scheduler
         if config.shared is None:
             return None
-        # What it says and hears is in arrays: numpy comes with it, 13 MB.
+        # Its data is in arrays: numpy is loaded with it, 13 MB.
         from hetero_gateway.scaleout.sharing.peers import make_sharing
 
         return make_sharing(
@@ -349,7 +349,7 @@ class Gateway(Parts):
         clients = self.config.clients
         if (place := clients.usage_place(self.config.scheduler.shared is not None)) is None:
             return None
-        # SQLite comes with one, and Redis with the other.
+        # SQLite is loaded with one, and Redis with the other.
         from hetero_gateway.serve.usage.keeper import UsageKeeper, UsageStore
 
         # A gateway that takes over has the same secret, and all that this one has counted.
@@ -371,14 +371,14 @@ class Gateway(Parts):
         await self.usage_keeper.stop(taken=self.handover is not None and self.handover.taken)
 
     def _take_up_prefix_secret(self, secret: bytes) -> None:
-        """Have keys of prompts begin with this from now on, as other gateways' do."""
+        """Begin keys of prompts with this from now on, as other gateways do."""
         self.prefix_secret = secret
         self.dataplane.intake.begin_keys_with(secret)
         if self.hub is not None:
             self.hub.tell_prefix_secret(secret)
 
     def _register_settings(self) -> None:
-        """What can change while serving, and who takes it up."""
+        """Register the settings that can change while serving, and the parts that apply them."""
         for part in (self.fleet, self.placement, self.health):
             part.settings(self.settings)
         self.dataplane.settings(self.settings, self._base_dir, self.metrics.predictor_failures)
@@ -399,7 +399,7 @@ class Gateway(Parts):
             )
 
     def connections_to(self, instance: Instance) -> int:
-        """Open connections to an instance, those of workers included."""
+        """Open connections to an instance, including those of workers."""
         workers = 0 if self.hub is None else self.hub.connections_to(instance.id)
         return instance.pool.open_connections + workers
 
@@ -407,7 +407,7 @@ class Gateway(Parts):
         self.reloader.soon(cause)
 
     def _prepare_keys(self, fresh: GatewayConfig) -> Prepared | None:
-        """Heed other keys from now on, in all processes."""
+        """Prepare other clients' keys, for all processes."""
         keys, before = read_clients(fresh.clients, self._base_dir), self.admission.keys
         assert before is not None
         names = changes(before, keys)
@@ -422,10 +422,10 @@ class Gateway(Parts):
         return Prepared(apply, names) if names else None
 
     def _prepare_following(self, fresh: GatewayConfig) -> Prepared:
-        """Follow the load by other settings, or no longer."""
+        """Prepare to follow the load by other settings, or no longer."""
         if not fresh.following.types:
             return Prepared(self._stop_following)
-        # Imported here: the simulator comes with it, and few follow.
+        # Imported here: the simulator is loaded with it, and few use it.
         from hetero_gateway.serve.autoscaling.following import Following, followed
 
         models = followed(fresh, self._base_dir)
@@ -447,7 +447,7 @@ class Gateway(Parts):
     def _find_roles(self, pairing: Pairing) -> None:
         self._stop_finding_roles()
         if pairing.by_roles:
-            # It simulates, in a process of its own: what that takes is not here without need.
+            # It simulates, in a process of its own: its modules are loaded only if needed.
             from hetero_gateway.serve.autoscaling.roles import RoleSearch
 
             self.roles = RoleSearch(
@@ -471,7 +471,7 @@ class Gateway(Parts):
 
     def drain(self) -> None:
         if self.handover is None or not self.handover.taken:
-            super().drain()  # else the gateway is ready, in another process
+            super().drain()  # else the gateway is still ready, in another process
         if self.batches is not None:
             self.batches.drain()
         self.board.let_go()
@@ -484,7 +484,7 @@ class Gateway(Parts):
     def predict_output_tokens(
         self, model: str, prompt_tokens: int, max_tokens: int | None
     ) -> float:
-        """The predicted output length of a request, as the data plane would have it."""
+        """The predicted output length of a request, as the data plane would predict it."""
         self.dataplane.recorder.catch_up()
         return capped_output_tokens(
             self.dataplane.intake.predictor.predict(
@@ -496,7 +496,7 @@ class Gateway(Parts):
         )
 
     def take_up(self, change: SettingsChange) -> None:
-        """Have another configuration in effect, but for its instances."""
+        """Apply another configuration, except its instances."""
         self.settings.apply(change)
         if self.hub is not None:
             self.hub.tell_settings(self.config)

@@ -1,12 +1,11 @@
 """Reading the configuration again while serving: SIGHUP, a watched file, and /admin/reload.
 
-One path for all three. The file is read whole, checked whole, and everything that may fail is made
-ready, in a thread; only then anything changes, on the event loop, with turns for the streams in
-between. A file that cannot be taken up changes nothing: log and metrics say so, and the
-configuration in effect stays. One reload at a time; who asks meanwhile has the next one.
+One path for all three. The file is read whole, checked whole, and everything that may fail is
+prepared, in a thread; only then the changes are made, on the event loop, yielding to the streams in
+between. An unusable file changes nothing: log and metrics report it, and the configuration in
+effect stays. One reload at a time; a request in the meantime gets the next one.
 
-Nothing here touches a request that is under way. What the command line has set wins over the file,
-now as at the start.
+Nothing here touches an open request. Command-line settings override the file, as at the start.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from hetero_gateway.gateway.fleet.roster import Roster
 from hetero_gateway.gateway.records.metrics import Metrics
 from hetero_gateway.gateway.settings import Settings, SettingsChange
 
-# What distinguishes a file from what it was: its time, size and inode.
+# How a changed file is recognised: its time, size and inode.
 _Mark: TypeAlias = tuple[int, int, int]
 _Marks: TypeAlias = list[_Mark | None]
 
@@ -40,10 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class Moves(NamedTuple):
-    """What becomes of the instances that the file names, and named."""
+    """What happens to the instances that the file names, and named."""
 
     removed: list[InstanceId]
-    kept: list[tuple[InstanceConfig, Profile | None]]  # they stand as they did, but for these
+    kept: list[tuple[InstanceConfig, Profile | None]]  # unchanged except for these
     replaced: list[Instance]
     added: list[Instance]
 
@@ -54,9 +53,9 @@ class Reloader:
 
     Args:
         _roster: of the instances.
-        _settings: the configuration in effect, and what takes up another one.
+        _settings: the configuration in effect, and the parts that apply another one.
         _metrics: counts reloads.
-        _take_up: has another configuration in effect, but for its instances.
+        _take_up: applies another configuration, except its instances.
         _path: the file; None: there is none, and ``reload`` raises ConfigError.
         flags: dotted names of fields that the command line has set, and their values.
     """
@@ -74,12 +73,12 @@ class Reloader:
         self._lock = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[Any]] = set()
-        self._waiting = False  # for one that was asked for and has not begun
+        self._waiting = False  # a reload was requested and has not started
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Watch the file, if that is wanted, until ``stop``."""
+        """Watch the file, if configured, until ``stop``."""
         self._tasks = tasks
-        # Each look at the file asks how long it is to the next.
+        # The interval is read again at each look at the file.
         self._settings.add(("server.watch_files_s",), lambda _: None)
         if self._path is not None:
             self._keep(tasks.create_task(self._watch()))
@@ -94,7 +93,7 @@ class Reloader:
         task.add_done_callback(self._running.discard)
 
     def soon(self, cause: str) -> None:
-        """Reload as soon as may be; many calls at once are one."""
+        """Reload as soon as possible; many calls at once are one."""
         if self._tasks is not None and not self._waiting:
             self._waiting = True
             self._keep(self._tasks.create_task(self._reload_and_tell(cause)))
@@ -110,10 +109,10 @@ class Reloader:
             _log.exception("%s: the configuration cannot be reloaded", cause)
 
     async def reload(self, cause: str) -> dict[str, Any]:
-        """Read the file again and take it up; says what has changed.
+        """Read the file again and apply it; returns the changes.
 
         Raises:
-            ConfigError: it cannot be taken up, and nothing was changed.
+            ConfigError: it is unusable, and nothing was changed.
         """
         async with self._lock:
             return await self._reload(cause)
@@ -130,7 +129,7 @@ class Reloader:
         except ConfigError as error:
             metrics.reloads["refused"] += 1
             metrics.reloaded = (False, *metrics.reloaded[1:])
-            _log.error("%s: the configuration is refused, and the old one stays: %s", cause, error)
+            _log.error("%s: the configuration is rejected, and the old one stays: %s", cause, error)
             raise
         self._take_up(change)
         await self._move(moves)
@@ -184,7 +183,8 @@ class Reloader:
     # On the event loop
 
     async def _move(self, moves: Moves) -> None:
-        """Nothing fails here for what the file says. One at a time, and a turn for the others."""
+        """Nothing in the file can make this fail. One instance at a time, yielding to the
+        others."""
         roster = self._roster
         fleet = roster.fleet
         for config, profile in moves.kept:
@@ -201,7 +201,7 @@ class Reloader:
             roster.admit(instance)
             await asyncio.sleep(0)
         if moves.removed and moves.added:
-            # Requests are not to meet a time at which the old are gone and the new not known.
+            # There must be no time at which the old ones are gone and the new ones not known.
             await roster.health.probed([instance.id for instance in moves.added])
         for instance_id in moves.removed:
             if instance_id in fleet.instances:
@@ -211,7 +211,7 @@ class Reloader:
     # Watching
 
     async def _watch(self) -> None:
-        """Reload when a file has changed and is as it was a look ago: it is no longer written."""
+        """Reload when a file has changed, but not since the last look: writing has ended."""
         taken_up: _Marks | None = None
         seen: _Marks | None = None
         while True:
@@ -221,7 +221,7 @@ class Reloader:
                 taken_up = seen = None
                 continue
             marks = await asyncio.to_thread(self._marks)
-            if taken_up is None:  # it was not looked at
+            if taken_up is None:  # not looked at yet
                 taken_up = marks
             if marks != taken_up and marks == seen:
                 taken_up = marks
@@ -247,8 +247,8 @@ class Reloader:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """No garbage is collected meanwhile: reading ten thousand keys makes a million objects, none of
-    them garbage, and each pass over them would hold up every stream for 200 ms.
+    """Without garbage collection: reading ten thousand keys makes a million objects, none of
+    them garbage, and each pass over them would delay every stream for 200 ms.
     """
     collected = gc.isenabled()
     gc.disable()
@@ -259,12 +259,12 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-# While no file is watched: how soon it is noticed that it is to be.
+# Interval for noticing that a file is to be watched, while none is.
 _IDLE_LOOK_S = 2.0
 
 
 def _mark(path: Path) -> _Mark | None:
-    """By what a changed file is recognised; a link is followed. None: it cannot be looked at."""
+    """How a changed file is recognised; links are followed. None: it cannot be read."""
     try:
         seen = os.stat(path)
     except OSError:

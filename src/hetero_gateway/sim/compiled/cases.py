@@ -1,8 +1,8 @@
-"""Which simulations the compiled loops cover, and what they are made of.
+"""Which simulations the compiled loops cover, and their input.
 
-All else is left to the objects of ``cluster.py``: prefix caches, instances that die or that the
-scheduler has no constants for, policies and predictors that are not built in, queue disciplines of
-several rows.
+Everything else is left to the objects of ``cluster.py``: prefix caches, instances that die or
+without constants for the scheduler, policies and predictors that are not built in, queue
+disciplines of several rows.
 """
 
 import math
@@ -47,8 +47,7 @@ from hetero_gateway.sim.fleet import EngineFleet
 from hetero_gateway.sim.jit import with_function
 from hetero_gateway.sim.workload import Fault, FaultKind, Workload, fault_events
 
-# Rules that look at nothing but what is on an instance; without sessions and prefixes, two more
-# are the same.
+# Rules that use only the load on an instance; without sessions and prefixes, two more are the same.
 _PLAIN_RULES: dict[type[Any], int] = {
     LeastRequests: placing.LEAST_REQUESTS,
     PrefixAffinity: placing.LEAST_REQUESTS,
@@ -61,7 +60,7 @@ _PLAIN_RULES: dict[type[Any], int] = {
     LeastWork: placing.LEAST_WORK,
 }
 
-# All that ``FinishTime`` consists of. Whatever else it may get is a rule that is not known here.
+# All parts of ``FinishTime``. Any other it may get is a rule unknown here.
 _FINISH_TIME = {"name", "objective", "prefill_depth", "_first_token_weight", "slos", "own_price"}
 
 # Runs a workload to its end, given how to compile a loop.
@@ -79,7 +78,7 @@ def covered(
     interval_s: float,
     records: Any,
 ) -> Run | None:
-    """What runs this simulation over arrays, into ``records``; None: the objects have to.
+    """A function that runs this simulation over arrays, into ``records``; None: use the objects.
 
     Args:
         scheduler: has its instances, and has placed nothing yet.
@@ -133,7 +132,7 @@ def covered(
 
 
 def _tell(requests: Table, records: Any) -> None:
-    """What has become of them."""
+    """Write their outcomes."""
     for name in ("instance", "placed_s", "first_token_s", "finish_s", "preemptions"):
         getattr(records, name)[:] = requests[name]
 
@@ -141,7 +140,7 @@ def _tell(requests: Table, records: Any) -> None:
 def _placing(
     fresh: Fresh, requests: Table, slowdowns: Table, means: BucketMeans
 ) -> placing.Placing | None:
-    """None: a policy that is not known, or has been used."""
+    """None: an unknown policy, or one that has been used."""
     policy, pool = fresh.policy, fresh.pool
     kind = _PLAIN_RULES.get(type(policy))
     if isinstance(policy, RoundRobin) and type(policy) in (RoundRobin, WeightedRoundRobin):
@@ -163,7 +162,7 @@ def _placing(
 def _world(
     fresh: Fresh, policy: FinishTime, requests: Table, means: BucketMeans, interval_s: float
 ) -> late_binding.World | None:
-    """None: not all instances can hold all requests, or these have not all the same limits."""
+    """None: not all instances can hold all requests, or these have different limits."""
     pool = fresh.pool
     slo = Slo() if policy.slos is None else policy.slos.everyones()
     tokens = float(requests.prompt_tokens.max()) + _longest(requests, means)
@@ -175,7 +174,7 @@ def _world(
         or tokens > pool.smallest_capacity_tokens
     ):
         return None
-    # As many as may be sent there, and one that finds out whether it is still slow.
+    # As many as may be sent there, and one that tests whether it is still slow.
     most_streams = int(max(member.seats for member in pool.members)) + 2
     there = progress.new_progress(requests, pool.members, most_streams)
     world = late_binding.new_world(there, means, float(fresh.reference[1]))
@@ -193,7 +192,7 @@ def _world(
 
 
 def _means(predictor: OutputLengthPredictor) -> BucketMeans | None:
-    """The predictor as arrays; None: it is another one, or has learnt something already."""
+    """The predictor as arrays; None: it is another one, or has already learnt something."""
     if type(predictor) is ConstantPredictor:
         return bucket_means(predictor.mean_tokens, learns=False)
     if type(predictor) is BucketMeanPredictor and predictor.prior_requests > 0:
@@ -217,7 +216,7 @@ def _requests(workload: Workload, predictions: FloatArray | None) -> Table:
 
 
 def _bounded(fresh: Fresh, requests: Table, means: BucketMeans) -> bool:
-    """Whether every number is one that a scheduler takes, and sums stay within ``loads``."""
+    """Whether every number is one that a scheduler accepts, and sums stay within ``loads``."""
     prompt, longest = float(requests.prompt_tokens.max()), _longest(requests, means)
     lowest = min(means.prior_tokens, requests.predicted_tokens.min())
     if not (lowest >= 0 and prompt + longest <= MOST_TOKENS):

@@ -1,7 +1,7 @@
-"""Policies that send every request on as it comes: what they choose by, and the loop.
+"""Policies that place every request on arrival: their rules, and the loop.
 
-``choose`` has their rules as ``core/policies`` has them: equals are drawn by the scheduler's own
-generator, in the same order.
+``choose`` has the rules of ``core/policies``: ties are drawn by the scheduler's own generator, in
+the same order.
 """
 
 import math
@@ -35,12 +35,12 @@ from hetero_gateway.sim.kernel import FINISHED, FIRST, PREEMPTED, advance, chang
 
 # The rules.
 TURNS, RANDOM, LEAST_REQUESTS, CAPACITY, POWER_OF_TWO, SINGLE = range(6)
-# These look at the load: what they charge is of account.
+# These use the load: what they charge matters.
 MIN_MAX, PAPER, MEMORY, LEAST_WORK = range(6, 10)
 
 # What is on an instance: requests, KV tokens, load in s and as ``loads.py`` has it; and the turns
-# that it is ``owed``, of how many, ``share``. Of the request under way: whether it ``takes`` it,
-# how dear that is, and what its load would grow by.
+# that it is ``owed``, of how many, ``share``. Of the current request: whether it ``takes`` it, its
+# cost, and the resulting increase of its load.
 INSTANCE = record(
     ("member", MEMBER),
     *fields("i8", "in_flight kv_tokens"),
@@ -48,14 +48,14 @@ INSTANCE = record(
     *fields("f8", "load_s owed share score charge_s"),
     *fields("?", "takes"),
 )
-# ``single``: position of the one that gets everything; -1: none is named. ``smallest_tokens``: a
-# request that takes no more can be held by all. ``arrived``, ``slowed``: the requests and the
+# ``single``: index of the one that gets everything; -1: none is named. ``smallest_tokens``: a
+# request that takes no more fits everywhere. ``arrived``, ``slowed``: the requests and the
 # slowdowns that came already.
 RULE = record(*fields("i8", "kind single arrived slowed"), *fields("f8", "theta smallest_tokens"))
 
 
 class Placing(NamedTuple):
-    """All of a simulation but the engines, whose tables grow. ``rule``: one row."""
+    """Everything of a simulation except the engines, whose tables grow. ``rule``: one row."""
 
     requests: Table
     instances: Table
@@ -81,7 +81,7 @@ def new_placing(
 
 
 def place_all(e: EngineTables, w: Placing, rng: np.random.Generator) -> bool:
-    """Run the workload to its end; False: to a request for which there is no slot."""
+    """Run the workload to its end; False: up to a request for which there is no slot."""
     requests, slowdowns, rule = w.requests, w.slowdowns, w.rule[0]
     while True:
         arrival_s = slowed_s = math.inf
@@ -140,7 +140,7 @@ def _start(e: EngineTables, w: Placing, request: int) -> None:
 
 
 def _tell(e: EngineTables, w: Placing) -> None:
-    """Pass on what the engines have logged."""
+    """Report the engines' logged events."""
     for at in range(1, 1 + e.log[0]):
         slot, kind = e.log[at] // 4, e.log[at] % 4
         r = w.requests[e.slots[slot].request]
@@ -166,9 +166,9 @@ def _settle(there: Row, s: Row) -> None:
 
 
 def choose(w: Placing, r: Row, count: int, rng: np.random.Generator) -> int:
-    """The chosen instance; its ``charge_s`` is what its load grows by, if a rule looks at that.
+    """The chosen instance; its ``charge_s`` is the increase of its load, if a rule uses that.
 
-    ``count``: of those who can have the request, at least one.
+    ``count``: of the instances that can take the request, at least one.
     """
     kind, single, instances = w.rule[0].kind, w.rule[0].single, w.instances
     if kind == TURNS:
@@ -189,7 +189,7 @@ def choose(w: Placing, r: Row, count: int, rng: np.random.Generator) -> int:
 
 
 def _by_load(instances: Table, kind: int, theta: float, r: Row, rng: np.random.Generator) -> int:
-    """``core/policies/workload.py``: the loads that would result are compared."""
+    """``core/policies/workload.py``: the resulting loads are compared."""
     highest = -math.inf
     for there in instances:
         if not there.takes:
@@ -233,7 +233,7 @@ def _lowest(instances: Table, rng: np.random.Generator) -> int:
 
 
 def _nth(instances: Table, number: int) -> int:
-    """The candidate of that number, from 0."""
+    """The candidate with that number, from 0."""
     for i in range(len(instances)):
         if instances[i].takes:
             if number == 0:

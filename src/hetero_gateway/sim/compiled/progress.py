@@ -1,10 +1,10 @@
-"""What is on each instance, how far that is and how fast it is, as ``core/instances/state.py`` has
-it: tables with the fields of its objects, so that its own functions change them.
+"""The load, progress and speed of each instance, as in ``core/instances/state.py``: tables with the
+fields of its objects, so that its own functions change them.
 
-The events are the same (dispatch, first token, settle, observe_steps), of requests of one sequence
-that stream, on instances with a profile and without a prefix cache that is known of. What stands
-here is what each request puts on and takes off, which ``InstanceState`` does in its methods, and
-who is to come to the next stage.
+The events are the same (dispatch, first token, settle, observe_steps), for requests of one sequence
+that stream, on instances with a profile and without a known prefix cache. This module has the
+additions and removals of each request, which ``InstanceState`` does in its methods, and the order
+of the next stages.
 """
 
 import math
@@ -51,9 +51,9 @@ from hetero_gateway.sim.compiled.tables import (
 
 _STAGES = len(STAGE_TOKENS)
 
-# Fields of ``InstanceState``, and of what it holds; and when the next stream comes to its next
-# stage. What is not set stays 0. The last ones are ``late_binding``'s: T of a typical request; what
-# the engine had done at the last tick; and what is thought of it as a candidate.
+# Fields of ``InstanceState``, and of its parts; and when the next stream reaches its next stage.
+# Unset fields stay 0. The last ones are ``late_binding``'s: T of a typical request; the engine's
+# work at the last tick; and its rating as a candidate.
 STATE = record(
     *fields("i8", "waiting streaming waiting_prompt kv_tokens in_flight"),
     *fields("f8", "waiting_prefill waiting_output context recent_prefill recent_prefill_s"),
@@ -88,7 +88,7 @@ class Progress(NamedTuple):
 
 
 class Waiter(NamedTuple):
-    """What a ``Dispatch`` remembers for ``leave_waiting``."""
+    """A ``Dispatch``'s data for ``leave_waiting``."""
 
     prompt_tokens: int
     prefill_tokens: float
@@ -192,7 +192,7 @@ def _read_clock(p: Progress, i: int, now_s: float, steps: float) -> float:
 
 
 def _move_on(p: Progress, i: int) -> None:
-    """The clock has passed somebody's next stage."""
+    """The clock has passed a request's next stage."""
     s, next_due = p.states[i], math.inf
     for at in range(s.streaming):
         r = p.requests[p.there[i, at]]
@@ -231,7 +231,7 @@ def observe_steps(p: Progress, i: int, made: int, duration_s: float, now_s: floa
     set_rate(s)
 
 
-# Whose speed is doubted
+# Instances of doubtful speed
 
 
 def revise(states: Table, probes: Row, now_s: float) -> None:
@@ -248,7 +248,7 @@ def revise(states: Table, probes: Row, now_s: float) -> None:
 
 
 def due(states: Table, probes: Row, now_s: float) -> int:
-    """The instance that a request is to try, alone; -1: none, or not this request."""
+    """The instance that a request should try, alone; -1: none, or not this request."""
     if probes.doubted > 0 and is_time(probes, now_s):
         for i in range(len(states)):
             if is_to_be_tried(states[i], now_s):

@@ -1,7 +1,7 @@
-"""Requests, engines and instances as tables; what the engines have logged, passed on.
+"""Requests, engines and instances as tables; and reporting the engines' logs.
 
-A row of a table is a record with named fields. numba hands a table on as a handful of numbers: with
-an array for each field, handing them from function to function is most of what there is to compile.
+A row of a table is a record with named fields. numba passes a table as a few numbers: with an array
+for each field, passing them from function to function would dominate compile time.
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,18 @@ def table(size: int, kind: np.dtype[np.void]) -> Table:
     return np.zeros(size, kind).view(np.recarray)
 
 
-# The workload, and what becomes of it: ``cluster.Records``. ``length_class``: of the prompt, as the
-# predictor has it. ``predicted_tokens``: output tokens, as soon as it has arrived. Under
-# ``finish-time`` its ``turn_s`` in the queue; its ``stage``, -1 where it does not stream; the step
-# clock at its first token, ``joined``; and its ``place`` among those that stream with it.
+# The workload, and its outcomes: ``cluster.Records``. ``length_class``: of the prompt, as the
+# predictor has it. ``predicted_tokens``: output tokens, once it has arrived. Under ``finish-time``
+# its ``turn_s`` in the queue; its ``stage``, -1 if it does not stream; the step clock at its first
+# token, ``joined``; and its ``place`` among those that stream with it.
 REQUEST = record(
     *fields("f8", "arrival_s placed_s first_token_s finish_s predicted_tokens turn_s joined"),
     *fields("i8", "prompt_tokens output_tokens length_class instance preemptions stage place"),
 )
-# What never changes of an instance, as the scheduler believes it.
+# Constant properties of an instance, as the scheduler believes them.
 MEMBER = record(*fields("f8", " ".join(Member._fields)))
-# By slot of the engines: the request that has it, and what a policy that places at once has charged
-# for that, with the load as ``loads`` has it.
+# By slot of the engines: its request, and the charge of a policy that places at once, with the load
+# as ``loads`` has it.
 DIGITS = 3
 SLOT = record(
     *fields("i8", "request charged_tokens"),
@@ -58,8 +58,8 @@ SLOWDOWN = record(*fields("f8", "at_s factor"), *fields("i8", "instance"))
 class EngineTables(NamedTuple):
     """The kernel's tables (``sim/kernel.py``), and those of their slots.
 
-    ``free``: slots that nobody has; free[0] counts them, the others follow. ``capacity_tokens``:
-    of each instance, the largest prompt + output - 1 that it can ever finish.
+    ``free``: unused slots; free[0] counts them, the others follow. ``capacity_tokens``: of each
+    instance, the largest prompt + output - 1 that it can ever finish.
     """
 
     q: KernelTable
@@ -76,7 +76,7 @@ class EngineTables(NamedTuple):
 
 
 def member_of(m: Row) -> Member:
-    """The row of an instance as the value that is handed on, as one, by the rules."""
+    """The row of an instance as the value that the rules pass on."""
     return Member(
         m.p1, m.p2, m.p3, m.p4, m.p5, m.p6, m.p7, m.p8, m.p9, m.kv_capacity_tokens,
         m.kv_limit_tokens, m.max_num_seqs, m.weight, m.seats, m.capacity, m.kind,
@@ -90,7 +90,7 @@ def set_members(rows: Table, members: Sequence[Member]) -> None:
 
 
 def start(e: EngineTables, r: Row, request: int, now_s: float) -> int:
-    """Put a request into the engine of its instance; its slot, of which there must be one.
+    """Put a request into its instance's engine; returns its slot, of which there must be one.
 
     -1: refused.
     """
@@ -112,7 +112,7 @@ def give_back(e: EngineTables, slot: int) -> None:
 
 
 def with_room(e: EngineTables) -> EngineTables:
-    """The same, with twice the slots; somebody has each of those that there are."""
+    """The same, with twice the slots; all existing ones are in use."""
     size = len(e.q)
 
     def twice(table: Any) -> Any:
@@ -132,8 +132,8 @@ _ALL = 0  # the row of all lengths; the others are those of a length's bits, fro
 class BucketMeans(NamedTuple):
     """``BucketMeanPredictor``. ``means``: rows of ``RunningMean``; weight 0: none yet.
 
-    ``learns``: or else ``prior_tokens`` is all that is known (``ConstantPredictor``). ``told``: the
-    requests have their predictions, and nobody is asked.
+    ``learns``: if not, only ``prior_tokens`` is known (``ConstantPredictor``). ``told``: the
+    requests have their predictions already.
     """
 
     means: Table
@@ -153,7 +153,7 @@ def bucket_means(
 
 
 def predict(b: BucketMeans, r: Row) -> None:
-    """Set how many tokens a request is expected to have."""
+    """Set the expected tokens of a request."""
     if b.told:
         return
     for mean in (b.means[r.length_class], b.means[_ALL]):

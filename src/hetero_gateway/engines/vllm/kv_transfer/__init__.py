@@ -1,22 +1,22 @@
-"""A prompt computed by one instance and answered by another: what vLLM's connectors say.
+"""A prompt computed by one instance and answered by another, with vLLM's connectors.
 
-Two requests are made of one, by its path and its body:
+One request becomes two, by its path and its body:
 
-1. ``reason_against(path, body)``: "" where it can be done at all.
-2. ``prefill_body`` goes to the prefill instance, which makes one token of it that nobody gets.
-3. ``read_answer`` reads what that instance answers, and ``Connector.for_decode`` checks what it
-   hands over: an object that lacks something ends the engine that is given it. ``NoHandover``:
-   the request goes whole, to any instance. The decode instance has to have it while the blocks
-   are pinned: ``may_be_fetched``.
+1. ``reason_against(path, body)``: "" if it is possible at all.
+2. ``prefill_body`` goes to the prefill instance, which makes one token that is thrown away.
+3. ``read_answer`` reads that instance's answer, and ``Connector.for_decode`` checks the object that
+   it hands over: an incomplete one crashes the engine that gets it. ``NoHandover``: the request
+   goes whole, to any instance. The decode instance must get it while the blocks are pinned:
+   ``may_be_fetched``.
 4. ``decode_body`` goes to the decode instance, whose answer is the client's.
-5. ``beginning_of`` says of its stream's first events whether they tell anything yet: until they
-   do, the request can still go elsewhere.
-6. ``mending_of`` says what of that answer would be other without the detour, and ``mended_body``
-   and ``mended_events`` put it right.
+5. ``beginning_of`` says whether the first events of its stream carry anything yet: until they do,
+   the request can still go elsewhere.
+6. ``mending_of`` says what in that answer differs from a single instance's, and ``mended_body`` and
+   ``mended_events`` correct it.
 
 With ``Connector.at_once`` (Mooncake) both requests go at the same time, so 3 needs no answer. Both
-requests have one X-Request-Id. What was observed, on vLLM 0.32 and NIXL 1.5.1, and what is by
-vLLM's source alone, ``connectors`` says. Nothing here reads a clock or knows of HTTP.
+requests have one X-Request-Id. ``connectors`` says what was observed, on vLLM 0.32 and NIXL 1.5.1,
+and what is from vLLM's source alone. Nothing here reads a clock or knows about HTTP.
 """
 
 from hetero_gateway.engines.vllm.kv_transfer.answers import Mending as Mending

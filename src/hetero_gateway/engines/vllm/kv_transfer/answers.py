@@ -1,12 +1,11 @@
-"""What the prefill instance answers, and what that makes of the decode instance's answer.
+"""How to read the prefill instance's answer, and how it corrects the decode instance's.
 
-The client is to get what one instance would have answered. The decode instance's answer is that
-but for what only the prefill instance knows: how much of the prompt it read from its cache and
-wrote into it (vLLM 0.32 passes on the one, by ``remote_prefill_cached_tokens``, and not the other,
-which on /v1/messages changes ``input_tokens``), and the prompt's log probabilities. And
-``kv_transfer_params`` and ``ec_transfer_params`` name hosts and
-blocks, which are no client's business; some connectors have them in a decode answer, and in a
-stream's last chunk.
+The client should get what one instance would have answered. The decode instance's answer lacks only
+what the prefill instance alone knows: how much of the prompt it read from its cache and wrote into
+it (vLLM 0.32 passes on the former, by ``remote_prefill_cached_tokens``, and not the latter, which
+on /v1/messages changes ``input_tokens``), and the prompt's log probabilities. And
+``kv_transfer_params`` and ``ec_transfer_params`` name hosts and blocks, which clients must not see;
+some connectors put them in a decode answer, and in a stream's last chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hetero_gateway.engines.vllm.paths import (
     RESPONSES,
 )
 
-# One with the log probabilities of a long prompt, read in 20 ms; without, it has some kilobytes.
+# The log probabilities of a long prompt, read in 20 ms; without them it is some kilobytes.
 _MOST_ANSWER_BYTES = 8 << 20
 _NULL = msgspec.Raw(b"null")
 _ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -35,10 +34,11 @@ _Change = Callable[[msgspec.Raw], msgspec.Raw]
 
 
 class NoHandover(Exception):
-    """A prefill that hands nothing over; the message says why, in a few words.
+    """A prefill that hands nothing over; the message gives the reason in a few words.
 
-    ``ended``: its first token was its last. To ask for the whole answer, the prefill instance is
-    the best: it has the prompt cached.
+    ``ended``: its first token was its last. The prefill instance is then the best one for the
+        whole
+    request: it has the prompt cached.
     """
 
     def __init__(self, reason: str, *, ended: bool = False) -> None:
@@ -47,15 +47,15 @@ class NoHandover(Exception):
 
 
 class PrefillAnswer(NamedTuple):
-    """What the prefill instance says.
+    """The prefill instance's answer.
 
     Args:
         parameters: its ``kv_transfer_params``, byte for byte; b"": none.
-        prompt_tokens: of its usage; None: not told.
-        cached_tokens: of these; None: not told.
-        ended: its one token was not cut off but ended it: an EOS, a stop.
+        prompt_tokens: from its usage; None: not stated.
+        cached_tokens: part of these; None: not stated.
+        ended: its one token was the end of the answer (an EOS, a stop), not a limit.
         prompt_logprobs: JSON; b"": none.
-        counts: of its usage, what the prompt's tokens are told apart by, by vLLM's names.
+        counts: from its usage, how the prompt's tokens divide, by vLLM's names.
     """
 
     parameters: bytes = b""
@@ -67,10 +67,10 @@ class PrefillAnswer(NamedTuple):
 
 
 class Mending(NamedTuple):
-    """What to put into the decode instance's answer; what is hidden from clients goes in any case.
+    """Values to insert into the decode instance's answer; hidden fields are removed in any case.
 
     Args:
-        counts: of usage, where the decode instance tells these, too.
+        counts: of usage, if the decode instance states these too.
         prompt_logprobs: JSON; b"": none were asked for.
     """
 
@@ -96,7 +96,7 @@ class _Usage(msgspec.Struct):
     cache_creation_input_tokens: _Count | None = None
 
 
-# Where usage tells a prompt's tokens apart: in an object of its own, or, on /v1/messages, itself.
+# Where usage divides a prompt's tokens: in an object of its own, or, on /v1/messages, in itself.
 _DETAILS = {
     CHAT_COMPLETIONS: "prompt_tokens_details",
     COMPLETIONS: "prompt_tokens_details",
@@ -124,13 +124,13 @@ _answer = msgspec.json.Decoder(_Answer).decode
 
 
 def read_answer(path: str, body: bytes) -> PrefillAnswer:
-    """What a prefill's whole answer says.
+    """Read a prefill's whole answer.
 
     Args:
         body: under status 200.
 
     Raises:
-        NoHandover: it is no answer.
+        NoHandover: it is not an answer.
     """
     if len(body) > _MOST_ANSWER_BYTES:
         raise NoHandover(f"its answer has {len(body)} bytes")
@@ -182,14 +182,14 @@ def _counts_of(path: str, usage: _Usage | None) -> Iterator[tuple[str, int]]:
 
 
 def mending_of(answer: PrefillAnswer) -> Mending:
-    """What the decode instance's answer lacks, once it has come with this one's parameters."""
+    """What the decode instance's answer to this one's parameters will lack."""
     return Mending(answer.counts, answer.prompt_logprobs)
 
 
 def mended_body(path: str, body: bytes, mending: Mending = _NOTHING_LACKS) -> bytes:
-    """The whole answer as one instance would have given it; itself where it is that.
+    """The whole answer as one instance would have given it; unchanged if it is that already.
 
-    What is no JSON object stays as it is.
+    Anything but a JSON object stays as it is.
     """
     if _HIDDEN_MARK not in body and mending == _NOTHING_LACKS:
         return body
@@ -219,7 +219,7 @@ def _mended_event(path: str, event: bytes, mending: Mending) -> bytes:
     if not counts and _HIDDEN_MARK not in event:
         return event
     before, mark, data = event.partition(b"data: ")
-    if not mark or b"\n" in data:  # vLLM's have one line of data, which is their last
+    if not mark or b"\n" in data:  # vLLM's events have one line of data, their last
         return event
     inner = Mending(counts)
     for name in ("response", "message"):  # of /v1/responses and /v1/messages
@@ -234,7 +234,7 @@ def _hide(_: msgspec.Raw) -> msgspec.Raw:
 
 
 def _in_each(raw: msgspec.Raw, name: str, value: msgspec.Raw) -> msgspec.Raw:
-    """A list of objects, each with another value under this name."""
+    """A list of objects, each with a new value under this name."""
     try:
         items = msgspec.json.decode(raw, type=list[msgspec.Raw])
     except _ERRORS:
@@ -248,9 +248,9 @@ def _usage_with(path: str, counts: Mapping[str, int]) -> _Change:
 
     def put(raw: msgspec.Raw) -> msgspec.Raw:
         found = _fields_of(bytes(raw))
-        # What the decode instance does not tell, no client of it is told.
+        # What the decode instance does not state is not stated to its clients either.
         told = {name for name, value in found.items() if bytes(value) != b"null"}
-        # A stream of /v1/messages opens with all of the prompt's tokens as its input.
+        # A stream of /v1/messages begins with all of the prompt's tokens as its input.
         if path == MESSAGES and not told.intersection(_IN_MESSAGES[1:]):
             return raw
         changes = {name: numbers[name] for name in numbers if name in told}
@@ -269,7 +269,7 @@ def _fields_of(document: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _changed(document: bytes, changes: Mapping[str, _Change]) -> bytes:
-    """A JSON object with those of its fields that have a change; all others byte for byte."""
+    """A JSON object with some of its fields changed; all others byte for byte."""
     fields = _fields_of(document)
     found = {name: changes[name](fields[name]) for name in changes if name in fields}
     if all(bytes(fields[name]) == bytes(value) for name, value in found.items()):

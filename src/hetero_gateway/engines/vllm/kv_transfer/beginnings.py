@@ -1,16 +1,16 @@
-"""How a decode instance's stream begins: with what tells nothing yet, with text, or with a failure.
+"""How a decode instance's stream begins: with nothing of substance yet, with text, or a failure.
 
-A transfer fails seconds after status 200 has gone, and until then nothing of the answer has. So
-whoever keeps a stream's first events back until they tell something can go elsewhere. vLLM 0.32,
-where the prefill instance had gone, after 4 to 5 s:
+A transfer may fail seconds after status 200 was sent, before any of the answer. So whoever holds a
+stream's first events back until they carry something can still go elsewhere. vLLM 0.32, with the
+prefill instance gone, after 4 to 5 s:
 
     /v1/completions        an ``error`` event and ``[DONE]``
-    /v1/chat/completions   the same, behind the event of the role
+    /v1/chat/completions   the same, after the event of the role
     /v1/messages           ``message_start``, and an ``error`` event about its own chunk
     /v1/responses          ``created`` and ``in_progress`` at once; then the connection breaks
 
-A stream that succeeds tells its role, or ``message_start``, with its first token, so that keeping
-it back costs no time; ``created`` and ``in_progress`` come before it.
+A stream that succeeds sends its role, or ``message_start``, with its first token, so holding it
+back costs no time; ``created`` and ``in_progress`` come earlier.
 """
 
 import enum
@@ -28,7 +28,7 @@ _FAILED = ("error", "response.failed")
 
 
 class Beginning(enum.Enum):
-    """What the bytes of a stream are so far; an end or a break in ``OPENING`` is a failure."""
+    """What a stream's bytes are so far; an end or a break in ``OPENING`` is a failure."""
 
     OPENING = "nothing of an answer"
     BEGUN = "a part of the answer"
@@ -36,7 +36,7 @@ class Beginning(enum.Enum):
 
 
 def beginning_of(path: str, events: bytes) -> Beginning:
-    """What a stream is, by its first bytes without any framing; few are looked at."""
+    """Classify a stream by its first bytes without any framing; few are looked at."""
     whole, _, _ = events.replace(b"\r\n", b"\n").rpartition(b"\n\n")
     for event in whole.split(b"\n\n"):
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
@@ -52,7 +52,8 @@ def _beginning_with(path: str, data: bytes) -> Beginning:
     try:
         told: Any = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        # [DONE] of an answer that has none; and of what is no event of vLLM's, the client judges.
+        # [DONE] of an answer without any; what is not an event of vLLM's is for the client to
+        # judge.
         return Beginning.FAILED if data == b"[DONE]" else Beginning.BEGUN
     if not isinstance(told, dict):
         return Beginning.BEGUN

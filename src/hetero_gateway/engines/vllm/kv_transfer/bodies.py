@@ -1,7 +1,7 @@
-"""The bodies of the two requests: the client's own, byte for byte, with fields added at its end.
+"""The bodies of the two requests: the client's own, byte for byte, with fields added at the end.
 
-Of equal names the last one counts, to every reader of JSON that vLLM has had. So what is added
-takes the place of what the client said, and nothing of a body has to be found in it or cut out.
+Of equal names the last one counts, for every JSON reader that vLLM has had. So additions override
+what the client said, and nothing has to be found in a body or cut out of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOTHING_SAID = (b"", b"null", b"false", b"[]")
 
 
 class _Fields(msgspec.Struct):
-    """What decides whether a request can be split, and what has to be taken back in a prefill."""
+    """The fields that decide whether a request can be split, and those to undo in a prefill."""
 
     max_tokens: msgspec.Raw = _NOTHING
     max_completion_tokens: msgspec.Raw = _NOTHING
@@ -49,8 +49,8 @@ class _Fields(msgspec.Struct):
 _decode: Callable[[bytes | bytearray], _Fields] = msgspec.json.Decoder(_Fields).decode
 _ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
-# The limit on each path, which a prefill has whether the client set one or not; and what a
-# prefill takes back where it is set. A response that is stored is the decode instance's.
+# The limit on each path, which a prefill has whether the client set one or not; and the fields that
+# a prefill resets if they are set. A stored response belongs to the decode instance.
 _LIMITS = {
     CHAT_COMPLETIONS: "max_completion_tokens",
     COMPLETIONS: "max_tokens",
@@ -66,7 +66,7 @@ _TAKEN_BACK = {
     "stream": b"false",
     "stream_options": b"null",
 }
-# Fields with which a prefill and a decode make no whole, unless they say nothing.
+# Fields with which a prefill and a decode cannot be combined, unless they are empty.
 _AGAINST = {
     "use_beam_search": "beams begin with several first tokens",
     "echo": "its answer begins with the prompt",
@@ -77,7 +77,7 @@ _AGAINST = {
 
 
 def reason_against(path: str, body: bytes | bytearray) -> str:
-    """Why a request cannot be split, in a few words; "" where it can.
+    """Why a request cannot be split, in a few words; "" if it can.
 
     Args:
         body: as the engine would get it.
@@ -94,12 +94,12 @@ def reason_against(path: str, body: bytes | bytearray) -> str:
         if _value(fields, name) in (b"0", b"1"):
             return "there is nothing to decode"
     if _value(fields, "n") not in (*_NOTHING_SAID, b"1"):
-        # The second one fetches what was freed when the first one had it.
+        # The second would fetch blocks that were freed when the first one had them.
         return "it has several answers, and one hand-over"
     prompt = _value(fields, "prompt")
     if path == COMPLETIONS and _several(prompt):
         return "it has several prompts, and one hand-over"
-    # A call that has to be made is parsed even of a single token, which is none.
+    # A forced tool call is parsed even from a single token, which is not one.
     if _value(fields, "tool_choice") not in (*_NOTHING_SAID, b'"auto"', b'"none"'):
         return "a tool has to be called"
     return ""
@@ -128,8 +128,8 @@ def prefill_body(path: str, body: bytes | bytearray, parameters: bytes) -> bytes
     """The request to the prefill instance: one token, not streamed.
 
     Args:
-        body: one that ``reason_against`` has nothing against.
-        parameters: what ``Connector.for_prefill`` says; b"": none.
+        body: one for which ``reason_against`` is "".
+        parameters: from ``Connector.for_prefill``; b"": none.
     """
     fields = _fields_of(body) or _Fields()
     set_by_client = {name for name in _TAKEN_BACK if _value(fields, name)}
@@ -147,12 +147,13 @@ def decode_body(body: bytes | bytearray, parameters: bytes) -> bytes:
     """The request to the decode instance.
 
     Args:
-        parameters: what ``Connector.for_decode`` says; b"": none.
+        parameters: from ``Connector.for_decode``; b"": none.
     """
     added = []
     fields = _fields_of(body)
     if fields is not None and _value(fields, "prompt_logprobs") not in _NOTHING_SAID:
-        # Of a prompt that it does not compute it has none: the prefill instance's are put in.
+        # Prompt probabilities it has none of, as it does not compute the prompt: they are inserted
+        # later.
         added.append(b'"prompt_logprobs":null')
     text = _with_parameters(added, parameters)
     return with_last_field(body, text) if text else bytes(body)

@@ -1,4 +1,4 @@
-"""vLLM's KV connectors, each with what its two requests carry.
+"""vLLM's KV connectors, and what their two requests carry.
 
     kv_connector             order       prefill request       decode request
     NixlConnector, ...Pull   in turn     do_remote_decode      the prefill answer's, unchanged
@@ -6,10 +6,10 @@
     MooncakeConnector        at once     the transfer's id     that id, and where the prefill is
     shared stores            in turn     nothing               nothing
 
-NIXL's pull was observed (vLLM 0.32, nixl 1.5.1); the others are as vLLM's source has them.
+NIXL's pull was observed (vLLM 0.32, nixl 1.5.1); the others follow vLLM's source.
 
 An engine trusts these objects: without ``remote_port``, or with fewer blocks than the prompt needs,
-it ends, with all its streams. So one that is not whole is never handed over.
+it crashes, with all its streams. So an incomplete one is never handed over.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import msgspec
 
 from hetero_gateway.engines.vllm.kv_transfer.answers import NoHandover, PrefillAnswer
 
-# vLLM's ``kv_lease_duration``: so long are blocks pinned that nobody fetches. They may be used
-# again after that, and whoever then fetches them gets another prompt's without an error.
+# vLLM's ``kv_lease_duration``: how long blocks are pinned that nobody fetches. Afterwards they may
+# be reused, and whoever then fetches them gets another prompt's without an error.
 DEFAULT_LEASE_S = 30.0
-# What a decode request may need to be read by its engine, which then renews the lease itself.
+# How long a decode request may take to reach its engine, which then renews the lease itself.
 _LEAST_LEFT_S = 5.0
 _MOST_PARAMETERS_BYTES = 1 << 20
 _MOST_ENGINES = 4096
-# A base URL without a path: of Mooncake's bootstrap server.
+# The base URL, without a path, of Mooncake's bootstrap server.
 _BOOTSTRAP = re.compile(r"http://[!-~]{1,512}")
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -40,10 +40,10 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class Transfer(NamedTuple):
-    """What is known of a pair of requests before the first one goes.
+    """What is known about a pair of requests before the first one goes.
 
     Args:
-        id: of this transfer alone, new for each: of 1 to 128 visible ASCII characters.
+        id: of this transfer, new for each: 1 to 128 visible ASCII characters.
         block_tokens: of the prefill instance's cache (``CacheFacts``); None: not known.
         bootstrap: Mooncake's, of the prefill instance: ``http://HOST:PORT``.
         engine_id: Mooncake's, of the prefill instance: ``mooncake_engine_ids`` reads it.
@@ -80,7 +80,7 @@ class Connector:
             answer: of the prefill instance; None with ``at_once``.
 
         Raises:
-            NoHandover: the answer has nothing that a decode instance may be given.
+            NoHandover: the answer has nothing to hand to a decode instance.
         """
         raise NotImplementedError
 
@@ -133,8 +133,8 @@ class NixlConnector(Connector):
     def _check_blocks(self, read: _Nixl, transfer: Transfer, answer: PrefillAnswer) -> None:
         """Raises NoHandover: there are fewer blocks than the prompt has.
 
-        Of layers that look back over a window alone the blocks at the front are left out, so the
-        longest group counts. Until vLLM 0.12 there was one, and no list around it.
+        Sliding-window layers omit the blocks at the front, so the longest group counts.
+        Until vLLM 0.12 there was one group, with no list around it.
         """
         groups = [[block] if isinstance(block, int) else block for block in read.remote_block_ids]
         flat = any(isinstance(block, int) for block in read.remote_block_ids)
@@ -144,14 +144,15 @@ class NixlConnector(Connector):
             raise NoHandover("it hands over no blocks")
         if read.remote_num_tokens is not None and read.remote_num_tokens < tokens:
             raise NoHandover(f"it hands over {read.remote_num_tokens} of {tokens} prompt tokens")
-        # A block id is of all ranks of a context-parallel group, each of which has a part of it.
+        # A block id is shared by all ranks of a context-parallel group, each of which has a part of
+        # it.
         each = (transfer.block_tokens or 0) * read.dcp_size
         if each and blocks * each < tokens:
             raise NoHandover(f"it hands over {blocks} blocks of {each} for {tokens} prompt tokens")
 
 
 class SharedStore(Connector):
-    """What one instance has put into a store that all of them read, found there by its hash."""
+    """A store that all instances read: what one has put there, others find by its hash."""
 
     pairs = False
 
@@ -199,7 +200,7 @@ def _given(answer: PrefillAnswer | None) -> bytes:
         raise ValueError("this connector needs the prefill instance's answer")
     given = answer.parameters
     if not given:
-        # Some versions hand nothing over where the first token is the last (EOS, a stop).
+        # Some versions hand nothing over if the first token is the last (EOS, a stop).
         raise NoHandover("it has no kv_transfer_params", ended=answer.ended)
     if len(given) > _MOST_PARAMETERS_BYTES:
         raise NoHandover(f"its kv_transfer_params have {len(given)} bytes")
@@ -222,10 +223,10 @@ CONNECTORS: Mapping[str, Connector] = {
 
 
 def may_be_fetched(age_s: float, lease_s: float = DEFAULT_LEASE_S) -> bool:
-    """Whether a decode request that goes now still finds its blocks; else prefill again.
+    """Whether a decode request sent now still finds its blocks; else prefill again.
 
     Args:
-        age_s: since the prefill instance's answer began to come.
+        age_s: since the prefill instance's answer began to arrive.
     """
     return age_s < max(lease_s - _LEAST_LEFT_S, lease_s / 2)
 
@@ -233,7 +234,7 @@ def may_be_fetched(age_s: float, lease_s: float = DEFAULT_LEASE_S) -> bool:
 def mooncake_engine_ids(answer: bytes) -> dict[int, str]:
     """The engine of each data-parallel rank, from a bootstrap server's ``GET /query``.
 
-    Empty for what is no such answer.
+    Empty if it is not such an answer.
     """
     try:
         ranks: dict[str, dict[str, Any]] = msgspec.json.decode(

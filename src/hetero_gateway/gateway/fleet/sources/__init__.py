@@ -1,1 +1,1 @@
-"""Where instances come from besides the configuration and /admin: a file, DNS, Kubernetes."""
+"""Sources of instances besides the configuration and /admin: a file, DNS, Kubernetes."""

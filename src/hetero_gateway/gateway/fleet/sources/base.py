@@ -1,4 +1,4 @@
-"""What every source of instances says: all that there are, each time something changes."""
+"""The interface of instance sources: the complete list, each time something changes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple, Protocol, TypeAlias
 from hetero_gateway.errors import HeteroGatewayError
 from hetero_gateway.files.instance_config import InstanceConfig
 
-# More than this many are not believed.
+# Longer lists are not believed.
 MOST_INSTANCES = 4096
 DEFAULT_PORT = 8000
 
 
 class SourceError(HeteroGatewayError):
-    """A source cannot be asked now; what it has named stays.
+    """A source cannot be read now; the instances it listed stay.
 
-    ``retry_after_s``: when it wants to be asked again, if it says so.
+    ``retry_after_s``: when it asks to be asked again, if it does.
     """
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
@@ -26,14 +26,14 @@ class SourceError(HeteroGatewayError):
 
 
 class Found(NamedTuple):
-    """One instance, as a source names it.
+    """One instance, as a source lists it.
 
     Args:
-        key: its name within the source, as long as it is the same one.
+        key: its name within the source, stable for one instance.
         base_url: where it listens.
-        labels: what may say which profile it has.
-        config: all of it, where the source says more than an address.
-        rank: of a place, which one it is of those there; None: it is all of it.
+        labels: may determine its profile.
+        config: all of it, if the source gives more than an address.
+        rank: of a place, its number among those of the server; None: the whole server.
     """
 
     key: str
@@ -43,21 +43,21 @@ class Found(NamedTuple):
     rank: int | None = None
 
 
-# Called with all that there are.
+# Called with the complete list.
 Tell: TypeAlias = Callable[[list[Found]], None]
 
 
 class Source(Protocol):
-    """Asks, again and again, and reports; ends by an exception or when it is cancelled."""
+    """Reports repeatedly; ends by an exception or when cancelled."""
 
     async def follow(self, tell: Tell) -> None:
-        """Raises SourceError: it is to be tried again in a while."""
+        """Raises SourceError: it should be retried in a while."""
 
 
 def url_of(scheme: str, address: str, port: int) -> str | None:
     """The base_url of an IP address; None: no instance can be there.
 
-    Whoever writes the records must not have requests, and keys, sent to a cloud's metadata.
+    Whoever writes the records must not get requests, and keys, sent to a cloud's metadata service.
     """
     try:
         ip = ipaddress.ip_address(address)

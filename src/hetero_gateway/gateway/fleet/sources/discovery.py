@@ -1,9 +1,9 @@
-"""Brings the fleet in line with what its sources say, one change at a time.
+"""Brings the fleet in line with its sources, one change at a time.
 
-Each instance knows which source named it, and only that one takes it away. What a source no longer
-names gets no more requests and leaves when its last one is over; if it is named again before, at
-the same address, it stays. An address that changes is another instance: the old one leaves so. A
-source that cannot be asked, or says nonsense, changes nothing, and is asked again, ever later.
+Each instance remembers which source listed it, and only that one removes it. An instance that its
+source no longer lists is drained, then removed; if it is listed again before, at the same address,
+it stays. A changed address is treated as a new instance; the old one is drained. A source that
+cannot be read, or reports nonsense, changes nothing, and is asked again after growing pauses.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hetero_gateway.gateway.settings import Prepared, Settings
 _log = logging.getLogger(__name__)
 
 _LONGEST_ID = 63
-# What a source says of all of its instances.
+# Settings that a source applies to all of its instances.
 _OF_INSTANCES = (
     *("model", "weight", "api_key_env", "ca_file", "certificate_file", "key_file"),
     *("kv_transfer", "data_parallel_start_rank"),
 )
-# Of instances that may have changed, this many are looked at in a turn of the event loop.
+# The number of possibly changed instances that are examined in a turn of the event loop.
 _LOOKED_AT = 128
 
 
 class SourceFollower:
-    """One source, what it has named, and who brings the fleet in line with it.
+    """One source, the instances it has listed, and the code that brings the fleet in line with it.
 
     Args:
         roster: of the fleet.
@@ -47,7 +47,7 @@ class SourceFollower:
         base_dir: what files are relative to.
 
     Raises:
-        ConfigError: it cannot be followed, or a profile of its cannot be loaded.
+        ConfigError: it cannot be followed, or one of its profiles cannot be loaded.
     """
 
     def __init__(self, roster: Roster, config: SourceConfig, base_dir: Path) -> None:
@@ -63,19 +63,19 @@ class SourceFollower:
         self.named: dict[str, Instance] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Follow it until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow())
             tasks.create_task(self._apply_all())
 
     def tell(self, found: list[Found]) -> None:
-        """All that there are now."""
+        """Take the complete list."""
         self.problem = ""
         self._wanted = [place for each in found for place in self._places_of(each)]
         self._changed.set()
 
     def _places_of(self, each: Found) -> Iterator[Found]:
-        """Itself, or each of its ranks."""
+        """The instance itself, or each of its ranks."""
         ranks = (each.config or self.config).data_parallel_ranks
         if ranks == 1:
             yield each
@@ -91,7 +91,7 @@ class SourceFollower:
                 await self._source.follow(self.tell)
             except SourceError as error:
                 self.problem, retry_after_s = str(error), error.retry_after_s
-                _log.warning("source %s: %s; what it named stays", self.config.name, error)
+                _log.warning("source %s: %s; the instances it listed stay", self.config.name, error)
             except Exception as error:
                 # The boundary of a background loop.
                 self.problem = repr(error)
@@ -109,7 +109,7 @@ class SourceFollower:
                 try:
                     await self._apply(found)
                 except Exception:
-                    _log.exception("source %s: its instances cannot be taken up", self.config.name)
+                    _log.exception("source %s: its instances cannot be added", self.config.name)
 
     async def _apply(self, found: list[Found]) -> None:
         roster = self._roster
@@ -119,7 +119,7 @@ class SourceFollower:
                 await asyncio.sleep(0)
             each = wanted.get(key)
             if roster.fleet.instances.get(instance.id) is not instance:
-                del self.named[key]  # somebody removed it over /admin
+                del self.named[key]  # it was removed over /admin
             elif each is None or self._config_of(each, instance.id) != instance.config:
                 self._leave(key)
                 await asyncio.sleep(0)
@@ -142,13 +142,13 @@ class SourceFollower:
         self._roster.retire(instance.id)
 
     def leave_all(self) -> None:
-        """The source is not to be followed any more."""
+        """Stop following the source."""
         for key in list(self.named):
             if self._roster.fleet.instances.get(self.named[key].id) is self.named[key]:
                 self._leave(key)
 
     def _recall(self, fresh: list[Found]) -> set[str]:
-        """Those that were about to leave, and are named again where they are."""
+        """Keep retiring instances that are listed again at the same address."""
         leaving = {
             (instance.config.base_url, instance.config.data_parallel_rank): instance
             for instance in self._roster.fleet.instances.values()
@@ -165,7 +165,7 @@ class SourceFollower:
         return kept
 
     def _free_ids(self, fresh: list[Found]) -> list[str]:
-        """Ids that nobody has, one of those that leave included."""
+        """Unused ids, including those of retiring instances."""
         taken = set(map(str, self._roster.fleet.instances))
         names = []
         for each in fresh:
@@ -194,7 +194,7 @@ class SourceFollower:
         return InstanceConfig(id=name, base_url=each.base_url, profile=profile, **fields)
 
     def _rule(self, each: Found, models: frozenset[str]) -> int | None:
-        """The first rule that fits, by its position."""
+        """The first matching rule, by its position."""
         for number, rule in enumerate(self.config.profiles):
             if rule.labels.items() <= each.labels.items() and (
                 rule.model is None or rule.model in models
@@ -203,7 +203,7 @@ class SourceFollower:
         return None
 
     def _build(self, wanted: list[tuple[Found, str]]) -> list[tuple[Found, Instance]]:
-        """In a thread."""
+        """Build instances, in a thread."""
         built = []
         for each, name in wanted:
             try:
@@ -218,7 +218,7 @@ class SourceFollower:
         return built
 
     def _profiler(self, each: Found) -> Callable[[Instance], None]:
-        """Gives an instance the profile that fits what its engine says that it serves."""
+        """Gives an instance the profile that fits its engine's reported models."""
 
         def choose(instance: Instance) -> None:
             rule = self._rule(each, instance.models)
@@ -245,7 +245,7 @@ class Discovery:
         return [follower for follower, _ in self._running.values()]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Follow all sources of the configuration, and its changes."""
+        """Follow all configured sources, and changes of the configuration."""
         self._tasks = tasks
         self._settings.add(("discovery",), self._prepare)
         for follower in self._first:
@@ -260,7 +260,7 @@ class Discovery:
         return [SourceFollower(self._roster, config, self._base_dir) for config in sources]
 
     def _named_by(self, name: str) -> dict[str, Instance]:
-        """What a source has named before, in this process or the one before it."""
+        """The instances a source has listed before, in this process or the previous one."""
         instances = self._roster.fleet.instances.values()
         return {i.source_key: i for i in instances if i.source == name and not i.leaving}
 
@@ -283,7 +283,7 @@ class Discovery:
                 if name not in new:
                     follower.leave_all()
             for name, follower in new.items():
-                # What it had named before stays, until it says otherwise.
+                # Its earlier instances stay until it reports otherwise.
                 follower.named = self._named_by(name)
                 self._begin(follower)
 
@@ -292,7 +292,7 @@ class Discovery:
 
 def _source_of(config: SourceConfig, base_dir: Path) -> Source:
     """Raises ConfigError."""
-    # Each with what it needs, as that of Kubernetes httpx: 1.5 MB.
+    # Each with its own imports, as Kubernetes' httpx: 1.5 MB.
     if config.kind == "file":
         from hetero_gateway.gateway.fleet.sources.file import FileSource
 

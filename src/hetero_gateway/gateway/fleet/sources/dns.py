@@ -1,8 +1,7 @@
-"""DNS: the addresses of a name, or its SRV records, looked up again when their TTL is over.
+"""DNS: the addresses of a name, or its SRV records, looked up again when their TTL has passed.
 
-Needs dnspython (extra ``dns``), as the system's resolver does not say how long an answer holds. A
-name that does not exist any more is believed when it is said twice; a server that does not answer
-changes nothing.
+Needs dnspython (extra ``dns``), as the system's resolver does not report the TTL. A name that no
+longer exists is believed after two such answers; a server that does not answer changes nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from hetero_gateway.gateway.fleet.sources.base import (
 )
 from hetero_gateway.gateway.fleet.sources.pace import Allowance
 
-# However short a TTL is, and however often nothing is there.
+# The shortest pause, however short a TTL is, and however often the answer is empty.
 _SHORTEST_S = 1.0
 _LIFETIME_S = 5.0
-# However many names an answer has: two queries for each.
+# Limit of names in an answer: two queries for each.
 _QUERIES_PER_S, _QUERIES_AT_ONCE = 50.0, 100
 
 
@@ -35,7 +34,7 @@ class DnsSource:
     """Follows one name.
 
     Raises:
-        ConfigError: dnspython is not installed, or the name server's address is none.
+        ConfigError: dnspython is not installed, or the name server's address is invalid.
     """
 
     def __init__(self, config: SourceConfig) -> None:
@@ -56,7 +55,7 @@ class DnsSource:
             self._resolver = dns.asyncresolver.Resolver(configure=config.nameserver is None)
         except self._failed as error:
             raise ConfigError(f"discovery: {config.name}: no name server: {error}") from error
-        # What an earlier answer said is not kept: it is asked again when its time is over.
+        # Earlier answers are not kept: the name is asked for again when its time has passed.
         self._resolver.cache = None
         if config.nameserver is not None:
             host, port = _server(config.nameserver, config.name)
@@ -75,7 +74,7 @@ class DnsSource:
             await asyncio.sleep(max(_SHORTEST_S, min(ttl_s, self._config.interval_s)))
 
     async def _look(self) -> tuple[list[Found], float]:
-        """(all that there are, how long that holds)."""
+        """(the complete list, how long it holds)."""
         config = self._config
         port = config.port or DEFAULT_PORT
         targets, ttl_s = [(self._host, port)], config.interval_s

@@ -20,7 +20,7 @@ class _InstancesFile(StrictModel):
 
 
 class FileSource:
-    """Looks whether the file has changed every ``interval_s``, and reads it then.
+    """Checks every ``interval_s`` whether the file has changed, and then reads it.
 
     Args:
         config: of the source.

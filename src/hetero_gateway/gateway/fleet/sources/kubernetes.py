@@ -1,14 +1,14 @@
-"""Kubernetes: the ready pods, or endpoints, that a label selector selects: listed, then watched.
+"""Kubernetes: the ready pods, or endpoints, of a label selector: listed, then watched.
 
-As client-go's reflectors do it: a full list, then a watch from its resource version; when the
-watch ends it is taken up again, and after ``interval_s``, or when the server says that the version
-is too old (410), all is listed anew. The token is the service account's, read again for each
-request, as the kubelet exchanges it. What needs a right: get, list and watch of the resource.
+As in client-go's reflectors: a full list, then a watch from its resource version; when the watch
+ends it is resumed, and after ``interval_s``, or when the server says that the version is too old
+(410), everything is listed again. The token is the service account's, read again for each request,
+as the kubelet rotates it. It needs the rights get, list and watch of the resource.
 
-An API server that is ill, or a proxy in front of it, must not be asked the harder for it. Whatever
-is answered, requests come at a bounded rate; what ends at once is begun again ever later, until a
-watch has lived for a while; pages, lines and their time have limits. What documents may say is
-``kubernetes_objects``'.
+An ailing API server, or a proxy in front of it, must not be asked more often because of it.
+Whatever is answered, requests come at a bounded rate; a watch that ends at once is begun again
+after growing pauses, until one has lived for a while; pages, lines and their time have limits.
+``kubernetes_objects`` interprets the documents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATHS = {
     "endpointslices": "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
 }
 _PAGE = 500
-# Of one list: three times what it takes for all the instances that are believed.
+# Limit of one list: three times what all the believed instances need.
 _MOST_PAGES = 27
 _TIMEOUT_S = 10.0
 # For a page, however slowly its bytes drip.
@@ -42,13 +42,13 @@ _PAGE_TIMEOUT_S = 30.0
 _MOST_PAGE_BYTES = 1 << 25
 # An object has some kilobytes; a megabyte is the most that etcd takes.
 _MOST_LINE_BYTES = 1 << 22
-# Events are read at this rate at most: what is more waits in the kernel, and at the server.
+# Events are read at no more than this rate: the rest waits in the kernel, and at the server.
 _EVENT_BYTES_PER_S = 1 << 23
 # A list of 500 and a watch at once, and again; then one request a second (client-go: five).
 _REQUESTS_PER_S, _REQUESTS_AT_ONCE = 1.0, 4
-# A watch that has lived for so long may be begun again at once.
+# A watch that has lived this long may be begun again at once.
 _LIVED_S = 5.0
-# Many changes come at once: they are reported together, and not all the time.
+# Many changes come at once: they are reported together, and not continuously.
 _TOGETHER_S, _APART_S = 0.05, 0.5
 
 
@@ -113,7 +113,7 @@ class KubernetesSource:
         return httpx.AsyncClient(base_url=url, verify=verify, timeout=_TIMEOUT_S, trust_env=False)
 
     def _headers(self) -> dict[str, str]:
-        # Compressed, a page could be as large as it likes.
+        # A compressed page could have any size.
         headers = {"accept": "application/json", "accept-encoding": "identity"}
         try:
             return headers | {"authorization": f"Bearer {self._read('token')}"}
@@ -121,7 +121,7 @@ class KubernetesSource:
             return headers  # a proxy of kubectl's needs none
 
     async def _list(self, client: httpx.AsyncClient, path: str) -> str:
-        """All objects; returns their resource version. Raises SourceError."""
+        """List all objects; returns their resource version. Raises SourceError."""
         objects: dict[str, tuple[Found, ...]] = {}
         query = self._query({"limit": str(_PAGE)})
         for _ in range(_MOST_PAGES):
@@ -143,7 +143,8 @@ class KubernetesSource:
     async def _watch(
         self, client: httpx.AsyncClient, path: str, version: str, for_s: float, tell: Tell
     ) -> str:
-        """Until the server ends it, or its time is over; returns the version to go on from.
+        """Watch until the server ends it, or its time has passed; returns the version to resume
+        from.
 
         Raises Gone, SourceError.
         """
@@ -169,7 +170,7 @@ class KubernetesSource:
                         version = change.version
                         self._take(change.name, change.found, tell)
         except TimeoutError:
-            pass  # a server that does not end it in time, whatever it sends
+            pass  # the server does not end it in time
         return version
 
     def _query(self, more: dict[str, str]) -> dict[str, str]:
@@ -179,10 +180,10 @@ class KubernetesSource:
     async def _answer(
         self, client: httpx.AsyncClient, path: str, query: dict[str, str], silence_s: float
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to a GET, which may be made as soon as there is allowance for it.
+        """The answer to a GET, which is made as soon as the rate allows.
 
         Args:
-            silence_s: how long the server may say nothing.
+            silence_s: how long the server may send nothing.
         """
         await self._allowance.take()
         timeout = httpx.Timeout(_TIMEOUT_S, read=silence_s)
@@ -192,7 +193,7 @@ class KubernetesSource:
             yield answer
 
     def _take(self, name: str, found: tuple[Found, ...] | None, tell: Tell) -> None:
-        """Heed a change of an object; "" is none's name."""
+        """Apply a change of an object; "" is no object's name."""
         if not name:
             return
         if found is None:
@@ -218,7 +219,7 @@ class KubernetesSource:
 
 
 def _check(answer: httpx.Response) -> None:
-    """Raises SourceError: it is no good one."""
+    """Raises SourceError: not a good answer."""
     if answer.status_code != 200:
         after = answer.headers.get("retry-after", "")
         raise SourceError(
@@ -244,7 +245,7 @@ async def _body(answer: httpx.Response) -> bytearray:
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """The lines of a watch that are not empty. Raises SourceError: one has no end."""
+    """The non-empty lines of a watch. Raises SourceError: one has no end."""
     buffer, seen = bytearray(), 0
     async for part in answer.aiter_raw():
         buffer += part

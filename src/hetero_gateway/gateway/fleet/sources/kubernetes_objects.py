@@ -1,7 +1,7 @@
-"""What an API server's documents say: pages of a list, events of a watch, pods and endpoint slices.
+"""Interprets an API server's documents: pages of a list, events of a watch, pods, endpoint slices.
 
-Only the fields that are used are decoded, and nothing is believed: a document that is not as it
-must be is an error, and an object that is not so is no instance. Nothing here does I/O.
+Only the used fields are decoded, and nothing is believed: an invalid document is an error, and an
+invalid object is no instance. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS = {"pods": "Pod", "endpointslices": "EndpointSlice"}
 
 
 class Gone(Exception):
-    """The resource version is too old: list anew."""
+    """The resource version is too old: list again."""
 
 
 # Names as Kubernetes has them.
@@ -157,7 +157,7 @@ class ObjectReader:
         self._labels = frozenset(name for rule in config.profiles for name in rule.labels)
 
     def page(self, body: bytes | bytearray) -> Page:
-        """Raises SourceError: it is none."""
+        """Read a page. Raises SourceError: invalid."""
         try:
             listed = _decode_list(body)
             objects: dict[str, tuple[Found, ...]] = {}
@@ -172,7 +172,7 @@ class ObjectReader:
         return Page(objects, _checked(listed.metadata.resourceVersion), more)
 
     def event(self, line: bytes) -> ObjectChange | None:
-        """One line of a watch; None: it is of no interest. Raises SourceError, Gone."""
+        """Read a line of a watch; None: irrelevant. Raises SourceError, Gone."""
         try:
             event = _decode_event(line)
             if event.type == "ERROR":
@@ -200,7 +200,7 @@ class ObjectReader:
         return name, named.metadata.resourceVersion
 
     def _instances(self, item: msgspec.Raw) -> tuple[Found, ...]:
-        """Those of an object; of one that is not as it must be, none."""
+        """The instances of an object; none if it is invalid."""
         try:
             return tuple(itertools.islice(self._read(item), MOST_INSTANCES))
         except _ERRORS:
@@ -242,13 +242,13 @@ class ObjectReader:
 
 
 def _checked(version: str) -> str:
-    """Raises SourceError: it is no resource version."""
+    """Raises SourceError: not a resource version."""
     if _version(version) is None:
         raise SourceError("the API server's resource version is none")
     return version
 
 
 def said(text: object) -> str:
-    """Words of a server's, fit for a line of a log."""
+    """A server's text in a form fit for a line of a log."""
     shown = "".join(c if c.isprintable() else "?" for c in str(text)[:200])
     return shown or "without a reason"

@@ -1,6 +1,6 @@
-"""How often a source is asked, whatever it answers.
+"""Limits how often a source is asked, whatever it answers.
 
-Both count in the event loop's own time, in seconds.
+Both classes use the event loop's own time, in seconds.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import random
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 # Pauses differ by up to this share, or gateways that began together would always ask together.
 _JITTER = 0.5
-# The longest that a server may ask to be left alone for: it must not decide when we look again.
+# The longest accepted Retry-After: a server must not decide when we look again.
 _MOST_RETRY_AFTER_S = 60.0
 
 
 class Backoff:
-    """Pauses between tries, each twice as long as the one before."""
+    """Pauses between tries, each twice as long as the previous one."""
 
     def __init__(self) -> None:
         self._next_s = FIRST_PAUSE_S
 
     def reset(self) -> None:
-        """It has gone well for a while."""
+        """Start over: it has gone well for a while."""
         self._next_s = FIRST_PAUSE_S
 
     async def pause(self, retry_after_s: float = 0.0) -> None:
-        """Wait. ``retry_after_s``: what the server asked for; heeded within bounds."""
+        """Wait. ``retry_after_s``: as the server asked, within bounds."""
         pause_s = self._next_s * (1 + _JITTER * random.random())
         self._next_s = min(2 * self._next_s, LONGEST_PAUSE_S)
         await asyncio.sleep(max(pause_s, min(retry_after_s, _MOST_RETRY_AFTER_S)))
 
 
 class Allowance:
-    """So many requests a second in the long run, and some at once.
+    """A rate limit with a burst.
 
     Args:
         per_s: in the long run.

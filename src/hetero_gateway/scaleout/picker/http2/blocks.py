@@ -1,11 +1,11 @@
-"""Header blocks of requests: which path they ask for.
+"""Header blocks of requests: the path that they ask for.
 
-A data plane sends few different blocks. With a header table of size 0 a block means the same
-wherever it stands, so that one that was decoded before is only looked up.
+A data plane sends few different blocks. With a header table of size 0 a block always means the
+same, so that one that was decoded before is only looked up.
 
 Decoding is the `hpack` library's, which bounds the decoded size and the length of numbers. It
-spends 0.25 µs on a byte of Huffman's code and 8 µs on an update of its table; a block's length
-and its updates are bounded here, so that the worst block takes 2 ms.
+spends 0.25 µs per byte of Huffman code and 8 µs per update of its table size; a block's length and
+its updates are bounded here, so that the worst block takes 2 ms.
 """
 
 import re
@@ -14,12 +14,12 @@ import hpack
 
 from hetero_gateway.scaleout.picker.http2.frames import ErrorCode, ProtocolError
 
-# As other servers of gRPC take; a data plane's own block has 200 bytes, with a trace's id 300.
+# The limit of other gRPC servers; a data plane's own block has 200 bytes, with a trace's id 300.
 MAX_BLOCK_BYTES = 8192
-# Data planes have a few different blocks each; those with a trace's id in them are all different.
+# Data planes have a few different blocks each; those with a trace's id are all different.
 _MAX_KNOWN = 256
 _MAX_KNOWN_BYTES = 1024
-# RFC 7541, 4.2: a block begins with two updates of the table's size at most. `hpack` would follow
+# RFC 7541, 4.2: a block begins with at most two updates of the table's size. `hpack` would accept
 # one in every byte.
 _THREE_UPDATES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
 
@@ -38,18 +38,18 @@ class HeaderBlocks:
     def __init__(self, known: PathsByBlock) -> None:
         self._known = known
         self._decoder = hpack.Decoder(MAX_BLOCK_BYTES)
-        self._stateless = False  # every block means the same, wherever it stands
+        self._stateless = False  # every block always means the same
 
     def known(self, block: bytes) -> str | None:
         """The path of a block that needs no decoding."""
         return self._known.get(block) if self._stateless else None
 
     def forbid_table(self) -> None:
-        """The peer has heard of the table's size: its next block begins with that."""
+        """The peer knows the table's size now: its next block begins with that."""
         self._decoder.max_allowed_table_size = 0
 
     def path_of(self, block: bytes) -> str:
-        """The path that a block asks for; "" where it is no call of gRPC's."""
+        """The path that a block asks for; "" if it is not a gRPC call."""
         decoder = self._decoder
         try:
             if _THREE_UPDATES.match(block):

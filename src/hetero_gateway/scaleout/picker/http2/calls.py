@@ -1,7 +1,7 @@
 """One stream of HTTP/2 as a gRPC call: messages in, messages out.
 
-What a call does with its messages is its receiver's business; here they are cut out of DATA frames
-and kept within limits, and what is sent waits for the peer's windows. States, events down:
+The receiver of a call handles its messages; here they are cut out of DATA frames and kept within
+limits, and outgoing ones wait for the peer's windows. States, with events as rows:
 
     event              open              half-closed       finished            over
     -----------------  ----------------  ----------------  ------------------  -------
@@ -19,7 +19,7 @@ and kept within limits, and what is sent waits for the peer's windows. States, e
     nothing read       receiver.lost     receiver.lost
     a bug in receiver  finished: INTERNAL, and receiver.lost                   –
 
-After ``lost`` a receiver hears no more.
+After ``lost`` a receiver gets no more events.
 
 Times are counted in the server's ticks, a second each, so that a call reads no clock.
 """
@@ -55,43 +55,43 @@ from hetero_gateway.scaleout.picker.http2.frames import (
 
 _log = logging.getLogger(__name__)
 
-# What a peer may send on one stream before it hears of more room, which it does when half of it is
-# used and what it is sent is read: what comes back to it (FULL_DUPLEX) is kept for so long.
+# How much a peer may send on one stream before it gets more room, which it does when half of it is
+# used and its answers are read: data to be sent back (FULL_DUPLEX) is kept until then.
 STREAM_WINDOW_BYTES = 2**18
 UNREAD_BYTES = 2**16
 # A request has four frames without a message, five with a window's update.
 CREDITS_PER_MESSAGE = 16
-# From a call's head to its first message, whole. A data plane sends both in one packet.
+# From a call's head to its first whole message. A data plane sends both in one packet.
 FIRST_MESSAGE_S = 10
-# From a message's beginning to its end, and a second more for each of these bytes: the data plane
-# has all of it when it begins.
+# From a message's beginning to its end, plus a second for each so many bytes: the data plane has
+# all of it when it begins.
 MESSAGE_S = 30
 MESSAGE_BYTES_PER_S = 2**20
-# How long a data plane may read nothing of a call, as clients of ``serve`` may (timeouts.write_s).
+# How long a data plane may read nothing of a call, like clients of ``serve`` (timeouts.write_s).
 UNREAD_S = 60
-# From the last word to the peer's: both ends know by then that the call is over.
+# From our last word to the peer's: both ends know by then that the call is over.
 LINGER_S = 10
 _NEVER = 2**62
-_LATE = Refusal(408, "request_timeout", "What the data plane had to send did not come in time.")
+_LATE = Refusal(408, "request_timeout", "The data plane did not send the request in time.")
 
 
 class Receiver(Protocol):
-    """What a call's messages are for."""
+    """Handles a call's messages."""
 
     def message(self, data: bytes) -> None: ...
 
     def refuse(self, refusal: Refusal) -> None:
-        """A message is too long, too late, or there is no room for it; nothing more is coming."""
+        """A message is too long, too late, or there is no room for it; nothing more will come."""
 
     def half_closed(self) -> None:
         """The peer sends nothing more."""
 
     def lost(self) -> None:
-        """The call is over, and not by ``finish``."""
+        """The call is over, but not by ``finish``."""
 
 
 class _Nobody:
-    """Hears what comes ahead of a call's receiver, and behind it."""
+    """The receiver before a call has its own, and after its end."""
 
     def message(self, data: bytes) -> None:
         pass
@@ -111,13 +111,13 @@ _NOBODY = _Nobody()
 
 @dataclass(slots=True, eq=False)
 class Unsent:
-    """What a call has to send, while there is no window for it.
+    """A call's outgoing messages, while there is no window for them.
 
     Attributes:
-        piece, at: the message that is being sent, and how much of it was.
-        unread_bytes: of the messages that wait, as they are counted.
+        piece, at: the message being sent, and how much of it was.
+        unread_bytes: of the waiting messages, as counted.
         unread_tick: when the peer will have read nothing for too long.
-        when_made: to be called when nothing more is made; once.
+        when_made: to be called once, when no more messages are made.
     """
 
     unread_tick: int
@@ -136,7 +136,7 @@ class Unsent:
         self.when_made = when_made
 
     def take(self) -> int:
-        """Take up the next message, in ``piece``; how much of what was counted has been sent."""
+        """Move the next message to ``piece``; returns how many counted bytes have been sent."""
         sent_bytes = 0
         self.at, waiting = 0, self._waiting
         while waiting:
@@ -159,7 +159,7 @@ class Unsent:
         return sent_bytes
 
     def end_making(self) -> None:
-        """Whoever gave what makes messages need not keep it any more."""
+        """Report that the source of messages is no longer needed."""
         if self.when_made is not None:
             when_made, self.when_made = self.when_made, None
             when_made()
@@ -167,26 +167,26 @@ class Unsent:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Call:
-    """A stream. ``receiver`` is to be set by who opens it."""
+    """A stream. Whoever opens it sets ``receiver``."""
 
     _connection: Carrier
     _id: int
-    # When the message that is coming must be here, and what the receiver expects.
+    # The deadline of the arriving message, and the receiver's own deadline.
     _message_tick: int
     _due_tick: int = _NEVER
-    # The peer's window, for what is sent: so much more than its initial window for all calls, which
-    # may change while this one is open.
+    # The peer's window, for outgoing data: relative to its initial window for all calls, which may
+    # change while this one is open.
     _offset: int = 0
-    room: int = STREAM_WINDOW_BYTES  # ours: what the peer may send
+    room: int = STREAM_WINDOW_BYTES  # ours: how much the peer may send
     _partial: bytearray | None = None
-    _partial_bytes: int = 0  # of it, as counted; of these beyond what is small:
+    _partial_bytes: int = 0  # of it, as counted; of these, beyond a small size:
     _long_bytes: int = 0
     _held_bytes: int = 0  # counted for the receiver
     _backlog: Unsent | None = None
     _ending: bytes | None = None  # the trailers, while something is pending
     _head_sent: bool = False
     _dropping: bool = False
-    # Whether somebody waits for what it does: then its connection is not closed for others.
+    # Whether somebody waits for its result: then its connection is not closed for others.
     at_work: bool = False
     half_closed: bool = False
     finished: bool = False
@@ -203,7 +203,8 @@ class Call:
     # For its receiver
 
     def hold(self, more_bytes: int) -> None:
-        """Count what the receiver keeps until the call is over. Raises Refusal: 503, no room."""
+        """Count bytes that the receiver keeps until the call is over. Raises Refusal: 503, no
+        room."""
         share = self._connection.share
         if not share.has_room(more_bytes):
             raise no_room()
@@ -216,7 +217,7 @@ class Call:
             self._held_bytes = left_bytes
 
     def expect(self, within_s: int) -> None:
-        """The receiver is told that the peer is late, unless it expects something else by then."""
+        """The receiver is told that the peer is late, unless it sets another deadline by then."""
         self._due_tick = self._in(within_s)
 
     def _in(self, within_s: int) -> int:
@@ -232,7 +233,7 @@ class Call:
                 self._deliver(data[MESSAGE_HEAD_BYTES:])
                 return
         if not self._dropping and not self.finished:
-            # A message that comes in several frames, or several that come in one.
+            # A message in several frames, or several in one.
             if self._partial is None:
                 self._partial = bytearray(data)
             else:
@@ -240,7 +241,7 @@ class Call:
             self.go_on()
 
     def go_on(self) -> None:
-        """Deliver the messages that are here, as many as the connection's slice has time for."""
+        """Deliver complete messages, as many as the connection's time slice allows."""
         partial = self._partial
         if partial is None:
             return
@@ -270,7 +271,7 @@ class Call:
             self._partial = None
 
     def _keep(self, partial: bytearray, size: int) -> None:
-        """A message of this size has begun: what is here of it counts, within limits."""
+        """A message of this size has begun: count its received part, within limits."""
         share = self._connection.share
         if self._partial_bytes < MESSAGE_HEAD_BYTES:
             self._message_tick = self._in(MESSAGE_S + size // MESSAGE_BYTES_PER_S)
@@ -291,7 +292,7 @@ class Call:
             self._count(here_bytes, long_bytes)
 
     def _count(self, here_bytes: int, long_bytes: int) -> None:
-        """So much of a message is here, so much of it counted as a long body is."""
+        """Update the received part of a message, and the part counted as a long body."""
         more_bytes = here_bytes - self._partial_bytes
         if more_bytes:
             share, more_long_bytes = self._connection.share, long_bytes - self._long_bytes
@@ -346,7 +347,7 @@ class Call:
             _log.exception("%r: its receiver failed at its end", self)
 
     def _broke(self) -> None:
-        """The boundary of a call: a bug costs the one that met it."""
+        """The boundary of a call: a bug costs only the call that met it."""
         _log.exception("%r: its receiver failed", self)
         self._connection.server.on_bug()
         receiver = self.receiver
@@ -361,7 +362,7 @@ class Call:
             elif self._dropping:
                 self.cut(ErrorCode.CANCEL)
             else:
-                # What comes next, if the receiver does not end the call.
+                # The next event, if the receiver does not end the call.
                 self.expect(LINGER_S)
                 self._message_tick = _NEVER
                 self._drop()
@@ -405,10 +406,10 @@ class Call:
     def send_each(self, messages: Iterator[bytes], when_made: Callable[[], None]) -> None:
         """Send messages that are made when there is a window for them, and so are never kept.
 
-        Once for a call.
+        Once per call.
 
         Args:
-            when_made: called when that is over, whichever way.
+            when_made: called when that is over, for whatever reason.
         """
         if self.finished:
             when_made()
@@ -423,7 +424,7 @@ class Call:
         return backlog
 
     def finish(self, status: Status = Status.OK, detail: str = "") -> None:
-        """End the call, behind what was sent. Its receiver is not called any more."""
+        """End the call, after what was sent. Its receiver is not called any more."""
         if self.finished:
             return
         self.finished = True
@@ -456,7 +457,7 @@ class Call:
                 backlog.end_making()
                 sent_bytes, self._backlog = backlog.unread_bytes, None
             if sent_bytes:
-                # The peer has taken so much of what was kept for it.
+                # The peer has taken this much of the kept data.
                 self._connection.share.hold(-sent_bytes)
                 if self.room < STREAM_WINDOW_BYTES // 2 and not self.half_closed:
                     self.widen_room()
@@ -467,7 +468,7 @@ class Call:
                 return
 
     def _push_piece(self, backlog: Unsent) -> bool:
-        """Send what is left of one message; False: it has to wait."""
+        """Send the rest of one message; False: it has to wait."""
         connection, piece, at = self._connection, backlog.piece, backlog.at
         while at < len(piece):
             window = connection.initial_window + self._offset
@@ -507,7 +508,7 @@ class Call:
             self.push()
 
     def widen_room(self) -> None:
-        """The peer has used half of the window that it was given, or has read what it was sent."""
+        """The peer has used half of its window, or has read its answers: give it more room."""
         if self.room < 0:
             raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "a call's window")
         unread_bytes = 0 if self._backlog is None else self._backlog.unread_bytes
@@ -527,9 +528,9 @@ class Call:
             self._connection.share.hold(-backlog.unread_bytes)
             backlog.end_making()
         self._connection.forget(self._id, self)
-        # Its receiver knows it: as a circle, each call would wait for the garbage collector.
+        # The receiver refers to it: in a cycle, each call would wait for the garbage collector.
         self.receiver = _NOBODY
 
 
-# What serves a call of each path (``/service/Method``).
+# Handlers of calls by path (``/service/Method``).
 Methods: TypeAlias = Mapping[str, Callable[[Call], Receiver]]

@@ -1,9 +1,9 @@
 """A connection as its calls see it: bytes in by turns, frames out, the peer's windows.
 
-What has come is read at once, for a slice. What is left then, and everything of a connection that
-has used more than its share of CPU, waits for its turn (``commons``). While a peer does not read
-what it is sent, nothing of it is read. What the calls write in a turn of the event loop goes out in
-one write. No frame is understood here: ``connection`` does that.
+Incoming data is read at once, for a time slice. The rest, and everything of a connection that has
+used more than its share of CPU, waits for its turn (``commons``). While a peer does not read our
+answers, nothing of it is read. All frames of one turn of the event loop go out in one write. Frames
+are interpreted in ``connection``, not here.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from hetero_gateway.scaleout.picker.http2 import commons
 from hetero_gateway.scaleout.picker.http2.commons import Commons, Occupant
 from hetero_gateway.scaleout.picker.http2.frames import ProtocolError
 
-# What is read and waits for its turn; above that the socket is not read.
+# How much data may wait for its turn; above that the socket is not read.
 BACKLOG_BYTES = 2**16
-# Of short reads, which hold a request or two, one in 2 ** UNMETERED_BITS / 2 is metered for all.
+# Of short reads, with a request or two, one in 2 ** UNMETERED_BITS / 2 is metered for all.
 SHORT_BYTES = 1024
 UNMETERED_BITS = 5
-# What frames without a message cost: of a connection's first seconds, before its messages earn some
-# (calls that are refused cost two).
+# Cost of frames without a message: credit of a connection's first seconds, before its messages earn
+# some (refused calls cost two).
 CREDITS = 4096
-# Of what is pending, in a turn of the event loop.
+# Pending bytes sent in a turn of the event loop.
 PUSH_BYTES = 2**17
 DEFAULT_WINDOW_BYTES = 65535
-# Of a connection, besides long bodies. With what Python adds, and its calls, that is below 50 MB.
+# Of a connection, besides long bodies. With Python's overhead and its calls, that is below 50 MB.
 HELD_BYTES = 24 * 2**20
 # Of all connections of a server together.
 MAX_HELD_BYTES = 256 * 2**20
-# What a call keeps by itself, from its head to its end: measured, with the request that it carries.
+# A call's own memory, from its head to its end: measured, with the request that it carries.
 CALL_BYTES = 6 * 1024
 _clock_s = time.perf_counter
 
@@ -42,22 +42,22 @@ def no_room() -> Refusal:
     return Refusal(
         503,
         "too_many_bytes_buffered",
-        "The picker holds as many bytes for this data plane's connection as it may.",
+        "The picker already buffers as many bytes for this connection as it may.",
         kind="server_error",
         retry_after_s=2,
     )
 
 
 class Share(BodyLimits):
-    """What one connection holds in memory, and may: its part of two budgets.
+    """The memory that one connection holds, and may hold: its part of two budgets.
 
-    Long bodies count against the gateway's own (``BodyLimits``), and everything else that is kept
-    for a peer, calls and short messages and what it does not read, against the server's. Of both, a
-    connection may have only as much as it leaves to the others, so that however many connections
-    take what they can get, there is something left for the next one.
+    Long bodies count against the gateway's own (``BodyLimits``), and everything else kept for a
+    peer, calls, short messages and unread answers, against the server's. Of both, a connection
+    may have only as much as it leaves to the others, so that however many connections take all
+    they can, something is left for the next one.
 
     Args:
-        server: has the gateway's limits of long bodies, and counts what all connections hold.
+        server: has the gateway's limits of long bodies, and the total of all connections.
         calls: the connection's, each of which counts as ``CALL_BYTES``.
     """
 
@@ -108,7 +108,7 @@ class Share(BodyLimits):
         return mine <= HELD_BYTES and mine <= MAX_HELD_BYTES - all_bytes
 
     def hold(self, more_bytes: int) -> None:
-        """Count it, if there is room or not; a negative number gives it back."""
+        """Count it, whether there is room or not; a negative number gives it back."""
         self.held_bytes += more_bytes
         self._server.held_bytes += more_bytes
 
@@ -117,21 +117,21 @@ class Carried(Protocol):
     """A call, as its connection drives it."""
 
     def go_on(self) -> None:
-        """Deliver what the last slice had no time for."""
+        """Deliver messages for which the last slice had no time."""
 
     def end(self) -> None:
         """The peer sends nothing more."""
 
     def push(self) -> None:
-        """Send what waits, as far as the windows go."""
+        """Send waiting data, as far as the windows allow."""
 
 
 class Carrier(Occupant, asyncio.Protocol):
-    """What carries calls, and waits for its turns.
+    """Carries calls, and waits for its turns.
 
     Args:
-        server: what it has in common with the others.
-        calls: those that are open.
+        server: the parts shared with other connections.
+        calls: the open ones.
     """
 
     _transport: asyncio.Transport
@@ -143,30 +143,30 @@ class Carrier(Occupant, asyncio.Protocol):
         self.stray_until_s = 0.0
         self.share = Share(server, calls)
         self.credits = CREDITS
-        # The peer's windows, for what is sent: the connection's, each call's at its beginning.
+        # The peer's windows, for outgoing data: the connection's, and each call's initial one.
         self.window = self.initial_window = DEFAULT_WINDOW_BYTES
         # Calls that wait, for the connection's window or for the socket, and for their own.
         self.blocked: dict[Carried, None] = {}
         self.narrow: dict[Carried, None] = {}
-        self.push_bytes = PUSH_BYTES  # what may still be sent in this turn, of what is pending
+        self.push_bytes = PUSH_BYTES  # pending bytes that may still be sent in this turn
         self._loop = asyncio.get_running_loop()
         self._unblock_due = False
-        self._widened = False  # the initial window, and calls wait for that
+        self._widened = False  # the initial window has grown, and calls wait
         self._flush_due = False
         self._turns = server.turns
         self._rest = b""
         self._out: list[bytes] = []
-        self._reading = False  # frames, now
-        self._until_s = 0.0  # the slice's end; 0: what is read is short
-        # A call with messages of the last frame that are not delivered; whether it ends with them.
+        self._reading = False  # frames are being read
+        self._until_s = 0.0  # the slice's end; 0: it is a short read
+        # A call with undelivered messages of the last frame; whether it ends with them.
         self._behind: Carried | None = None
         self._behind_ends = False
         self._waits = False  # for its turn
         self._stalled = False  # the peer does not read
         self._paused = False  # the socket is not read
         self._is_closing = False
-        # When it will have used no more than its share; reads that are not metered, from now on
-        # and since the last one that was.
+        # When it will be back within its share; unmetered reads, from now on and since the last
+        # metered one.
         self._busy_s = 0.0
         self._unmetered = 0
         self._weight = 1
@@ -174,7 +174,7 @@ class Carrier(Occupant, asyncio.Protocol):
     # What is read, and what comes of it
 
     def _read(self, data: bytes) -> None:
-        """Read the frames that are here, until ``_slice_is_over``; keep the ``_rest``."""
+        """Read the available frames, until ``_slice_is_over``; keep the ``_rest``."""
         raise NotImplementedError
 
     def _fail(self, error: ProtocolError) -> None:
@@ -183,7 +183,7 @@ class Carrier(Occupant, asyncio.Protocol):
     def forget(self, stream_id: int, call: Carried) -> None:
         raise NotImplementedError
 
-    # What the transport calls
+    # Called by the transport
 
     def pause_writing(self) -> None:
         self._stalled = True
@@ -198,7 +198,7 @@ class Carrier(Occupant, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._unmetered and len(data) <= SHORT_BYTES:
-            # One of the many that are not worth a look at the clock.
+            # A short read, not worth a look at the clock.
             self._unmetered -= 1
             self._reading = True
             try:
@@ -262,12 +262,13 @@ class Carrier(Occupant, asyncio.Protocol):
         if self._busy_s > now_s or self._waits or self._rest:
             self._unmetered, self._weight = 0, 1
         elif is_short:
-            # How many are not metered is not for the peer to know.
+            # Random, so that a peer cannot know how many are not metered.
             self._unmetered = random.getrandbits(UNMETERED_BITS)
             self._weight = self._unmetered + 1
 
     def has_to_wait(self, call: Carried) -> bool:
-        """Whether the slice is over, in the middle of a frame: ``call`` goes on in the next one."""
+        """Whether the slice is over in the middle of a frame: ``call`` continues in the next
+        one."""
         if not self._until_s or _clock_s() < self._until_s:
             return False
         self._behind = call
@@ -287,7 +288,7 @@ class Carrier(Occupant, asyncio.Protocol):
             self._turns.add(self, is_fresh=self._busy_s < _clock_s() - commons.BURST_S)
 
     def _read_socket(self) -> None:
-        """Read it, or not: while the peer does not read, or there is enough to read."""
+        """Pause the socket while the peer does not read, or there is enough to process."""
         pauses = self._stalled or (self._waits and len(self._rest) > BACKLOG_BYTES)
         if pauses is not self._paused and not self._transport.is_closing():
             self._paused = pauses
@@ -316,13 +317,13 @@ class Carrier(Occupant, asyncio.Protocol):
         out.clear()
 
     def unblock_soon(self) -> None:
-        """Let the calls that wait look again, once in a turn of the event loop."""
+        """Let the waiting calls look again, once in a turn of the event loop."""
         if not (self._unblock_due or self._stalled):
             self._unblock_due = True
             self._loop.call_soon(self._unblock)
 
     def _unblock(self) -> None:
-        """Let the calls that wait send what they can, in turn."""
+        """Let the waiting calls send what they can, in turn."""
         self._unblock_due = False
         if self._stalled or self._is_closing:
             return

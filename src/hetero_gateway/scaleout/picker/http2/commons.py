@@ -1,15 +1,14 @@
-"""What all connections of a server have in common: their places, turns, memory and time.
+"""The resources that all connections of a server share: places, turns, memory and time.
 
-Places: a data plane has a connection for each of its threads, and each that says nothing holds a
-place all the same. So a newcomer is let in as long as one of the others does nothing: the one that
-goes is the one that would be missed least. Places are shared between addresses, too: a crowd at one
-address pushes out only its own.
+Places: a data plane has a connection for each of its threads, and idle ones hold a place all the
+same. So a newcomer is admitted as long as another connection is idle: the least valuable one is
+closed. Places are also shared between addresses: a crowd at one address pushes out only its own.
 
-Turns: a connection reads what has come until its slice is over. What is left then waits, and so
-does everything of a connection that has used more than its share lately: of all that wait, one
-reads for one slice in each turn of the event loop, those first that have used little. In between,
-sockets are polled, and connections that ask for little are served at once, while all of them
-together take no more than TURN_S of a turn.
+Turns: a connection reads its data until its time slice is over. The rest waits, and so does
+everything of a connection that has recently used more than its share: of all that wait, one reads
+for one slice in each turn of the event loop, those that have used little first. In between, sockets
+are polled, and connections that ask for little are served at once, as long as all of them together
+take no more than TURN_S of a turn.
 """
 
 import asyncio
@@ -26,22 +25,22 @@ from hetero_gateway.scaleout.picker.http2.blocks import PathsByBlock
 
 # A data plane has a connection for each of its threads and each 1024 calls.
 MAX_CONNECTIONS = 1024
-# Of one address: what is left is for the others.
+# Of one address: the rest is for the others.
 MAX_PER_ADDRESS = 512
-# Whoever has a network of IPv6 has all addresses in it.
+# The owner of an IPv6 network has all addresses in it.
 _NETWORK_BITS = 64
 # One connection's reading in a turn of the event loop: some ten requests, and a hundredth of the
-# 0.1 s for which no peer may hold up another.
+# 0.1 s for which no peer may delay another.
 SLICE_S = 0.001
-# CPU that a connection may use before it waits for its turn, and what it earns per second: one that
-# asks for less than half of the loop never waits.
+# CPU that a connection may use before it waits for its turn, and how much it earns per second: one
+# that asks for less than half of the loop never waits.
 BURST_S = 0.01
 SHARE = 0.5
 # Of a turn of the event loop, for all connections that read at once while others wait.
 TURN_S = 0.005
-# Of those that wait, so many that have used little for one that has used more.
+# How many light users among the waiting get a turn for each heavy one.
 _FAVOUR = 4
-# How often it is looked for what is late, and how many calls are looked at in one go (1 ms).
+# Interval of looking for late calls, and how many calls are checked in one go (1 ms).
 TICK_S = 1.0
 _LOOKED_AT_ONCE = 4096
 _LOG_EVERY_S = 10.0
@@ -53,11 +52,11 @@ class Occupant:
     """A connection, or the beginning of one.
 
     Attributes:
-        address: of its peer, as ``address_of`` names it.
-        at_work: whether it did something that nobody may cut short, when that was last looked at.
+        address: of its peer, as ``address_of`` returns it.
+        at_work: whether it was doing something that must not be cut short, at the last look.
         heard: a message has come since that tick.
         has_spoken: one came before.
-        spoke_tick: the server's tick in which the last one came, or it was made.
+        spoke_tick: the server's tick of its last message, or of its creation.
     """
 
     address = ""
@@ -67,34 +66,34 @@ class Occupant:
     spoke_tick: int
 
     def works(self) -> bool:
-        """Look whether it is at work."""
+        """Update whether it is at work."""
         return False
 
     def make_room(self) -> None:
-        """Be gone, now."""
+        """Close now."""
         raise NotImplementedError
 
     def drain(self) -> None:
-        """Take nothing new, and be gone when what is open is done."""
+        """Take nothing new, and close when the open calls are done."""
         self.make_room()
 
     def close(self) -> None:
-        """Be gone, whatever is open."""
+        """Close, whatever is open."""
         self.make_room()
 
     def look(self, tick: int) -> int:
-        """Once in a tick: what is late. Returns how many calls were looked at."""
+        """Once in a tick: handle late calls. Returns how many calls were checked."""
         return 0
 
 
 def address_of(transport: asyncio.BaseTransport) -> str:
-    """What counts as one peer's address."""
+    """The address that identifies a peer."""
     peer = transport.get_extra_info("peername")
     return network_of(peer[0]) if peer else ""
 
 
 def network_of(host: str) -> str:
-    """An address of IPv4, or the network that one of IPv6 is in."""
+    """An IPv4 address, or the network of an IPv6 one."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -107,7 +106,7 @@ def network_of(host: str) -> str:
 
 
 class Register:
-    """The places of one server, in the order in which they came."""
+    """The places of one server, in order of arrival."""
 
     def __init__(self) -> None:
         self._members: dict[Occupant, None] = {}
@@ -120,7 +119,7 @@ class Register:
         return iter(self._members)
 
     def add(self, member: Occupant) -> bool:
-        """Whether there is room for one more, or was made."""
+        """Whether there is room for one more, or room was made."""
         count = self._by_address[member.address]
         if count >= MAX_PER_ADDRESS:
             least = self._least(member.address)
@@ -138,7 +137,7 @@ class Register:
         return True
 
     def _least(self, address: str | None = None) -> Occupant | None:
-        """The one that would be missed least, of all or of an address; None: all are at work."""
+        """The least valuable one, of all or of an address; None: all are at work."""
         while True:
             idle = (
                 each
@@ -150,7 +149,7 @@ class Register:
                 return least
 
     def replace(self, member: Occupant, by: Occupant) -> bool:
-        """It goes on as another one, in its place, if it still has that."""
+        """Give its place to another one, if it still has that."""
         if member not in self._members:
             return False
         self.discard(member)
@@ -170,7 +169,7 @@ class Register:
 
 
 def _worth(member: Occupant) -> tuple[bool, bool, int]:
-    """By which those that have had something to say stay longest; of equals the oldest goes."""
+    """Sort key: those that have sent messages stay longest; of equals the oldest goes."""
     return member.heard or member.has_spoken, member.heard, member.spoke_tick
 
 
@@ -179,10 +178,10 @@ class InLine(Protocol):
 
 
 class Turns:
-    """The connections of one server that have more to read than they may at once.
+    """The connections of one server with more data than they may read at once.
 
     Attributes:
-        spent_s: what reading has taken in this turn of the event loop.
+        spent_s: time spent reading in this turn of the event loop.
     """
 
     def __init__(self) -> None:
@@ -202,7 +201,7 @@ class Turns:
         return self._due and self.spent_s >= TURN_S
 
     def take(self, connection: InLine) -> bool:
-        """Whether one that has used its share may read at once: nobody else wants to."""
+        """Whether one that has used its share may read at once, as nobody else wants to."""
         if self._due:
             return False
         if connection is not self._last:
@@ -212,12 +211,12 @@ class Turns:
         return True
 
     def forget(self, connection: InLine) -> None:
-        """It is closed. In line it may stay: it has nothing to read."""
+        """It is closed. It may stay in line: it has nothing to read."""
         if connection is self._last:
             self._last = None
 
     def add(self, connection: InLine, *, is_fresh: bool) -> None:
-        """Let it read on when its turn comes, once. ``is_fresh``: it has used little."""
+        """Let it continue reading when its turn comes, once. ``is_fresh``: it has used little."""
         (self._fresh if is_fresh else self._others).append(connection)
         self._call()
 
@@ -243,12 +242,12 @@ class Turns:
 
 
 class Commons:
-    """Knows all connections of a server, and what each of them may use.
+    """Knows all connections of a server, and the limits of each.
 
     Args:
         limits: the budget of long messages.
-        margin_bytes: what a message may be longer than a body.
-        on_bug: called where a receiver failed.
+        margin_bytes: how much longer than a body a message may be.
+        on_bug: called if a receiver failed.
     """
 
     def __init__(self, limits: BodyLimits, margin_bytes: int, on_bug: Callable[[], None]) -> None:
@@ -266,7 +265,7 @@ class Commons:
         self._changed = asyncio.Event()  # a call or a connection has ended
         self._logged_s = -_LOG_EVERY_S
 
-    # What connections ask
+    # Called by connections
 
     def add(self, connection: Occupant, handshake: Occupant | None = None) -> bool:
         """Whether there may be one more, or it may take its handshake's place."""
@@ -284,7 +283,7 @@ class Commons:
         self._changed.set()
 
     def start(self, work: Coroutine[None, None, None]) -> None:
-        """Run what a connection has to wait for."""
+        """Run something that a connection has to wait for."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -294,7 +293,7 @@ class Commons:
         self._look_at(list(self.register))
 
     def _look_at(self, connections: list[Occupant]) -> None:
-        """Let connections look for what is late, some in each turn of the event loop."""
+        """Let connections look for late calls, some in each turn of the event loop."""
         loop, looked_at = asyncio.get_running_loop(), 0
         while connections and looked_at < _LOOKED_AT_ONCE:
             looked_at += 1 + connections.pop().look(self.tick)
@@ -308,7 +307,7 @@ class Commons:
         self._changed.set()
 
     def warn(self, text: str) -> None:
-        """Log it, now and then."""
+        """Log it, at a limited rate."""
         now_s = time.monotonic()
         if now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s

@@ -1,13 +1,12 @@
-"""A data plane's connection: frames in, frames out, and what a peer may ask of us.
+"""A data plane's connection: frames in, frames out, and limits on what a peer can cost us.
 
-A connection carries many calls. What the calls write in a turn of the event loop goes out in one
-write.
+A connection carries many calls. All frames of one turn of the event loop go out in one write.
 
-What a peer could make us do or keep, and what bounds it:
+What a peer could make us do or keep, and the bounds:
 
-    CPU, of whatever frames            SLICE_S in a turn of the event loop, and what is over BURST_S
-                                       or its SHARE waits in line (``commons``); no frame costs more
-                                       than its own bytes do: a window is a number,
+    CPU, for any frames                SLICE_S in a turn of the event loop, and anything over
+                                       BURST_S or its SHARE waits in line (``commons``); no frame
+                                       costs more than its own bytes do: a window is a number,
                                        however many calls it is for, and the calls that wait for
                                        one are looked at once in a turn
     frames that carry no message       each costs one of CREDITS, a message earns
@@ -20,22 +19,22 @@ What a peer could make us do or keep, and what bounds it:
                                        MAX_FRAGMENTS pieces
     open calls                         MAX_CALLS of a connection, and no more than it leaves to the
                                        others: REFUSED_STREAM
-    bytes that are kept for it         HELD_BYTES of a connection, MAX_HELD_BYTES of all, no more
+    bytes kept for it                  HELD_BYTES of a connection, MAX_HELD_BYTES of all, no more
                                        than it leaves to the others (``carrier``): a message is
                                        refused, a call that reads nothing is reset
-      (short messages and bodies, what it does not read, CALL_BYTES for each call)
-    bytes of long messages             the budget of bodies, half of it for a connection; what has
-                                       come counts, not what was announced
-    what it does not read              of a call: UNREAD_BYTES, then it may not send more than
+      (short messages and bodies, unread answers, CALL_BYTES for each call)
+    bytes of long messages             the budget of bodies, half of it for a connection; received
+                                       bytes count, not announced ones
+    unread answers                     of a call: UNREAD_BYTES, then it may not send more than
                                        STREAM_WINDOW_BYTES, after UNREAD_S it is reset; in all:
                                        above WRITE_HIGH_BYTES nothing is read, after STALL_S closed
-    what comes late                    (``calls``) FIRST_MESSAGE_S, MESSAGE_S, LINGER_S; the
-                                       receivers' own limits, for a body and for all of a request
-    a connection that says nothing     HANDSHAKE_S for TLS, PREFACE_S for its preface and SETTINGS,
+    lateness                           (``calls``) FIRST_MESSAGE_S, MESSAGE_S, LINGER_S; the
+                                       receivers' own limits, for a body and for a whole request
+    an idle connection                 HANDSHAKE_S for TLS, PREFACE_S for its preface and SETTINGS,
                                        IDLE_S without a message or a call, CLOSE_S at its end; and
-                                       the first to go when there is no room
-    connections                        MAX_CONNECTIONS, MAX_PER_ADDRESS (``commons``): one that
-                                       does nothing goes, or the newcomer
+                                       the first to be closed when there is no room
+    connections                        MAX_CONNECTIONS, MAX_PER_ADDRESS (``commons``): an idle one
+                                       is closed, or else the newcomer
 """
 
 import asyncio
@@ -78,24 +77,24 @@ from hetero_gateway.scaleout.picker.http2.frames import (
 
 # A data plane with more opens another connection; so many calls fit in HELD_BYTES.
 MAX_CALLS = 1024
-# A block comes in one frame, but for those of MAX_BLOCK_BYTES in small frames.
+# A block comes in one frame, unless it is of MAX_BLOCK_BYTES in small frames.
 MAX_FRAGMENTS = 16
 CREDITS_PER_S = 200
-# A data plane sends one frame of them, and one to acknowledge ours.
+# A data plane sends one SETTINGS frame, and one to acknowledge ours.
 SETTINGS_CREDITS = 32
 # A new block of 200 bytes costs as much as 30 frames without one, which a message pays for.
 BLOCK_BYTES_PER_CREDIT = 64
 # A data plane sends both as soon as it is connected.
 PREFACE_S = 10.0
-# One without calls and messages for so long: it will open another one when it needs it. Health
+# An idle connection, without calls and messages: the peer opens another one when needed. Health
 # checks are messages.
 IDLE_S = 600
 # For the last bytes, of a connection that is to be closed.
 CLOSE_S = 5
 STALL_S = 30.0
 WRITE_HIGH_BYTES = 2**20
-# Of the whole connection; half of it is given back at a time. It bounds nothing: what comes is read
-# at once, kept within the budgets, or refused.
+# Of the whole connection; half of it is given back at a time. It bounds nothing: data is read at
+# once, kept within the budgets, or refused.
 WINDOW_BYTES = 2**24
 _LOW_ROOM_BYTES = STREAM_WINDOW_BYTES // 2
 _MOST_STREAM_ID = 2**31 - 1
@@ -130,7 +129,7 @@ class DataPlaneConnection(Carrier):
         self._draining = False
         self._refusing = False
         self._closing_tick = 0
-        self._block: tuple[int, int, bytearray] | None = None  # of which CONTINUATIONs follow
+        self._block: tuple[int, int, bytearray] | None = None  # to be continued
         self._fragments = 0
         self._credited_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -138,10 +137,10 @@ class DataPlaneConnection(Carrier):
     def __repr__(self) -> str:
         return f"<DataPlaneConnection {len(self.calls)} calls, {self.credits} credits>"
 
-    # What the transport calls, besides those of ``Carrier``
+    # Called by the transport, besides the methods of ``Carrier``
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is none by inheritance.
+        # uvloop's is not a subclass.
         self._transport = transport = cast(asyncio.Transport, transport)
         self.address = address_of(transport)
         if not self.server.add(self, self._handshake):
@@ -171,7 +170,7 @@ class DataPlaneConnection(Carrier):
         self._stop_timer()
         self.unblock_soon()
 
-    # What its server asks
+    # Called by its server
 
     def look(self, tick: int) -> int:
         if self._is_closing:
@@ -244,7 +243,7 @@ class DataPlaneConnection(Carrier):
                 return
         if at < size:
             self._rest = data[at:]
-            self._unmetered = 0  # what follows is put behind it
+            self._unmetered = 0  # later data is appended to it
 
     def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
@@ -317,7 +316,7 @@ class DataPlaneConnection(Carrier):
             return
         self._spend()
         if stream_id <= self._last_id:
-            return  # what was still on its way of a call that is over
+            return  # data in transit of a call that is over
         server = self.server
         if self._refusing or len(self.calls) >= MAX_CALLS or not self.share.has_room(CALL_BYTES):
             if not self._refusing:
@@ -361,8 +360,8 @@ class DataPlaneConnection(Carrier):
         if flags & frames.ACK:
             self._blocks.forbid_table()
             return
-        # First: what is sent by the new window would be too much for a peer that has not heard
-        # that it holds.
+        # First: data sent by the new window would be too much for a peer that does not know yet
+        # that it applies.
         self.write(_SETTINGS_ACK)
         for key, value in struct.iter_unpack(">HI", payload):
             if key == frames.INITIAL_WINDOW_SIZE:
@@ -397,7 +396,7 @@ class DataPlaneConnection(Carrier):
         if len(payload) < 8:
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY")
         self._spend()
-        # It opens no calls any more; those that are open go on.
+        # It opens no more calls; the open ones continue.
         self._draining = self._refusing = True
         self._close_if_done()
 
@@ -422,7 +421,7 @@ class DataPlaneConnection(Carrier):
             self.unblock_soon()
 
     def _check_known(self, stream_id: int) -> None:
-        """What is over may still be named; what has not begun, may not."""
+        """Ended streams may still be named; future ones may not."""
         if stream_id > self._last_id and not self._refusing:
             raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a frame of a call that is not open")
         if not stream_id & 1:
@@ -448,7 +447,7 @@ class DataPlaneConnection(Carrier):
             return
         self._draining = True
         self.write(frames.goaway(_MOST_STREAM_ID, ErrorCode.NO_ERROR))
-        # What it opened before it heard of that is here when this one is answered.
+        # Calls opened before the peer knew of that have arrived when this one is answered.
         self.write(frames.frame(frames.PING, 0, 0, _DRAINING))
 
     def _refuse_new(self) -> None:

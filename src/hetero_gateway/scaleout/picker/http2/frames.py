@@ -7,7 +7,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # A frame's head: 24 bits of length, 8 of type; 8 of flags; 32 of stream.
 HEAD = struct.Struct(">IBI")
 HEAD_BYTES = 9
-# Of a frame's payload, in both directions: the least that both sides have to take.
+# Maximum of a frame's payload, in both directions: the least that both sides must accept.
 MAX_FRAME_BYTES = 16384
 MAX_WINDOW_BYTES = 2**31 - 1
 # A gRPC message's head: whether it is compressed, and its length.
@@ -39,7 +39,7 @@ class ErrorCode(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """Of gRPC."""
+    """gRPC's status codes."""
 
     OK = 0
     INVALID_ARGUMENT = 3
@@ -51,7 +51,7 @@ class Status(enum.IntEnum):
 
 
 class ProtocolError(Exception):
-    """The peer broke the protocol: the connection ends. ``code``: what it is sent."""
+    """The peer broke the protocol: the connection ends. ``code``: the one sent to it."""
 
     def __init__(self, code: ErrorCode, detail: str) -> None:
         super().__init__(detail)
@@ -83,7 +83,7 @@ def message(data: bytes) -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """A field that enters no table (RFC 7541, 6.2.2); name and value below 127 bytes."""
+    """A field that is not put in a table (RFC 7541, 6.2.2); name and value below 127 bytes."""
     return b"\0%c%b%c%b" % (len(name), name, len(value), value)
 
 
@@ -93,7 +93,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: Status, detail: str) -> bytes:
-    """``detail``: printable ASCII without "%", of which 100 characters are sent."""
+    """``detail``: printable ASCII without "%"; at most 100 characters of it are sent."""
     return _literal(b"grpc-status", b"%d" % status) + _literal(
         b"grpc-message", detail[:100].encode("ascii", "replace")
     )

@@ -1,4 +1,4 @@
-"""Listens for data planes, and closes what is open at the end."""
+"""Listens for data planes, and closes their connections at the end."""
 
 import asyncio
 import os
@@ -15,15 +15,14 @@ from hetero_gateway.scaleout.picker.http2.connection import DataPlaneConnection
 
 _BACKLOG = 512
 _CLOSE_S = 1.0
-# A data plane's takes two round trips.
+# A data plane's handshake takes two round trips.
 HANDSHAKE_S = 10.0
 
 
 class Handshake(Occupant, asyncio.Protocol):
-    """TLS in front of a connection: an ``Occupant`` of the register from the first byte on.
+    """TLS before a connection: an ``Occupant`` of the register from the first byte on.
 
-    A server of asyncio's own would keep a handshake that stalls out of everybody's sight, for a
-    minute.
+    A server of asyncio's own would let a stalled handshake hold a connection unseen, for a minute.
     """
 
     def __init__(self, server: "GrpcServer", tls: ssl.SSLContext) -> None:
@@ -36,7 +35,7 @@ class Handshake(Occupant, asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)
         self.address = address_of(transport)
         if self._server.add(self):
-            # `start_tls` would lose what uvloop has read by then, and so the socket starts anew.
+            # `start_tls` would lose data that uvloop has read by then, so the socket starts anew.
             self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
             self._socket.setblocking(False)
             self._server.start(self._greet())
@@ -51,7 +50,7 @@ class Handshake(Occupant, asyncio.Protocol):
                 ssl=self._tls,
                 ssl_handshake_timeout=HANDSHAKE_S,
             )
-        except OSError:  # as ssl.SSLError and a time-out are
+        except OSError:  # includes ssl.SSLError and timeouts
             self._socket.close()
         finally:
             self._server.discard(self)
@@ -67,7 +66,7 @@ class GrpcServer(Commons):
     """Listens on any number of addresses.
 
     Args:
-        methods: what serves a call of each path (``/service/Method``).
+        methods: handlers of calls by path (``/service/Method``).
         limits, margin_bytes, on_bug: see ``Commons``.
     """
 
@@ -83,7 +82,7 @@ class GrpcServer(Commons):
         return DataPlaneConnection(self, self._methods, handshake)
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
-        """Listen; the port. Raises HeteroGatewayError where it cannot be used."""
+        """Listen; returns the port. Raises HeteroGatewayError if it cannot be used."""
         loop = asyncio.get_running_loop()
         try:
             listener = await loop.create_server(
@@ -101,7 +100,7 @@ class GrpcServer(Commons):
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Listen no more, let open calls end for so long, and close all connections."""
+        """Stop listening, let open calls end within a time, and close all connections."""
         for listener in self._listeners:
             listener.close()
         for connection in list(self.register):
