@@ -1,5 +1,6 @@
 """``plan --watch``: what is proposed as the load of a gateway changes."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.plan_request import load_requests
 from hetero_gateway.files.profile_file import load_profile
 from hetero_gateway.files.trace import TraceRequest
-from hetero_gateway.lab.profiler.seen import SeenGateway
+from hetero_gateway.lab.profiler import seen
 from hetero_gateway.planner.following import FleetChange, Seat, changes
 from hetero_gateway.planner.present import Running, place
 from tests.fakes.gateway_files import write
@@ -72,12 +73,12 @@ class Gateway:
 
     def ask(self) -> Replan:
         rows = tuple(TraceRequest(at_s, 500, 150, "m") for at_s in self.arrived)
-        seen = SeenGateway(
+        told = seen.SeenGateway(
             "http://x", "finish-time", self.instances, rows, self.queued, (*self.arrived,)
         )
         question = self._request.question
         present = place(self.instances, question.machines, self._request.model, accelerator)
-        return Replan(seen, self._request, present)
+        return Replan(told, self._request, present)
 
 
 def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_path):
@@ -96,6 +97,46 @@ def test_a_growing_load_proposes_to_wake_and_add_and_a_small_one_to_drain(tmp_pa
         gateway.minutes(1, 0.2)
         proposed, _ = watch.look(gateway.now_s)
     assert [str(change) for change in proposed] == ["drain n0", "drain n1", "drain n2"]
+
+
+def ranks(server: str, **more) -> list[Running]:
+    return [running(f"{server}.dp{i}", server=server, **more) for i in range(2)]
+
+
+def test_the_ranks_of_a_server_are_one_instance(tmp_path):
+    gateway = Gateway(tmp_path, *ranks("a"))
+    watch = LoadWatch(gateway.ask, lambda name: name == "b")
+    gateway.minutes(5, 0.5)
+    gateway.minutes(3, 30.0)
+    proposed, proposal = watch.look(gateway.now_s)
+    # Four accelerators, of which each has two.
+    assert [str(change) for change in proposed] == [f"add a {GPU}/tp1"]
+    assert proposal.desired == {KEY: 2}
+    held = proposal.held_per_s
+    gateway.instances = tuple(running(name) for name in "abcd")
+    alone = LoadWatch(gateway.ask, lambda name: False)
+    assert alone.look(gateway.now_s)[1].held_per_s == pytest.approx(held)
+    # One of its ranks drains: it serves. Then the load goes, and with it a whole server.
+    b = ranks("b", in_flight=1)
+    b[0] = dataclasses.replace(b[0], draining=True)
+    gateway.instances = (*ranks("a", in_flight=2), *b)
+    assert watch.look(gateway.now_s)[0] == []
+    for _ in range(25):
+        gateway.minutes(1, 0.2)
+        proposed, _ = watch.look(gateway.now_s)
+    assert [str(change) for change in proposed] == ["sleep b"]
+
+
+def test_a_gateway_tells_whose_ranks_they_are(monkeypatch):
+    row = {"base_url": "http://box:8000", "up": True, "draining": False, "models": ["m"]}
+    row |= {"instance": "a", "data_parallel_rank": None, "in_flight": 0, "weight": 1}
+    rows = [row | {"id": "a.dp5", "data_parallel_rank": 5}, row | {"id": "a"}]
+    told = {"policy": "finish-time", "queue": None, "instances": rows}
+    told |= {"profile": None, "kv_capacity_tokens": None}
+    monkeypatch.setattr(seen, "fetch_document", lambda *_: told)
+    monkeypatch.setattr(seen, "fetch_csv", lambda *_: "")
+    found = seen.ask("http://x", None).running
+    assert [(each.id, each.server) for each in found] == [("a.dp5", "a"), ("a", "")]
 
 
 def test_without_a_request_there_is_nothing_to_propose(tmp_path):

@@ -23,8 +23,9 @@ import pytest
 import zmq
 import zmq.asyncio
 from real_vllm.cluster import PATIENCE_S, Cluster
-from real_vllm.servers import Server, engine, free_port, load_server
+from real_vllm.servers import Server, engine, load_server
 
+from benchmarks.ports import free_port
 from hetero_gateway.core.prefixes.sources import CacheSource
 from hetero_gateway.core.types import InstanceId
 from hetero_gateway.gateway.fleet import kv_events

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from real_vllm.cluster import PATIENCE_S, Cluster
-from real_vllm.servers import free_port
 
+from benchmarks.ports import free_port
 from hetero_gateway.core.prefixes.sources import CacheSource
 from hetero_gateway.core.types import InstanceId
 from tests.fakes.running import CHAT, config_for, eventually, running_gateway
@@ -36,9 +36,8 @@ async def finished(http: httpx.AsyncClient) -> Counter[int]:
 
 
 async def test_ranks_of_a_real_server(servers: Cluster, figure: Any) -> None:
-    ports = free_port(), free_port()
-    if abs(ports[0] - ports[1]) < 2:
-        ports = ports[0], ports[1] + 10
+    first = free_port(in_a_row=4)  # the second rank has the next port each
+    ports = first, first + 2
     options = ("--data-parallel-size", "2", "--distributed-executor-backend", "mp")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with engine_that_tells(servers, "ranks", *ports, *options, **env) as telling:

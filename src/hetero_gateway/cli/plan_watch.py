@@ -27,6 +27,7 @@ from hetero_gateway.planner.following import (
     Proposal,
     ScaledType,
     Seat,
+    Standing,
     changes,
 )
 from hetero_gateway.planner.held_rates import HeldRates, RateQuestion, find_held_rates, key_of
@@ -122,8 +123,8 @@ class LoadWatch:
             HeteroGatewayError: the gateway does not answer, or has too little data.
         """
         again = self._ask()
-        seats = _seats(again, self._sleeps)
-        types = _types(again, seats)
+        seats, ranks = _seats(again, self._sleeps)
+        types = _types(again, seats, ranks)
         if self._follower is None or self._follower.types != types:
             follower = Follower(types)
             if self._follower is not None:
@@ -144,6 +145,7 @@ class LoadWatch:
             again.seen.policy,
             q.engines,
             q.seed,
+            ranks,
         )
         if self._rates is None or not self._rates.answers(question):
             self._rates = find_held_rates(question)
@@ -151,12 +153,17 @@ class LoadWatch:
         return changes(proposal.desired, seats), proposal
 
 
-def _seats(again: Replan, sleeps: Callable[[str], bool]) -> list[Seat]:
-    """Instances, awake or asleep, on accelerators of the file."""
+def _seats(again: Replan, sleeps: Callable[[str], bool]) -> tuple[list[Seat], dict[Key, int]]:
+    """Instances, awake or asleep, on accelerators of the file; and by type the ranks of one, each
+    of which is a place: they start, sleep and stop together.
+    """
     keys = {placed.instance.id: placed.key for placed in again.present.placed}
     models = {m for placed in again.present.placed for m in placed.instance.models}
     accelerators = {machine.accelerator for machine in again.request.question.machines}
-    seats = []
+    standings: tuple[Standing, ...] = ("ready", "asleep", "draining")
+    places = Counter(instance.server for instance in again.seen.running)
+    seats: dict[str, Seat] = {}
+    ranks: dict[Key, int] = {}
     for instance in again.seen.running:
         key = keys.get(instance.id)
         profile = instance.profile
@@ -170,14 +177,17 @@ def _seats(again: Replan, sleeps: Callable[[str], bool]) -> list[Seat]:
             key = own if own[0] in accelerators and own in again.request.question.types else None
         if key is None:
             continue
-        standing: Any = (
-            "asleep" if instance.asleep else "draining" if instance.draining else "ready"
-        )
-        seats.append(Seat(instance.id, key, standing, instance.in_flight, sleeps(instance.id)))
-    return seats
+        name, in_flight = instance.server or instance.id, instance.in_flight
+        at = 1 if instance.asleep else 2 if instance.draining else 0
+        if (seat := seats.get(name)) is not None:
+            at, in_flight = min(at, standings.index(seat.standing)), in_flight + seat.in_flight
+        seats[name] = Seat(name, key, standings[at], in_flight, sleeps(name))
+        if instance.server:
+            ranks[key] = max(ranks.get(key, 1), places[instance.server])
+    return list(seats.values()), ranks
 
 
-def _types(again: Replan, seats: list[Seat]) -> tuple[ScaledType, ...]:
+def _types(again: Replan, seats: list[Seat], ranks: Mapping[Key, int]) -> tuple[ScaledType, ...]:
     """The running types, and for each idle accelerator the smallest type that fits.
 
     Free capacity of an accelerator may become instances of its smallest type.
@@ -189,16 +199,17 @@ def _types(again: Replan, seats: list[Seat]) -> tuple[ScaledType, ...]:
     for machine in question.machines:
         room[machine.accelerator] += machine.count
         price[machine.accelerator] = machine.price_per_hour_usd
-    for (name, size), number in there.items():
-        room[name] -= size * number
+    size = {key: key[1] * ranks.get(key, 1) for key in (*there, *question.types)}
+    for key, number in there.items():
+        room[key[0]] -= size[key] * number
     priced = all(each is not None for each in price.values())
     found = []
     for name in price:
         own = sorted(key for key in there if key[0] == name)
         own = own or sorted(key for key in question.types if key[0] == name)[:1]
         for i, key in enumerate(own):
-            most = there[key] + (max(0, room[name]) // key[1] if not i else 0)
-            cost = key[1] * ((price[name] or 0.0) if priced else 1.0)
+            most = there[key] + (max(0, room[name]) // size[key] if not i else 0)
+            cost = size[key] * ((price[name] or 0.0) if priced else 1.0)
             if most:
                 found.append(ScaledType(key, 0, most, cost))
     cheapest = min(found, key=lambda t: t.cost)

@@ -316,6 +316,9 @@ def described(counts: Mapping[Key, int]) -> str:
     return " + ".join(parts) or "none"
 
 
+Standing = Literal["ready", "draining", "asleep"]
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """A present instance, as far as a change needs it.
@@ -326,7 +329,7 @@ class Seat:
 
     id: str
     key: Key
-    standing: Literal["ready", "draining", "asleep"] = "ready"
+    standing: Standing = "ready"
     in_flight: int = 0
     sleeps: bool = False
 

@@ -53,6 +53,7 @@ class Running:
         models: names that clients ask for.
         in_flight: its open requests; ``draining``, ``asleep``: why it gets none.
         weight: as ``InstanceSpec``.
+        server: whose place it is, where a server's data-parallel ranks are each one; empty: none.
     """
 
     id: str
@@ -66,6 +67,7 @@ class Running:
     draining: bool = False
     asleep: bool = False
     weight: float = 1.0
+    server: str = ""
 
 
 @dataclass(frozen=True, slots=True)

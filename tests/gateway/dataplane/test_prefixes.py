@@ -240,7 +240,7 @@ async def test_what_is_known_of_caches_is_shown() -> None:
     }
     assert shown['hetero_gateway_instance_prefix_bytes{backend="i0"}'] == row["prefix_bytes"]
     assert 5 < shown["hetero_gateway_prefix_index_keys"] < 20
-    assert 100 < shown["hetero_gateway_prefix_index_memory_bytes"] < 100_000
+    assert 100 < shown["hetero_gateway_prefix_index_memory_bytes"] < 400_000
 
 
 async def test_an_instance_that_is_removed_takes_its_part_with_it() -> None:

@@ -16,20 +16,19 @@ least recently used first, and of one text the end before the beginning. The ind
 for each instance it keeps as many bytes of text as its KV cache has tokens for. It is an estimate;
 the instance's trust learns how good it is (``trust``). It contains no text, only keys.
 
-    key → mask       one bit per instance that has it; in many dicts, by a key's last bits: a dict
-                     that grows is copied at once, which for millions of keys takes half a second
-    instance → keys  in the order of last use, an insertion-ordered dict each
+    key → mask       one bit per instance that has it
+    instance → keys  in the order of last use; both in small dicts (``key_tables``)
 
     lookup           gallops: along a text's keys the masks only shrink, since beginnings outlive
                      ends, so between two keys with equal masks there is nothing to look at
-    insert, touch    the end first, so that an instance's dict begins with what is evicted first
-    eviction         in batches: a dict whose first entries were deleted one by one has to walk
-                     past all of them to find the next
+    insert, touch    the end first, so that an instance's keys begin with what is evicted first.
+                     Keys used together are in one dict, where each next one is looked for
+    eviction         in batches
     begin, end       how many of the present requests have a key. A block that several refer to is
                      in the cache once, so tokens counted twice are not held twice
 
-A million keys take about 120 MB at first, and up to 215 when many have come and gone
-(``memory_bytes``). Everything is bounded by the instances' capacities.
+A million keys take 100 to 130 MB (``memory_bytes``), in a small index more. Everything is bounded
+by the instances' capacities.
 """
 
 from __future__ import annotations
@@ -63,48 +62,65 @@ class PrefixIndex(KeyTables):
         The same text again, when it is finished, is a ``touch``.
         """
         member = self._members[instance_id]
-        sizes, masks, bit = member.sizes, self._masks, member.bit
+        masks, bit, newest = self._masks, member.bit, member.newest
         hashes: _Hashes = keys.hashes
-        ends, known, used = keys.ends, 0, member.used
-        begins = (0, *ends)  # of the pieces, before the last end
+        ends, known, used, at = keys.ends, 0, member.used, newest
+        if self._forgotten:
+            self._forget_more(bit)
+        begins = (0, *ends)  # of the pieces, in front of the last end
         for i in range(len(hashes) - 1, -1, -1):
             key = hashes[i]
-            size = sizes.pop(key, 0)
+            size = at.pop(key, 0) if known else 0
             if size:
                 known += 1
             else:
-                size = (ends[i] - begins[i]) // UNIT_BYTES or 1
-                used += size
-                # The bit itself is one object for all keys that only this instance has.
                 part = masks[key & LAST_BITS]
-                mask = part.setdefault(key, bit)
-                if mask != bit:
-                    part[key] = mask | bit
-            sizes[key] = size
+                mask = part.get(key, 0)
+                if mask & bit:
+                    known += 1
+                    size = at.pop(key, 0)
+                    if not size:
+                        at = member.find(key)
+                        size = at.pop(key)
+                else:
+                    size = (ends[i] - begins[i]) // UNIT_BYTES or 1
+                    used += size
+                    # The bit itself is one object for all keys that only this instance has.
+                    part[key] = mask | bit if mask else bit
+            newest[key] = size
         member.used = used
+        if len(newest) > member.most_new:
+            member.begin_part()
         if used > member.capacity:
             self._evict(member)
         return known
 
     def touch(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """Note that a text was used there again, or is certainly there now. KeyError: unknown."""
-        sizes = self._members[instance_id].sizes
+        member = self._members[instance_id]
+        at = newest = member.newest
         hashes: _Hashes = keys.hashes
         for key in reversed(hashes):
-            size = sizes.pop(key, 0)
-            if not size:  # evicted since
-                self.insert(instance_id, keys)
-                return
-            sizes[key] = size
+            size = at.pop(key, 0)
+            if not size:
+                at = member.find(key)
+                size = at.pop(key, 0)
+                if not size:  # evicted since
+                    self.insert(instance_id, keys)
+                    return
+            newest[key] = size
 
     def use(self, instance_id: InstanceId, keys: PrefixKeys) -> None:
         """Note that the present part of a text was used again. KeyError: unknown."""
-        sizes = self._members[instance_id].sizes
+        member = self._members[instance_id]
+        at = newest = member.newest
         hashes: _Hashes = keys.hashes
         for key in reversed(hashes):
-            size = sizes.pop(key, 0)
+            if key not in at:
+                at = member.find(key)
+            size = at.pop(key, 0)
             if size:
-                sizes[key] = size
+                newest[key] = size
 
     def withdraw(self, instance_id: InstanceId, keys: PrefixKeys, known: int) -> None:
         """It was not computed there after all: take off what ``insert`` added.
@@ -117,11 +133,9 @@ class PrefixIndex(KeyTables):
         member = self._members.get(instance_id)
         if member is None:
             return
+        at = member.newest
         for key in keys.hashes[known:]:
-            size = member.sizes.pop(key, 0)
-            if size:
-                member.used -= size
-                self._clear(key, member.bit)
+            at = self._take(member, key, at)
 
     # Present requests
 
@@ -172,7 +186,7 @@ class PrefixIndex(KeyTables):
         if not hashes:
             return []
         key = hashes[0]
-        low, here = 0, masks[key & LAST_BITS].get(key, 0)
+        low, here = 0, masks[key & LAST_BITS].get(key, 0) & ~self._hidden
         result: list[tuple[int, int]] = []
         last = len(hashes) - 1
         while here:

@@ -124,6 +124,7 @@ def _running(url: str, admin_key_env: str | None, row: Mapping[str, Any]) -> Run
         draining=bool(row["draining"]),
         asleep=bool(row.get("asleep")),
         weight=float(row["weight"]),
+        server="" if row.get("data_parallel_rank") is None else str(row["instance"]),
     )
 
 
