@@ -1,6 +1,6 @@
 """A real vLLM of two pipeline stages, beside one of one stage, the planner's rule and its queue.
 
-    python benchmarks/planner/real_stages.py ENGINE_PYTHON
+    python benchmarks/planner/real_stages.py ENGINE_PYTHON [--mixes prompts,answers]
 
 ENGINE_PYTHON: of the environment that scripts/real-vllm makes. The engine always has more requests
 than seats. Each batch's processor time in each stage is noted, and replayed: as many batches in
@@ -11,6 +11,7 @@ profiles with constants fitted to the same batches, and of the queue of batches 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,9 +19,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pipelines
 from scipy.optimize import nnls
 
+ROOT = Path(__file__).resolve().parents[2]
+# As a script, only its own folder is on the path.
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from real_vllm import servers
+
+from benchmarks.planner import pipelines
 from hetero_gateway.core.costs.profile import Constants, Profile
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.planner.further_profiles import pipelined_profile
@@ -28,10 +35,6 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.sizes import Size
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import EvenLengths
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from real_vllm import servers
 
 Range = tuple[int, int]
 
@@ -42,11 +45,11 @@ SEATS, MEASURED_S, FIRST_BATCHES = 32, 30, 60
 MIXES = {"prompts": ((64, 192), (20, 100), 512), "answers": ((16, 48), (60, 200), 256)}
 
 
-def run(stages: int, prompts: Range, outputs: Range, budget: int) -> np.ndarray:
+def run(engine_python: str, stages: int, prompts: Range, outputs: Range, budget: int) -> np.ndarray:
     """(stages, batches, 3): prompts' tokens, sequences that decode, processor time in s."""
     env = os.environ | servers.ENGINE_ENV | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in range(stages))}
-    env |= {"PYTHONPATH": str(Path(__file__).parent)}
+    env |= {"PYTHONPATH": str(ROOT / "scripts")}
     model = {
         "hidden_size": SHAPE.hidden, "num_hidden_layers": SHAPE.layers,
         "vocab_size": SHAPE.vocabulary, "num_attention_heads": SHAPE.heads,
@@ -55,7 +58,7 @@ def run(stages: int, prompts: Range, outputs: Range, budget: int) -> np.ndarray:
     asked = {"stages": stages, "shape": model, "prompts": prompts, "outputs": outputs}
     asked |= {"budget": budget, "seats": SEATS, "measured_s": MEASURED_S}
     asked |= {"dtype": servers.fast_dtype()}
-    command = [sys.argv[1], "-m", "real_stages_engine", json.dumps(asked)]
+    command = [engine_python, "-m", "real_vllm.stages_engine", json.dumps(asked)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("[[["))
     return np.array(json.loads(line))
@@ -75,9 +78,13 @@ def replayed(stages: np.ndarray) -> float:
 
 
 def main() -> None:
-    for title in sys.argv[2:] or MIXES:
+    parser = argparse.ArgumentParser(description="stages of a real vLLM beside the planner's rule")
+    parser.add_argument("engine_python", metavar="ENGINE_PYTHON")
+    parser.add_argument("--mixes", default=",".join(MIXES))
+    args = parser.parse_args()
+    for title in args.mixes.split(","):
         prompts, outputs, budget = MIXES[title]
-        one, two = (run(stages, *MIXES[title]) for stages in (1, 2))
+        one, two = (run(args.engine_python, stages, *MIXES[title]) for stages in (1, 2))
         whole = [each[:, FIRST_BATCHES:] for each in (one, two)]
         rows = np.concatenate([np.c_[each[0, :, :2], each[:, :, 2].sum(0)] for each in whole])
         weight = np.concatenate([np.full(each.shape[1], 1 / each.shape[1]) for each in whole])

@@ -23,7 +23,7 @@ async def test_no_file_of_keys_is_anything_but_read_or_refused_in_words() -> Non
 
 
 async def test_no_reply_or_row_of_redis_costs_more_than_the_view_of_others() -> None:
-    await run(fuzz_redis, 200, s200=10, s400=10, s503=10)
+    await run(fuzz_redis, 300, s200=10, s400=5, s503=10)
 
 
 async def test_whatever_an_api_server_says_the_next_good_list_is_read() -> None:

@@ -1,4 +1,4 @@
-"""A vLLM of some stages on CPUs that notes what its batches take; real_stages.py runs it."""
+"""A vLLM of some stages on CPUs that notes what its batches take; benchmarks/planner/real_stages.py runs it."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def measure(stages, shape, prompts, outputs, budget, seats, dtype, measured_s):
         llm = LLM(
             directory, skip_tokenizer_init=True, dtype=dtype, max_model_len=1024,
             enforce_eager=True, enable_prefix_caching=False, distributed_executor_backend="mp",
-            pipeline_parallel_size=stages, worker_cls="real_stages_engine.TimedWorker",
+            pipeline_parallel_size=stages, worker_cls="real_vllm.stages_engine.TimedWorker",
             max_num_batched_tokens=budget, max_num_seqs=seats,
         )  # fmt: skip
     rng, count, until_s = random.Random(1), 0, time.monotonic() + measured_s

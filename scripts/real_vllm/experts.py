@@ -1,6 +1,6 @@
 """How a decode step of a real vLLM grows with its sequences: small mixtures beside a dense model.
 
-    PYTHONPATH=src ENGINE_PYTHON benchmarks/planner/real_experts.py
+    PYTHONPATH=src ENGINE_PYTHON scripts/real_vllm/experts.py
 
 ENGINE_PYTHON: of the environment that scripts/real-vllm makes. Random weights, larger than the
 processor's caches, and short prompts: a step reads weights, nearly. One engine at a time, on one
