@@ -23,7 +23,8 @@ from scipy.optimize import nnls
 
 ROOT = Path(__file__).resolve().parents[2]
 # As a script, only its own folder is on the path.
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 from real_vllm import servers
 

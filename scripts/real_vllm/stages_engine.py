@@ -1,4 +1,6 @@
-"""A vLLM of some stages on CPUs that notes what its batches take; benchmarks/planner/real_stages.py runs it."""
+"""A vLLM of some stages on CPUs that notes what its batches take, for real_stages.py in
+benchmarks/planner.
+"""
 
 import json
 import os
