@@ -21,10 +21,9 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
-ROOT = Path(__file__).resolve().parents[2]
 # As a script, only its own folder is on the path.
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from real_vllm import servers
 
@@ -36,6 +35,8 @@ from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.sizes import Size
 from hetero_gateway.sim.alone import Engines, Mix, run_alone
 from hetero_gateway.sim.workload import EvenLengths
+
+ROOT = Path(__file__).resolve().parents[2]
 
 Range = tuple[int, int]
 
