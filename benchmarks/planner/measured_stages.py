@@ -15,19 +15,20 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+# As a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.planner.one_engine import times_of
 from hetero_gateway.files.accelerator_catalogue import accelerator
 from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.memory import EngineOptions, StartUp
 from hetero_gateway.planner.roofline import roofline_profile
-from hetero_gateway.sim.fleet import EngineFleet
-from hetero_gateway.sim.kernel import FINISHED, FIRST
 
 # By what the publishers call the checkpoints. CodeLlama-34B is a Llama-2-70B of fewer and narrower
 # layers, by its config.json.
@@ -40,7 +41,6 @@ SHAPES = {
     "Mixtral-8x7B-v0.1": model_card("Mixtral-8x7B"),
 }
 DURATION_S = 60.0
-BLOCK_TOKENS = 16
 
 
 class Stage(NamedTuple):
@@ -64,32 +64,11 @@ def run_stage(row: dict[str, str], duration_s: float = DURATION_S) -> Stage:
     )
     capacity = StartUp(model, device, t, options).memory().kv_capacity_tokens
     profile = roofline_profile(device, model, t, seqs, capacity)
-    fleet = EngineFleet([profile], max_batched_tokens=budget)
     prompt, output = round(float(row["prompt_mean"])), int(row["output_tokens"])
     rate = float(row["rate"])
     arrival_s = np.arange(0.0, duration_s, 1 / rate)
-    first_s, end_s = np.full(arrival_s.size, math.nan), np.full(arrival_s.size, math.nan)
-    owners: dict[int, int] = {}
-
-    def advance(until_s: float) -> None:
-        complete = False
-        while not complete:
-            complete = fleet.advance(until_s, False)
-            for k in range(1, 1 + fleet.log[0]):
-                slot, kind, now_s = fleet.log[k] >> 2, fleet.log[k] & 3, fleet.log_s[k]
-                if kind == FIRST:
-                    first_s[owners[slot]] = now_s
-                elif kind == FINISHED:
-                    end_s[owners[slot]] = now_s
-                    fleet.free_slots.append(slot)
-
-    for i, at_s in enumerate(arrival_s.tolist()):
-        advance(at_s)
-        slot = fleet.new_slot()
-        owners[slot] = i
-        # Of its last block, half in the mean is a token that must be computed.
-        fleet.submit(0, slot, prompt, output, at_s, fetched=prompt - BLOCK_TOKENS // 2)
-    advance(math.inf)
+    lengths = (np.full(arrival_s.size, tokens) for tokens in (prompt, output))
+    _, first_s, end_s = times_of(profile, budget, *lengths, arrival_s, cached=True)
     third, latency_s = arrival_s.size // 3, end_s - arrival_s
     held = latency_s[2 * third :].mean() < 1.1 * latency_s[third : 2 * third].mean()
     return Stage(

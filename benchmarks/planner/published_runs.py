@@ -21,6 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+# As a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.planner.one_engine import times_of
 from hetero_gateway.core.costs.arrays import FloatArray, Integers
 from hetero_gateway.core.costs.profile import Profile
 from hetero_gateway.errors import ConfigError
@@ -30,15 +34,12 @@ from hetero_gateway.files.model_cards import model_card
 from hetero_gateway.planner.memory import EngineOptions, StartUp
 from hetero_gateway.planner.model_shape import ModelShape
 from hetero_gateway.planner.roofline import roofline_profile
-from hetero_gateway.sim.fleet import EngineFleet
-from hetero_gateway.sim.kernel import FINISHED, FIRST
 from hetero_gateway.sim.workload import gamma_arrivals
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path(__file__).with_name("published_runs.csv")
 CONFIGS = ROOT / "tests/planner/published_models.json"
 SEEDS = 3
-BLOCK_TOKENS = 16
 # What is known of ShareGPT's lengths: log-normal, nearly, with these spreads; vLLM's benchmark
 # leaves out what is longer.
 PROMPT_SIGMA, OUTPUT_SIGMA, LONGEST = 1.2, 1.1, 1024
@@ -99,47 +100,16 @@ def run_engine(
     cached: bool,
 ) -> Figures:
     """One engine: requests as they arrive, at most ``streams`` of them at a time."""
-    fleet = EngineFleet([profile], max_batched_tokens=budget)
-    size = prompt.size
-    sent_s, first_s, end_s = (np.full(size, math.nan) for _ in range(3))
-    owners: dict[int, int] = {}
-    following = 0
-
-    def send(at_s: float) -> None:
-        nonlocal following
-        i, slot = following, fleet.new_slot()
-        owners[slot], sent_s[i], following = i, at_s, following + 1
-        # Of a cached prompt's last block, half in the mean is computed.
-        known = max(0, int(prompt[i]) - BLOCK_TOKENS // 2) if cached else 0
-        fleet.submit(0, slot, int(prompt[i]), int(output[i]), at_s, fetched=known)
-
-    def advance(until_s: float) -> None:
-        while True:
-            complete = fleet.advance(until_s, True)
-            for k in range(1, 1 + fleet.log[0]):
-                slot, kind, now_s = fleet.log[k] >> 2, fleet.log[k] & 3, fleet.log_s[k]
-                if kind == FIRST:
-                    first_s[owners[slot]] = now_s
-                elif kind == FINISHED:
-                    end_s[owners.pop(slot)] = now_s
-                    fleet.free_slots.append(slot)
-                    if following < size and arrival_s[following] <= now_s:
-                        send(now_s)
-            if complete:
-                return
-
-    while following < size and len(owners) < streams:
-        at_s = float(arrival_s[following])
-        advance(at_s)
-        send(at_s)
-    advance(math.inf)
+    sent_s, first_s, end_s = times_of(
+        profile, budget, prompt, output, arrival_s, streams, cached=cached
+    )
     several = output > 1
     tpot_s = (end_s - first_s)[several] / (output[several] - 1)
     took_s = float(end_s.max() - arrival_s[0]) + profile.first_token_s
     return Figures(
         float((first_s - sent_s).mean()) + profile.first_token_s,
         float(tpot_s.mean()),
-        size / took_s,
+        prompt.size / took_s,
     )
 
 
